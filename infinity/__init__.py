@@ -1,0 +1,7 @@
+"""infinity: trains PyTorch models whose state does not fit on the device or in host memory."""
+
+from .core.config import Config
+from .core.errors import InfinityError
+from .version import __version__
+
+__all__ = ["Config", "InfinityError", "__version__"]

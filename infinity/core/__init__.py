@@ -1,0 +1,1 @@
+"""Words and values: errors, sizes, the configuration."""

@@ -1,0 +1,302 @@
+"""`Config`: the one home of every default."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+from .sizes import SPAN, MiB, Tier, parse_dtype, parse_size
+
+Placement = Mapping[Tier, float]
+_PLACED = ("parameters", "optimizer_state", "gradients")
+AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What the engine may use and where it keeps each kind of state.
+
+    Sizes are bytes or strings such as ``"20GiB"``. A placement is ``"device"``, ``"host"``,
+    ``"nvme"`` or a split such as ``{"host": 0.3, "nvme": 0.7}`` (shares of the bytes; they sum
+    to 1). After construction every field holds its parsed value: bytes, a ``torch.dtype``, a
+    tuple of directories, a mapping from `Tier` to share.
+
+    Args:
+        nvme: one directory, or several, for what is placed on ``nvme``. The engine keeps to a
+            subdirectory of its own in each.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda where there is one.
+        device_memory: bytes that the engine may place on the device (parameters that are
+            gathered, their gradients, state placed there); activations come on top. Default:
+            what is free when the engine starts, less a tenth.
+        host_memory: bytes that the engine may take of host memory. Default: what is available
+            when the engine starts (within the cgroup's limit), less a tenth.
+        parameters: placement of the parameters in the compute dtype, unit by unit.
+        optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
+        gradients: placement of the gradients between backward and update, chunk by chunk.
+        dtype: compute dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        output_dtype: dtype of the model's floating-point outputs; None leaves them.
+        max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
+        units: names of module classes, or of modules as in `named_modules()`, that are to be
+            units; None: found by themselves.
+        update: ``"sync"``: `step()` returns when the parameters are updated.
+        durable: commit every step to NVMe. Not available yet: only False is accepted.
+        loss_scale: fp16 only: first dynamic loss scale, a power of two.
+        loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
+        prefetch_memory: bytes on the device that units fetched ahead may take; None: as much as
+            `device_memory` leaves.
+        chunk_elements: elements of a chunk, a multiple of 65,536.
+        update_depth: chunks in the update pipeline at once (read, update, write).
+        block_bytes: largest single I/O request, in bytes, a multiple of 4096.
+        queue_depth: requests in the kernel at once, per directory.
+        aio_backend: ``"auto"`` or one of the I/O backends.
+        io_deadline: seconds after which an unfinished transfer is an error.
+        threads: threads of the CPU Adam; None: one per core that this process may use.
+
+    Raises:
+        ConfigError: a setting is unknown, of the wrong type, or contradicts another.
+    """
+
+    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    device: str | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    parameters: str | Mapping[str, float] = "device"
+    optimizer_state: str | Mapping[str, float] = "host"
+    gradients: str | Mapping[str, float] = "host"
+    dtype: str | torch.dtype = "bf16"
+    output_dtype: str | torch.dtype | None = "fp32"
+    max_grad_norm: float | None = None
+    units: Sequence[str] | None = None
+    update: str = "sync"
+    durable: bool = False
+    loss_scale: float = 65536.0
+    loss_scale_window: int = 2000
+    prefetch_memory: int | str | None = None
+    chunk_elements: int = 2 * MiB
+    update_depth: int = 3
+    block_bytes: int | str = MiB
+    queue_depth: int = 32
+    aio_backend: str = "auto"
+    io_deadline: float = 120.0
+    threads: int | None = None
+    #: parsed placements, by the name of the kind of state
+    placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, *args: Any, **settings: Any) -> Config:
+        known = [f.name for f in fields(cls) if f.init]
+        for key in settings:
+            if key not in known:
+                close = _suggest(key, known)
+                raise ConfigError(
+                    f"unknown setting {key!r}",
+                    expected=", ".join(known),
+                    found=repr(key),
+                    cure=f"did you mean {close!r}?" if close else "remove it",
+                )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "nvme", _directories(self.nvme))
+        for name in ("device_memory", "host_memory", "prefetch_memory", "block_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                put(self, name, parse_size(value, name))
+        put(self, "dtype", parse_dtype(self.dtype))
+        if self.output_dtype is not None:
+            put(self, "output_dtype", parse_dtype(self.output_dtype))
+        put(self, "placements", {n: _placement(n, getattr(self, n)) for n in _PLACED})
+        if self.units is not None:
+            units = (self.units,) if isinstance(self.units, str) else tuple(self.units)
+            put(self, "units", units)
+        self._check()
+
+    def _check(self) -> None:
+        on_nvme = [n for n in _PLACED if self.placements[n].get(Tier.NVME)]
+        if on_nvme and not self.nvme:
+            raise ConfigError(
+                f"{on_nvme[0]} is placed on NVMe, but no directory is named",
+                expected="a directory on an NVMe drive",
+                found="nvme=None",
+                cure=f'nvme="/path/on/a/drive", or {on_nvme[0]}="host"',
+            )
+        if self.update != "sync":
+            raise ConfigError(
+                "this update mode is not available",
+                expected='"sync"',
+                found=repr(self.update),
+                cure='update="sync"',
+            )
+        if self.durable:
+            raise ConfigError(
+                "durable commits are not available yet",
+                expected="durable=False",
+                found="durable=True",
+                cure="durable=False; save a `state_dict()` where you need to resume",
+            )
+        if self.device is not None:
+            try:
+                kind = torch.device(self.device).type
+            except RuntimeError:
+                kind = "unknown"
+            if kind not in ("cpu", "cuda"):
+                raise ConfigError(
+                    "unknown device",
+                    expected='"cpu" or "cuda[:index]"',
+                    found=repr(self.device),
+                    cure='device="cuda"',
+                )
+        if self.aio_backend not in AIO_BACKENDS:
+            raise ConfigError(
+                "unknown I/O backend",
+                expected=", ".join(AIO_BACKENDS),
+                found=repr(self.aio_backend),
+                cure=_suggest(self.aio_backend, AIO_BACKENDS) or 'aio_backend="auto"',
+            )
+        self._number("max_grad_norm", self.max_grad_norm, positive=True, optional=True)
+        self._number("io_deadline", self.io_deadline, positive=True)
+        self._number("loss_scale", self.loss_scale, positive=True)
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
+        for name, least, multiple in (
+            ("chunk_elements", SPAN, SPAN),
+            ("update_depth", 1, 1),
+            ("block_bytes", 4096, 4096),
+            ("queue_depth", 1, 1),
+            ("loss_scale_window", 1, 1),
+            ("threads", 1, 1),
+        ):
+            value = getattr(self, name)
+            if name == "threads" and value is None:
+                continue
+            if not isinstance(value, int) or value < least or value % multiple:
+                wanted = f"an integer ≥ {least}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+                self._wrong(name, wanted, value, f"{name}={type(self).__dataclass_fields__[name].default}")
+        if not isinstance(self.durable, bool):
+            self._wrong("durable", "True or False", self.durable, "durable=False")
+
+    def _number(self, name: str, value: Any, *, positive: bool, optional: bool = False) -> None:
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            self._wrong(name, "a number > 0" + (" or None" if optional else ""), value, f"{name}=1.0")
+
+    @staticmethod
+    def _wrong(name: str, expected: str, found: object, cure: str) -> None:
+        raise ConfigError(f"{name} cannot be used", expected=expected, found=repr(found), cure=cure)
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The NVMe directories, as given, without duplicates."""
+        return self.nvme or ()  # type: ignore[return-value]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """`dtype`, parsed."""
+        return self.dtype  # type: ignore[return-value]
+
+    def replace(self, **changes: Any) -> Config:
+        """Return a copy with some settings changed, checked again."""
+        return replace(self, **changes)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Config:
+        """Read the settings from a YAML file: its section ``engine``, or the whole file.
+
+        Raises:
+            ConfigError: the file is missing, is not YAML, or has a wrong setting.
+        """
+        import yaml
+
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = yaml.safe_load(file)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f"cannot read the configuration {os.fspath(path)!r}",
+                expected="a YAML file with a section `engine`",
+                found=str(error),
+                cure="name a readable YAML file",
+            ) from error
+        if content is None:
+            content = {}
+        if isinstance(content, Mapping) and isinstance(content.get("engine"), Mapping):
+            content = content["engine"]
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f"{os.fspath(path)!r} has no settings",
+                expected="a mapping",
+                found=type(content).__name__,
+                cure="write `name: value` lines",
+            )
+        return cls(**{str(key): value for key, value in content.items()})
+
+
+def _suggest(word: str, known: Sequence[str]) -> str | None:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def _directories(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, os.PathLike)):
+        value = (value,)
+    try:
+        names = tuple(os.fspath(v) for v in value)
+    except TypeError:
+        names = ()
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(
+            "nvme names no directory",
+            expected="a path or a list of paths",
+            found=repr(value),
+            cure='nvme="/mnt/nvme/run1"',
+        )
+    twice = {os.path.realpath(n) for n in names}
+    if len(twice) != len(names):
+        raise ConfigError(
+            "an NVMe directory is named twice",
+            expected="different directories",
+            found=", ".join(names),
+            cure="name each directory once",
+        )
+    return names
+
+
+def _placement(name: str, value: Any) -> Placement:
+    tiers = [t.value for t in Tier]
+    if isinstance(value, str):
+        value = {value: 1.0}
+    if not isinstance(value, Mapping) or not value:
+        value = {repr(value): 1.0}
+    for tier in value:
+        if str(tier) not in tiers:
+            close = _suggest(str(tier), tiers)
+            raise ConfigError(
+                f"{name} is placed on an unknown tier",
+                expected=", ".join(tiers),
+                found=str(tier),
+                cure=f"did you mean {close!r}?" if close else f'{name}="host"',
+            )
+    shares: dict[Tier, float] = {}
+    for tier, share in value.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            shares = {}
+            break
+        shares[Tier(str(tier))] = float(share)
+    if not shares or abs(sum(shares.values()) - 1) > 1e-6:
+        raise ConfigError(
+            f"the shares of {name} are wrong",
+            expected="shares from 0 to 1 that sum to 1",
+            found=repr(dict(value)),
+            cure=f'{name}={{"host": 0.3, "nvme": 0.7}}',
+        )
+    return {tier: share for tier, share in shares.items() if share > 0}

@@ -1,0 +1,191 @@
+"""Every error that infinity raises.
+
+::
+
+    InfinityError
+    ├── ConfigError (ValueError)         a setting is unknown, contradictory or not available
+    │   └── BudgetError                  a run cannot fit the memory or the disk that it was given
+    ├── BuildError (ImportError)         a native module is missing or does not fit this machine
+    ├── WrapError (ValueError)           a model or an optimizer cannot be taken over
+    │   └── OptimizerTypeError           the optimizer, or one of its options, is not supported
+    ├── ParameterError (RuntimeError)    a parameter was used in a way that offloading cannot carry
+    │   ├── ReleasedParameterError       its values are not on the device at this moment
+    │   ├── ParameterChangedError        added, replaced, cast or moved after `wrap`
+    │   └── GradientError                its gradient was used in a way that shards cannot answer
+    ├── PrecisionError (RuntimeError)    autocast, GradScaler or an unscaled fp16 backward
+    ├── StateDictError (ValueError)      a state dict does not fit the model or the optimizer
+    ├── StorageError (OSError)           the storage of a tier failed
+    │   ├── DirectoryError               an NVMe directory is missing, full, read-only or in use
+    │   ├── TransferError                the system reported an error for a read or a write
+    │   │   ├── ShortTransferError       it moved fewer bytes than asked, for good
+    │   │   └── DeadlineError            it did not finish in time; its buffer is quarantined
+    │   └── CorruptionError              bytes read differ from the bytes written (CRC mismatch)
+    ├── BackendError (RuntimeError)      an I/O backend is unknown or does not work here
+    ├── ClosedError (RuntimeError)       the engine or one of its parts was closed, or forked
+    └── DataError (ValueError)           training data or a model directory cannot be used
+
+A message says what was expected, what was found and what to change (`cure`).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "BuildError",
+    "ClosedError",
+    "ConfigError",
+    "CorruptionError",
+    "DataError",
+    "DeadlineError",
+    "DirectoryError",
+    "GradientError",
+    "InfinityError",
+    "OptimizerTypeError",
+    "ParameterChangedError",
+    "ParameterError",
+    "PrecisionError",
+    "ReleasedParameterError",
+    "ShortTransferError",
+    "StateDictError",
+    "StorageError",
+    "TransferError",
+    "WrapError",
+]
+
+
+class InfinityError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: one sentence that names the thing and the problem.
+        expected: what would have been right.
+        found: what was there.
+        cure: what the user can change.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        cure: str | None = None,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.found = found
+        self.cure = cure
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.expected is not None:
+            lines.append(f"  expected: {self.expected}")
+        if self.found is not None:
+            lines.append(f"  found: {self.found}")
+        if self.cure is not None:
+            lines.append(f"  to change: {self.cure}")
+        return "\n".join(lines)
+
+
+class ConfigError(InfinityError, ValueError):
+    """A setting is unknown, contradictory or not available here."""
+
+
+class BudgetError(ConfigError):
+    """A run cannot fit the memory or the disk that it was given."""
+
+
+class BuildError(InfinityError, ImportError):
+    """A native module is missing or does not fit this machine."""
+
+
+class WrapError(InfinityError, ValueError):
+    """A model or an optimizer cannot be taken over."""
+
+
+class OptimizerTypeError(WrapError):
+    """The optimizer, or one of its options, is not supported."""
+
+
+class ParameterError(InfinityError, RuntimeError):
+    """A parameter was used in a way that offloading cannot carry."""
+
+
+class ReleasedParameterError(ParameterError):
+    """A parameter's values are not on the device at this moment."""
+
+
+class ParameterChangedError(ParameterError):
+    """A parameter was added, replaced, cast or moved after `wrap`."""
+
+
+class GradientError(ParameterError):
+    """A gradient was used in a way that its shards cannot answer."""
+
+
+class PrecisionError(InfinityError, RuntimeError):
+    """autocast, GradScaler, or an fp16 backward of an unscaled loss."""
+
+
+class StateDictError(InfinityError, ValueError):
+    """A state dict does not fit the model or the optimizer."""
+
+
+class StorageError(InfinityError, OSError):
+    """The storage of a tier failed.
+
+    `errno` is the system's error number where there is one, `path` the file, `offset` and
+    `nbytes` the range in it, in bytes.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        errno: int | None = None,
+        path: str | None = None,
+        offset: int | None = None,
+        nbytes: int | None = None,
+        expected: object = None,
+        found: object = None,
+        cure: str | None = None,
+    ) -> None:
+        super().__init__(what, expected=expected, found=found, cure=cure)
+        self.errno = errno
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+
+
+class DirectoryError(StorageError):
+    """An NVMe directory is missing, full, read-only, in use or not a directory."""
+
+
+class TransferError(StorageError):
+    """The system reported an error for a read, a write or a sync."""
+
+
+class ShortTransferError(TransferError):
+    """A transfer moved fewer bytes than asked and could not be continued."""
+
+
+class DeadlineError(TransferError):
+    """A transfer did not finish before its deadline; its buffer is quarantined."""
+
+
+class CorruptionError(StorageError):
+    """Bytes that were read differ from the bytes that were written."""
+
+
+class BackendError(InfinityError, RuntimeError):
+    """An I/O backend is unknown or does not work on this machine."""
+
+
+class ClosedError(InfinityError, RuntimeError):
+    """The engine, or one of its parts, was closed or belongs to another process."""
+
+
+class DataError(InfinityError, ValueError):
+    """Training data or a model directory cannot be used."""

@@ -1,0 +1,126 @@
+"""Sizes, dtypes and tiers: the words that every other file shares.
+
+Sizes are in bytes. ``KiB`` … ``TiB`` are powers of 1024; a parsed ``KB`` … ``TB`` is a power of 1000.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from typing import Final
+
+import torch
+
+from .errors import ConfigError
+
+KiB: Final = 1 << 10
+MiB: Final = 1 << 20
+GiB: Final = 1 << 30
+TiB: Final = 1 << 40
+
+#: Alignment of every section on NVMe and of every buffer that meets it, in bytes, on any device.
+ALIGNMENT: Final = 4096
+#: Elements whose squares are summed as one tree in a norm (see [Note: norms]).
+SPAN: Final = 65_536
+#: A run of segments of one dtype begins and ends on a multiple of this many elements, so that
+#: its bytes are a multiple of ALIGNMENT in every dtype of at least two bytes.
+RUN_ELEMENTS: Final = 2048
+#: Every parameter begins on a multiple of this many elements, so that kernels find it aligned.
+SEGMENT_ELEMENTS: Final = 64
+
+
+class Tier(str, enum.Enum):
+    """Where bytes live."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_ALIASES: Final[dict[str, str]] = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+_UNITS: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{f"{p}ib": 1 << (10 * k) for k, p in enumerate("kmgtp", 1)},
+    **{f"{p}b": 1000**k for k, p in enumerate("kmgtp", 1)},
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name (``fp32``, ``bf16``, ``fp16``) of a compute dtype."""
+    for name, value in DTYPES.items():
+        if value is dtype:
+            return name
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names).
+
+    Raises:
+        ConfigError: `value` names no supported compute dtype.
+    """
+    if isinstance(value, torch.dtype):
+        if value in DTYPES.values():
+            return value
+    elif isinstance(value, str):
+        name = value.removeprefix("torch.").lower()
+        name = _ALIASES.get(name, name)
+        if name in DTYPES:
+            return DTYPES[name]
+    raise ConfigError(
+        "unknown compute dtype",
+        expected=", ".join(DTYPES),
+        found=repr(value),
+        cure='dtype="fp32", "bf16" or "fp16"',
+    )
+
+
+def parse_size(value: int | str, name: str = "size") -> int:
+    """Return a size in bytes from ``1234``, ``"20GiB"``, ``"1.5 GB"`` …
+
+    Raises:
+        ConfigError: `value` is negative or not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise ConfigError(
+        f"{name} is not a size",
+        expected='a number of bytes, or a number with a unit such as "20GiB"',
+        found=repr(value),
+        cure=f'{name}="20GiB"',
+    )
+
+
+def format_size(nbytes: float) -> str:
+    """Return `nbytes` for a person: ``512 B``, ``1.50 GiB``."""
+    sign = "-" if nbytes < 0 else ""
+    size = abs(nbytes)
+    if size < KiB:
+        return f"{sign}{size:.0f} B"
+    power = min(int(math.log2(size)) // 10, 5)
+    return f"{sign}{size / (1 << (10 * power)):.2f} {'KMGTP'[power - 1]}iB"
+
+
+def ceil_to(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not less than `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Bytes under integer ids, on host memory and NVMe."""

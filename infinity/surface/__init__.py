@@ -1,0 +1,1 @@
+"""Wiring: what a user imports."""

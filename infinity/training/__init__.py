@@ -1,0 +1,1 @@
+"""The training core: knows torch.nn and no file."""
