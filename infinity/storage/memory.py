@@ -1,0 +1,144 @@
+"""Host memory that the engine owns: one mapping, and the memory of the host tier cut from one.
+
+A mapping is anonymous, of exactly the size asked, made once at start-up, on huge pages where the
+system has them, and never copied into a child. It is populated at once only if it is to be
+registered with a device; otherwise memory is taken as it is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from infinity.core.errors import BudgetError, StorageError
+from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+
+#: Called with the address and the bytes of a mapping, to pin it for a device or to undo that.
+Register = Callable[[int, int], None]
+
+_MADV_POPULATE_WRITE: Final = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class HostMapping:
+    """`nbytes` of zeroed memory at `address`, which is a multiple of 4096.
+
+    The memory lasts as long as this object or any tensor of it. `io_address` is where the kernel
+    finds the same bytes: `address` itself, unless `twice`.
+
+    Raises:
+        BudgetError: the system has not so much memory.
+    """
+
+    def __init__(self, nbytes: int, *, populate: bool = False, twice: bool = False) -> None:
+        self.nbytes = nbytes
+        self.twice = twice
+        try:
+            if twice:
+                fd = os.memfd_create("infinity", os.MFD_CLOEXEC)
+                try:
+                    os.ftruncate(fd, nbytes)
+                    self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+                    self._io_map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+                finally:
+                    os.close(fd)
+            else:
+                self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._io_map = self._map
+                _advise(self._map, mmap.MADV_HUGEPAGE)
+            for mapping in {id(m): m for m in (self._map, self._io_map)}.values():
+                _advise(mapping, mmap.MADV_DONTFORK)
+            # The mmap object is never closed: tensors hold it, and the last of them unmaps it.
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            self.address = self._bytes.data_ptr()
+            self.io_address = (
+                torch.frombuffer(self._io_map, dtype=torch.uint8).data_ptr() if twice else self.address
+            )
+            if populate and not _advise(self._map, _MADV_POPULATE_WRITE):
+                self._bytes.zero_()
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.EAGAIN):
+                raise
+            raise BudgetError(
+                "the system refused host memory",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+                found=os.strerror(error.errno),
+                cure="lower host_memory, or place more on nvme",
+            ) from error
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return `nbytes` at `offset` as a 1-d tensor of `dtype`, without copying."""
+        part = self._bytes[offset : offset + nbytes]
+        return part if dtype is torch.uint8 else part.view(dtype)
+
+    def protect(self, offset: int, nbytes: int, protection: int) -> None:
+        """Set what the CPU may do with whole pages at `offset` (the kernel's mapping stays)."""
+        if _libc.mprotect(self.address + offset, nbytes, protection) != 0:
+            number = ctypes.get_errno()
+            raise StorageError(f"mprotect failed: {os.strerror(number)}", errno=number)
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> bool:
+    try:
+        mapping.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without this advice
+            raise
+        return False
+    return True
+
+
+class HostMemory:
+    """One mapping of `nbytes` for what is placed on the host tier, handed out in fixed extents.
+
+    Args:
+        register: pins the mapping for a device; `unregister` undoes that.
+
+    Raises:
+        BudgetError: the system has not so much memory.
+    """
+
+    def __init__(
+        self, nbytes: int, *, register: Register | None = None, unregister: Register | None = None
+    ) -> None:
+        self.nbytes = ceil_to(nbytes, ALIGNMENT)
+        self.used = 0
+        self._unregister = unregister if register is not None else None
+        self._mapping: HostMapping | None = None
+        if nbytes:
+            self._mapping = HostMapping(self.nbytes, populate=register is not None)
+            if register is not None:
+                register(self._mapping.address, self._mapping.nbytes)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return the next `nbytes` as a uint8 tensor of zeros; it begins on a multiple of 4096.
+
+        Raises:
+            BudgetError: less than that is left.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._mapping is None or self.used + nbytes > self.nbytes:
+            raise BudgetError(
+                "the host tier is full",
+                expected=f"{nbytes} bytes",
+                found=f"{self.nbytes - self.used} of {self.nbytes} bytes left",
+                cure="size it by the layout",
+            )
+        begin = self.used
+        self.used = ceil_to(begin + nbytes, ALIGNMENT)
+        return self._mapping.tensor(begin, nbytes)
+
+    def close(self) -> None:
+        """Unpin and let go of the memory; tensors that are still held keep it."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None and self._unregister is not None:
+            self._unregister(mapping.address, mapping.nbytes)

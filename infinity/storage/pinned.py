@@ -1,0 +1,350 @@
+"""The pool of pinned host memory: quotas of equal slots, lent as leases.
+
+[Note: one owner] A buffer given to the kernel or to the device belongs to one *lease* until its
+ticket or event is complete. Each user of a lease (the one that asked for it, the store while a
+transfer is under way, a copy stream until its event) holds a handle of its own; the slot goes home
+to the pool when the last handle is released, and a slot whose transfer never ended is quarantined:
+it goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
+one mapping, and the CPU's is protected between `Lease.begin_io` and `Lease.end_io`, so that a touch
+of a buffer in flight is a fault where it happens. (Protecting the only mapping would make the
+kernel's own access fail with EFAULT.)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final, NamedTuple
+
+import torch
+
+from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
+from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+
+from .memory import HostMapping, Register
+
+#: No wait is longer than this, so that an interrupt arrives (seconds).
+_POLL: Final = 0.1
+#: What a transfer may still write to is kept mapped for the life of the process.
+_KEPT: list[HostMapping] = []
+
+
+class QuotaStats(NamedTuple):
+    """One quota's figures: bytes (of whole slots), waits, and seconds spent waiting."""
+
+    total: int
+    in_use: int
+    peak: int
+    quarantined: int
+    leases: int
+    waits: int
+    wait_seconds: float
+
+
+class _Quota:
+    def __init__(self, name: str, slot_nbytes: int, slots: int) -> None:
+        self.name = name
+        self.slot_nbytes = slot_nbytes
+        self.stride = ceil_to(slot_nbytes, ALIGNMENT)
+        self.slots = slots
+        self.mapping: HostMapping | None = None
+        self.free = list(range(slots - 1, -1, -1))  # the last one home is the warmest
+        self.in_use = self.peak = self.quarantined = self.leases = self.waits = 0
+        self.wait_seconds = 0.0
+
+
+class _Slot:
+    """What the handles of one lease share. Guarded by the pool's lock."""
+
+    __slots__ = ("active", "index", "lost", "mapping", "quota", "users")
+
+    def __init__(self, quota: _Quota, mapping: HostMapping, index: int) -> None:
+        self.quota = quota
+        self.mapping = mapping
+        self.index = index
+        self.users = 1
+        self.lost = False
+        self.active: list[tuple[int, int, int]] = []  # (begin, end, protection), of the mapping
+
+
+class Lease:
+    """One user's handle on a slot of pinned memory; see [Note: one owner].
+
+    `address` is where the CPU finds the bytes, `io_address` where the kernel does; both are
+    multiples of 4096. `nbytes` is what was asked for; `room` is what the slot holds, to the next
+    multiple of 4096, so that a transfer may be padded.
+    """
+
+    __slots__ = ("_pool", "_released", "_slot", "address", "io_address", "nbytes", "room")
+
+    def __init__(self, pool: PinnedPool, slot: _Slot, nbytes: int) -> None:
+        offset = slot.index * slot.quota.stride
+        self._pool = pool
+        self._slot = slot
+        self._released = False
+        self.address = slot.mapping.address + offset
+        self.io_address = slot.mapping.io_address + offset
+        self.nbytes = nbytes
+        self.room = slot.quota.stride
+
+    def tensor(
+        self, dtype: torch.dtype = torch.uint8, offset: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
+        """Return `numel` elements (default: all that fit) from byte `offset` on, without copying.
+
+        Raises:
+            ClosedError: the lease was released, or belongs to another process.
+            ValueError: the range does not lie within the lease.
+        """
+        self._pool._check_process()
+        if self._released:
+            raise ClosedError("this lease was released", cure="hold it, or `retain` it, while you use it")
+        if numel is None:
+            numel = (self.nbytes - offset) // dtype.itemsize
+        nbytes = numel * dtype.itemsize
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + nbytes} are not within a lease of {self.nbytes}")
+        base = self._slot.index * self._slot.quota.stride
+        return self._slot.mapping.tensor(base + offset, nbytes, dtype)
+
+    def retain(self) -> Lease:
+        """Return a handle for a second user; the slot goes home after the last `release`."""
+        with self._pool._lock:
+            if self._released:
+                raise ClosedError("this lease was released", cure="`retain` it before you release it")
+            self._slot.users += 1
+        return Lease(self._pool, self._slot, self.nbytes)
+
+    def release(self) -> None:
+        """Give this handle up. A second call does nothing."""
+        pool, slot = self._pool, self._slot
+        with pool._lock:
+            if self._released:
+                return
+            self._released = True
+            slot.users -= 1
+            if slot.users == 0 and not slot.lost:
+                slot.quota.in_use -= 1
+                slot.quota.free.append(slot.index)
+                pool._home.notify_all()
+
+    def quarantine(self) -> None:
+        """Keep the slot from ever going home: a transfer may still reach it. Counted once."""
+        pool, slot = self._pool, self._slot
+        with pool._lock:
+            if not slot.lost:
+                slot.lost = True
+                slot.quota.in_use -= 1
+                slot.quota.quarantined += 1
+                _KEPT.append(slot.mapping)
+                pool._home.notify_all()
+
+    def begin_io(self, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:
+        """Mark a range (bytes, multiples of 4096) as given to the kernel, which writes `into` it
+        or reads from it. Ranges may overlap; each needs its `end_io`. Free unless protected."""
+        if self._slot.mapping.twice:
+            part = self._io_range(offset, nbytes, into)
+            with self._pool._lock:
+                self._slot.active.append(part)
+                self._protect(part)
+
+    def end_io(self, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:
+        """Undo one `begin_io` of the same arguments."""
+        if self._slot.mapping.twice:
+            part = self._io_range(offset, nbytes, into)
+            with self._pool._lock:
+                self._slot.active.remove(part)
+                self._protect(part)
+
+    def _io_range(self, offset: int, nbytes: int | None, into: bool) -> tuple[int, int, int]:
+        base = self._slot.index * self._slot.quota.stride
+        size = self.room - offset if nbytes is None else ceil_to(nbytes, ALIGNMENT)
+        return base + offset, base + offset + size, 0 if into else mmap.PROT_READ
+
+    def _protect(self, part: tuple[int, int, int]) -> None:
+        """Set the protection of each page of `part` to the strictest that its ranges ask for."""
+        begin, end, _ = part
+        for page in range(begin, end, ALIGNMENT):
+            wanted = [p for low, high, p in self._slot.active if low <= page < high]
+            self._slot.mapping.protect(page, ALIGNMENT, min(wanted, default=mmap.PROT_READ | mmap.PROT_WRITE))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PinnedPool:
+    """Pinned host memory in quotas of equal slots, lent as leases.
+
+    Args:
+        quotas: for each name, bytes of a slot and number of slots. A quota without bytes exists
+            and lends nothing.
+        register: called with address and bytes of each mapping, to pin it for a device;
+            `unregister` undoes that.
+        protect: map everything twice; see [Note: one owner]. For tests: slow.
+
+    Raises:
+        BudgetError: the system has not so much memory.
+    """
+
+    def __init__(
+        self,
+        quotas: Mapping[str, tuple[int, int]],
+        *,
+        register: Register | None = None,
+        unregister: Register | None = None,
+        protect: bool = False,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._home = threading.Condition(self._lock)
+        self._pid = os.getpid()
+        self._closed = False
+        self._unregister = unregister
+        self._registered: list[HostMapping] = []
+        self._quotas: dict[str, _Quota] = {}
+        try:
+            for name, (slot_nbytes, slots) in quotas.items():
+                if slot_nbytes < 0 or slots < 0:
+                    raise ValueError(f"quota {name!r} of {slots} slots of {slot_nbytes} bytes")
+                quota = _Quota(name, slot_nbytes, slots if slot_nbytes else 0)
+                if quota.slots:
+                    quota.mapping = HostMapping(
+                        quota.stride * quota.slots, populate=register is not None, twice=protect
+                    )
+                    if register is not None:
+                        register(quota.mapping.address, quota.mapping.nbytes)
+                        self._registered.append(quota.mapping)
+                self._quotas[name] = quota
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all quotas together."""
+        return sum(q.stride * q.slots for q in self._quotas.values())
+
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """Return (io address, bytes) of each mapping, for rings that register buffers."""
+        maps = [q.mapping for q in self._quotas.values() if q.mapping is not None]
+        return tuple((m.io_address, m.nbytes) for m in maps)
+
+    def try_lease(self, quota: str, nbytes: int) -> Lease | None:
+        """Return a lease of `nbytes` if the quota has a free slot, else None.
+
+        Raises:
+            BudgetError: no slot of the quota is so large, or there is no such quota.
+            ClosedError: the pool was closed, or belongs to another process.
+        """
+        with self._lock:
+            return self._take(self._quota(quota, nbytes), nbytes)
+
+    def lease(self, quota: str, nbytes: int, timeout: float | None = None) -> Lease:
+        """Return a lease of `nbytes`; block until the quota has a free slot.
+
+        Raises:
+            DeadlineError: none came home within `timeout` seconds.
+            StorageError: none ever will: every slot is quarantined.
+            BudgetError, ClosedError: as `try_lease`.
+        """
+        with self._lock:
+            share = self._quota(quota, nbytes)
+            lease = self._take(share, nbytes)
+            if lease is not None:
+                return lease
+            share.waits += 1
+            start = time.monotonic()
+            try:
+                while lease is None:
+                    left = _POLL if timeout is None else start + timeout - time.monotonic()
+                    if left <= 0:
+                        raise DeadlineError(
+                            f"no lease of the quota {quota!r} came home in {timeout} s",
+                            expected=f"a free slot of {format_size(share.slot_nbytes)}",
+                            found=f"{share.in_use} of {share.slots} slots lent, "
+                            f"{share.quarantined} in quarantine",
+                            cure="give the quota more slots (host_memory), or look for a slow drive",
+                        )
+                    self._home.wait(min(left, _POLL))
+                    lease = self._take(share, nbytes)
+            finally:
+                share.wait_seconds += time.monotonic() - start
+            return lease
+
+    def _quota(self, name: str, nbytes: int) -> _Quota:
+        quota = self._quotas.get(name)
+        if quota is None or nbytes > quota.slot_nbytes or nbytes < 0:
+            raise BudgetError(
+                f"no lease of the quota {name!r} can hold {format_size(nbytes)}",
+                expected=", ".join(
+                    f"{q.name}: {q.slots} × {format_size(q.slot_nbytes)}" for q in self._quotas.values()
+                )
+                or "a pool with quotas",
+                found=f"{nbytes} bytes of {name!r}",
+                cure="raise host_memory, or lower chunk_elements",
+            )
+        return quota
+
+    def _take(self, quota: _Quota, nbytes: int) -> Lease | None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError("the pinned pool was closed")
+        if quota.quarantined == quota.slots or quota.mapping is None:
+            raise StorageError(
+                f"the quota {quota.name!r} has no slot left",
+                expected=f"{quota.slots} slots",
+                found=f"{quota.quarantined} in quarantine, after transfers that never ended",
+                cure="replace the drive that does not answer, then start again",
+            )
+        if not quota.free:
+            return None
+        slot = _Slot(quota, quota.mapping, quota.free.pop())
+        quota.in_use += 1
+        quota.leases += 1
+        quota.peak = max(quota.peak, quota.in_use)
+        return Lease(self, slot, nbytes)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "pinned memory belongs to the process that made it",
+                found=f"process {os.getpid()}, a child of {self._pid}",
+                cure="make a new engine in the child",
+            )
+
+    def stats(self) -> dict[str, QuotaStats]:
+        """Return the figures of each quota."""
+        with self._lock:
+            return {
+                name: QuotaStats(
+                    total=q.stride * q.slots,
+                    in_use=q.stride * q.in_use,
+                    peak=q.stride * q.peak,
+                    quarantined=q.stride * q.quarantined,
+                    leases=q.leases,
+                    waits=q.waits,
+                    wait_seconds=q.wait_seconds,
+                )
+                for name, q in self._quotas.items()
+            }
+
+    def close(self) -> None:
+        """Lend nothing more, unpin, and let go of the memory (leases still out keep theirs)."""
+        with self._lock:
+            self._closed = True
+            self._home.notify_all()
+            registered, self._registered = self._registered, []
+            for quota in self._quotas.values():
+                quota.mapping = None
+        if self._unregister is not None and self._pid == os.getpid():
+            for mapping in registered:
+                if not any(mapping is kept for kept in _KEPT):
+                    self._unregister(mapping.address, mapping.nbytes)

@@ -1,0 +1,306 @@
+"""The pinned pool: leases, quotas, handles, quarantine, protection of buffers in flight."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
+from infinity.storage.memory import HostMemory
+from infinity.storage.pinned import Lease, PinnedPool
+
+KIB = 1024
+
+
+def pool_of(slots: int = 2, nbytes: int = 8 * KIB, *, protect: bool = False) -> PinnedPool:
+    return PinnedPool({"fetch": (nbytes, slots), "update": (nbytes * 2, 1)}, protect=protect)
+
+
+@pytest.mark.parametrize("protect", [False, True])
+def test_slots_are_aligned_and_disjoint(protect: bool) -> None:
+    pool = PinnedPool({"a": (5000, 3), "b": (4096, 2)}, protect=protect)
+    leases = [pool.lease("a", 5000) for _ in range(3)] + [pool.lease("b", 10), pool.lease("b", 4096)]
+    ranges = sorted((x.address, x.address + x.room) for x in leases)
+    assert all(x.address % 4096 == 0 and x.io_address % 4096 == 0 for x in leases)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    assert pool.nbytes == 3 * 8192 + 2 * 4096
+    for number, lease in enumerate(leases):
+        lease.tensor().fill_(number + 1)
+    for number, lease in enumerate(leases):
+        view = lease.tensor()
+        assert view.numel() == lease.nbytes
+        assert view.data_ptr() == lease.address
+        assert bool((view == number + 1).all())
+
+
+def test_memory_is_only_taken_when_touched_unless_registered() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    size = 64 << 20
+    before = resident()
+    untouched = PinnedPool({"a": (size, 1)})
+    assert resident() - before < size // 8
+    calls: list[tuple[str, int, int]] = []
+    registered = PinnedPool(
+        {"a": (size, 1), "b": (4096, 2)},
+        register=lambda address, nbytes: calls.append(("pin", address, nbytes)),
+        unregister=lambda address, nbytes: calls.append(("unpin", address, nbytes)),
+    )
+    assert resident() - before >= size
+    assert [nbytes for _, _, nbytes in calls] == [size, 8192]
+    registered.close()
+    assert [c[1:] for c in calls[:2]] == [c[1:] for c in calls[2:]]
+    untouched.close()
+
+
+def test_a_failing_registration_undoes_the_others() -> None:
+    pinned: list[int] = []
+
+    def register(address: int, nbytes: int) -> None:
+        if len(pinned) == 1:
+            raise MemoryError("no")
+        pinned.append(address)
+
+    with pytest.raises(MemoryError):
+        PinnedPool(
+            {"a": (4096, 1), "b": (4096, 1)},
+            register=register,
+            unregister=lambda address, nbytes: pinned.remove(address),
+        )
+    assert pinned == []
+
+
+def test_tensor_views_do_not_copy_and_keep_their_range() -> None:
+    pool = pool_of()
+    lease = pool.lease("fetch", 8 * KIB)
+    lease.tensor(torch.float32, 4096, 16).fill_(1.5)
+    assert lease.tensor()[4096:4100].tolist() == [0, 0, 0xC0, 0x3F]
+    assert lease.tensor(torch.bfloat16, 8).numel() == (8 * KIB - 8) // 2
+    for offset, numel in ((-4, 1), (0, 2049), (8188, 2), (8192, 1), (0, -1)):
+        with pytest.raises(ValueError, match="not within a lease"):
+            lease.tensor(torch.float32, offset, numel)
+    lease.release()
+    with pytest.raises(ClosedError):
+        lease.tensor()
+
+
+def test_try_lease_and_deadline_name_the_quota() -> None:
+    pool = pool_of()
+    held = [pool.try_lease("fetch", 1), pool.try_lease("fetch", 8 * KIB)]
+    assert None not in held
+    assert pool.try_lease("fetch", 1) is None
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match="'fetch'"):
+        pool.lease("fetch", 1, timeout=0.05)
+    assert 0.04 < time.monotonic() - start < 5
+    with pytest.raises(BudgetError, match="'fetch'"):
+        pool.try_lease("fetch", 8 * KIB + 1)
+    with pytest.raises(BudgetError, match="'nothing'"):
+        pool.lease("nothing", 1)
+    stats = pool.stats()["fetch"]
+    assert (stats.total, stats.in_use, stats.peak) == (16 * KIB, 16 * KIB, 16 * KIB)
+    assert stats.waits == 1
+    assert stats.wait_seconds > 0.04
+    assert pool.stats()["update"].in_use == 0  # quotas do not lend to each other
+    with pool.lease("update", 1):
+        assert pool.stats()["update"].in_use == 16 * KIB
+    assert pool.stats()["update"].in_use == 0
+
+
+def test_a_blocked_lease_gets_the_slot_that_comes_home() -> None:
+    pool = pool_of(1)
+    first = pool.lease("fetch", 1)
+    got: list[Lease] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.lease("fetch", 1, timeout=20)), daemon=True)
+    waiter.start()
+    while pool.stats()["fetch"].waits == 0:
+        time.sleep(0.001)
+    first.release()
+    waiter.join(20)
+    assert [x.address for x in got] == [first.address]
+
+
+def test_a_slot_goes_home_with_its_last_user_and_release_is_idempotent() -> None:
+    pool = pool_of(1)
+    first = pool.lease("fetch", 100)
+    second = first.retain()
+    assert second.address == first.address
+    first.release()
+    first.release()
+    assert pool.try_lease("fetch", 1) is None
+    assert second.tensor().numel() == 100
+    with pytest.raises(ClosedError):
+        first.retain()
+    second.release()
+    third = pool.try_lease("fetch", 1)
+    assert third is not None
+    second.release()  # must not give away the slot of `third`
+    assert pool.try_lease("fetch", 1) is None
+
+
+def test_quarantine_never_goes_home() -> None:
+    pool = pool_of(2)
+    lost, other = pool.lease("fetch", 1), pool.lease("fetch", 1)
+    user = lost.retain()
+    lost.quarantine()
+    user.quarantine()
+    lost.release()
+    user.release()
+    assert pool.try_lease("fetch", 1) is None
+    stats = pool.stats()["fetch"]
+    assert (stats.quarantined, stats.in_use) == (8 * KIB, 8 * KIB)
+    other.quarantine()
+    with pytest.raises(StorageError, match="no slot left"):
+        pool.lease("fetch", 1)
+    # What a transfer may still write to stays mapped, whatever is closed or dropped.
+    start, end = lost.address, lost.address + lost.room
+    pool.close()
+    del pool, lost, user, other
+    with open("/proc/self/maps") as file:
+        ranges = [tuple(int(x, 16) for x in line.split()[0].split("-")) for line in file]
+    assert any(low <= start and end <= high for low, high in ranges)
+
+
+def test_close_wakes_waiters_and_lends_nothing_more() -> None:
+    pool = pool_of(1)
+    held = pool.lease("fetch", 16)
+    held.tensor().fill_(7)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.lease("fetch", 1)
+        except BaseException as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    while pool.stats()["fetch"].waits == 0:
+        time.sleep(0.001)
+    pool.close()
+    waiter.join(20)
+    assert [type(e) for e in errors] == [ClosedError]
+    with pytest.raises(ClosedError):
+        pool.try_lease("update", 1)
+    assert held.tensor().tolist() == [7] * 16  # what is out keeps its memory
+    held.release()
+
+
+def test_many_threads_never_share_a_slot() -> None:
+    pool = pool_of(3)
+    clashes: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(100):
+            with pool.lease("fetch", 64, timeout=20) as lease:
+                view = lease.tensor()
+                view.fill_(number)
+                time.sleep(0)
+                if int(view.sum()) != 64 * number:
+                    clashes.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert clashes == []
+    stats = pool.stats()["fetch"]
+    assert (stats.in_use, stats.leases) == (0, 600)
+
+
+def test_a_child_has_no_pinned_memory() -> None:
+    pool = pool_of()
+    lease = pool.lease("fetch", 16)
+    child = os.fork()
+    if child == 0:
+        code = 0
+        for call in (lease.tensor, lambda: pool.lease("fetch", 1)):
+            try:
+                call()
+                code = 1
+            except ClosedError:
+                continue
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lease.tensor().numel() == 16
+
+
+def test_protection_is_by_range_and_nests() -> None:
+    pool = pool_of(protect=True)
+    lease = pool.lease("fetch", 8 * KIB)
+    assert lease.io_address != lease.address
+    lease.begin_io(0, 4096, into=True)
+    lease.tensor(offset=4096).fill_(3)  # the other page is free
+    lease.begin_io(4096, 4096, into=False)
+    assert int(lease.tensor(offset=4096).sum()) == 3 * 4096  # may be read while it is written out
+    lease.end_io(4096, 4096, into=False)
+    lease.end_io(0, 4096, into=True)
+    lease.tensor().fill_(1)
+
+
+_TOUCH = """
+import sys
+from infinity.storage.pinned import PinnedPool
+pool = PinnedPool({"a": (8192, 1)}, protect=True)
+lease = pool.lease("a", 8192)
+view = lease.tensor()
+view.fill_(1)
+lease.begin_io(0, 8192, into=sys.argv[1] == "into")
+lease.begin_io(0, 4096, into=False)
+lease.end_io(0, 4096, into=False)   # still one transfer under way
+print("ready", flush=True)
+if sys.argv[2] == "read":
+    view[0].item()
+elif sys.argv[2] == "write":
+    view[0] = 5
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("direction", "touch", "dies"),
+    [("into", "read", True), ("into", "write", True), ("out", "write", True), ("out", "read", False)],
+)
+def test_touching_a_buffer_in_flight_is_a_fault(direction: str, touch: str, dies: bool) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _TOUCH, direction, touch], capture_output=True, text=True, timeout=60
+    )
+    assert "ready" in result.stdout, result.stderr
+    assert (result.returncode == -11) == dies, result
+    assert ("done" in result.stdout) == (not dies)
+
+
+def test_host_memory_hands_out_aligned_extents_until_it_is_full() -> None:
+    calls: list[int] = []
+    memory = HostMemory(
+        3 * 4096, register=lambda a, n: calls.append(n), unregister=lambda a, n: calls.append(-n)
+    )
+    first, second = memory.take(100), memory.take(4096)
+    assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0
+    assert second.data_ptr() - first.data_ptr() == 4096
+    assert int(first.sum()) == 0
+    assert memory.take(0).numel() == 0
+    with pytest.raises(BudgetError, match="full"):
+        memory.take(4097)
+    second.fill_(9)
+    memory.close()
+    memory.close()
+    assert calls == [3 * 4096, -3 * 4096]
+    assert int(second[-1]) == 9
+    assert HostMemory(0).take(0).numel() == 0
+
+
+def test_memory_that_the_system_refuses_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match="refused host memory"):
+        PinnedPool({"a": (1 << 60, 1)})
