@@ -1,0 +1,335 @@
+"""The arena: one preallocated, locked file per rank and NVMe directory.
+
+It lies in a subdirectory of our own (``infinity``, mode 0700) in the directory that the user named,
+and is opened ``O_DIRECT|O_CLOEXEC|O_NOFOLLOW``, mode 0600. Its space is taken at once
+(``fallocate``), so a full disk is refused at start-up and not in the middle of a run, and it reads
+as zeros.
+
+[Note: one run per arena] The lock (``flock``) is on the arena's own descriptor, which the kernel
+keeps open while a write of a killed process is still in flight, so the lock is free only when
+nothing can write any more. A file that was unlinked between our open and our lock is not the one at
+the path: both are compared. A child after a fork closes its copies of the descriptors, or it would
+keep the lock of a parent that died.
+
+[Note: no arena is left behind] An arena that serves one run only is unlinked at `close`. What a
+killed run leaves is locked by nobody; the next run of the same rank in that directory empties it
+and takes its space, whatever its own size.
+
+[Note: a key never becomes a path] The names in the directory are ours: a constant and the rank's
+number. Nothing that a user, a model or a checkpoint names becomes part of a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import struct
+import warnings
+import weakref
+from typing import Final
+
+from infinity.core.errors import DirectoryError
+from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+
+SUBDIRECTORY: Final = "infinity"
+_ATTEMPTS: Final = 10
+_STATX_DIOALIGN: Final = 0x2000
+_AT_EMPTY_PATH: Final = 0x1000
+_UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class Arena:
+    """An open, locked arena of `nbytes` zeros.
+
+    Args:
+        directory: what the user named; it must exist.
+        nbytes: size in bytes, made a multiple of 4096.
+        rank: number of the rank that the arena belongs to.
+
+    Attributes:
+        path, fd, direct: the file, its descriptor, and whether it bypasses the page cache.
+
+    Raises:
+        DirectoryError: the directory is missing, no directory, read-only, closed to us, full or in
+            use by another run, or something else stands where the arena belongs.
+    """
+
+    def __init__(self, directory: str, nbytes: int, *, rank: int = 0) -> None:
+        self.directory = os.path.abspath(directory)
+        self.nbytes = max(ceil_to(nbytes, ALIGNMENT), ALIGNMENT)
+        self.name = f"rank{int(rank)}.arena"
+        self.path = os.path.join(self.directory, SUBDIRECTORY, self.name)
+        self.fd = -1
+        self.direct = True
+        self._pid = os.getpid()
+        self._folder = -1
+        try:
+            self._check_directory()
+            self._folder = self._open_folder()
+            self._open_locked()
+            self._allocate()
+        except OSError as error:
+            self._close_descriptors()
+            if isinstance(error, DirectoryError):
+                raise
+            raise self._refused(error) from error
+        except BaseException:
+            self._close_descriptors()
+            raise
+        _arenas.add(self)
+
+    def _check_directory(self) -> None:
+        try:
+            found = os.stat(self.directory)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._error(
+                "is missing",
+                errno.ENOENT,
+                expected="a directory on an NVMe drive",
+                found="nothing at this path",
+                cure=f"create it (mkdir -p {self.directory}), or correct the setting nvme",
+            ) from error
+        if not stat.S_ISDIR(found.st_mode):
+            raise self._error(
+                "is not a directory",
+                errno.ENOTDIR,
+                expected="a directory on an NVMe drive",
+                found="a file",
+                cure="name a directory in the setting nvme",
+            )
+        self._check_space(self.directory, 0)
+
+    def _open_folder(self) -> int:
+        folder = os.path.join(self.directory, SUBDIRECTORY)
+        with contextlib.suppress(FileExistsError):  # of an earlier run, or of another rank
+            os.mkdir(folder, 0o700)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise self._in_the_way(folder, "a directory of our own", error.errno) from error
+            raise
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            os.close(fd)
+            raise self._in_the_way(folder, "a directory of our own", errno.EPERM, "another user's directory")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(fd, 0o700)
+        return fd
+
+    def _open_locked(self) -> None:
+        """Open the arena and lock it; see [Note: one run per arena]."""
+        for _ in range(_ATTEMPTS):
+            self.fd = self._open_file()
+            held = os.fstat(self.fd)
+            if not stat.S_ISREG(held.st_mode):
+                raise self._in_the_way(self.path, "a regular file of our own", errno.EEXIST)
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._in_use() from error
+            try:
+                there = os.stat(self.name, dir_fd=self._folder, follow_symlinks=False)
+            except FileNotFoundError:
+                there = None
+            if there is not None and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                return
+            os.close(self.fd)
+            self.fd = -1
+        raise self._in_use()
+
+    def _open_file(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(self.name, flags | os.O_DIRECT, 0o600, dir_fd=self._folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._in_the_way(self.path, "a regular file of our own", error.errno) from error
+            if error.errno != errno.EINVAL:
+                raise
+            fd = os.open(self.name, flags, 0o600, dir_fd=self._folder)
+            self.direct = False
+            return fd
+        alignment = _direct_alignment(fd)
+        if alignment == 0:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.direct = False
+        elif alignment is not None and (alignment > ALIGNMENT or ALIGNMENT % alignment):
+            os.close(fd)
+            raise self._error(
+                "needs an alignment that the format does not have",
+                errno.EINVAL,
+                expected=f"direct I/O in multiples of at most {ALIGNMENT} bytes",
+                found=f"{alignment} bytes",
+                cure="name a directory on another file system",
+            )
+        return fd
+
+    def _allocate(self) -> None:
+        """Take the space. What was there is gone before: a fresh extent reads as zeros."""
+        try:
+            self._check_space(self._folder, os.fstat(self.fd).st_blocks * 512)
+            os.ftruncate(self.fd, 0)
+            number = _fallocate(self.fd, self.nbytes)
+            if number in _UNSUPPORTED:
+                # posix_fallocate would write every block instead, which can take an hour.
+                warnings.warn(
+                    f"{self.directory}: the file system cannot reserve space (fallocate); "
+                    "the disk may turn out to be full during the run",
+                    stacklevel=4,
+                )
+                os.ftruncate(self.fd, self.nbytes)
+            elif number:
+                raise OSError(number, os.strerror(number))
+        except BaseException:
+            self._unlink()
+            raise
+        if not self.direct:
+            warnings.warn(
+                f"{self.directory}: the file system has no direct I/O (O_DIRECT); transfers go "
+                "through the page cache, which takes host memory outside the budget",
+                stacklevel=4,
+            )
+
+    def _check_space(self, where: str | int, reclaimed: int) -> None:
+        system = os.statvfs(where)
+        if system.f_blocks == 0:  # a file system that does not know (ramfs, some network ones)
+            return
+        free = system.f_bavail * system.f_frsize + reclaimed
+        # A stale arena's space is counted once the file is open; until then any file may be it.
+        if isinstance(where, str):
+            with contextlib.suppress(OSError):  # none there
+                free += os.lstat(self.path).st_blocks * 512
+        if free < self.nbytes:
+            raise self._full(free)
+
+    def _full(self, free: int) -> DirectoryError:
+        return self._error(
+            "has not enough free space",
+            errno.ENOSPC,
+            expected=f"{format_size(self.nbytes)} ({self.nbytes} bytes)",
+            found=f"{format_size(free)} ({free} bytes) free",
+            cure="free space, add a directory to the setting nvme, or place less on nvme",
+        )
+
+    def _in_use(self) -> DirectoryError:
+        return self._error(
+            "is in use by another run",
+            errno.EWOULDBLOCK,
+            expected=f"{self.path} to be locked by nobody",
+            found="a lock that another process holds",
+            cure="wait for that run to end, or name another directory",
+        )
+
+    def _in_the_way(self, path: str, expected: str, number: int, found: str = "") -> DirectoryError:
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            mode = 0
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else found or "something else"
+        return self._error(
+            "holds something else where the arena belongs",
+            number,
+            expected=f"{path}: {expected}",
+            found=kind,
+            cure=f"move {path} away, or name another directory",
+        )
+
+    def _refused(self, error: OSError) -> DirectoryError:
+        """Return the system's refusal as an error with a cure."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            system = os.statvfs(self.directory)
+            return self._full(system.f_bavail * system.f_frsize)
+        if error.errno == errno.EROFS:
+            return self._error(
+                "is read-only",
+                errno.EROFS,
+                expected="a directory that can be written",
+                found="a read-only file system",
+                cure="mount it read-write, or name another directory",
+            )
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return self._error(
+                "is closed to this user",
+                error.errno,
+                expected=f"permission to write for user {os.geteuid()}",
+                found=str(error.strerror),
+                cure=f"chown or chmod {self.directory}, or name another directory",
+            )
+        return self._error(
+            "cannot hold an arena",
+            error.errno or 0,
+            expected="a local file system",
+            found=f"{error.strerror} (errno {error.errno})",
+            cure="name another directory",
+        )
+
+    def _error(self, problem: str, number: int, *, expected: str, found: str, cure: str) -> DirectoryError:
+        return DirectoryError(
+            f"the NVMe directory {self.directory} {problem}",
+            errno=number,
+            path=self.path,
+            nbytes=self.nbytes,
+            expected=expected,
+            found=found,
+            cure=cure,
+        )
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # someone removed it already
+            os.unlink(self.name, dir_fd=self._folder)
+
+    def close(self) -> None:
+        """Unlink the arena and let its lock go; see [Note: no arena is left behind].
+
+        All transfers must be complete. A second call, or one in a child, does nothing.
+        """
+        if self.fd >= 0 and self._pid == os.getpid():
+            self._unlink()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for fd in (self.fd, self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._folder = -1
+
+
+def _close_in_child() -> None:
+    for arena in list(_arenas):
+        arena._close_descriptors()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _fallocate(fd: int, nbytes: int) -> int:
+    """Reserve the first `nbytes` of a file; return 0 or an error number."""
+    while True:
+        if _libc.fallocate64(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+            return 0
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            return number
+
+
+def _direct_alignment(fd: int) -> int | None:
+    """Return the alignment in bytes that direct I/O on this file needs, 0 if it has none, or None
+    where the system does not say (before Linux 6.1)."""
+    if not hasattr(_libc, "statx"):
+        return None
+    answer = ctypes.create_string_buffer(256)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+        return None
+    (mask,) = struct.unpack_from("=I", answer, 0)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    alignments: tuple[int, int] = struct.unpack_from("=II", answer, 152)  # of memory, of offsets
+    return max(alignments)
