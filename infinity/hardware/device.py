@@ -1,0 +1,325 @@
+"""The device: its copy streams and events, and what is free on it.
+
+`HostDevice` (device memory is host memory) and `CudaDevice` have one interface. Copies are
+asynchronous on both: a CUDA stream there, a *host stream* here, which is a thread with a queue.
+With INFINITY_DELAY_SEED set, host streams sleep at random before each task, so that a missing
+wait shows on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from infinity.core.errors import ClosedError, ConfigError
+
+from . import cpu_adam
+
+#: No wait is longer than this, so that an interrupt arrives (seconds).
+POLL = 0.1
+
+
+class Event(Protocol):
+    """Something that happens on a stream."""
+
+    def done(self) -> bool:
+        """Return whether it has happened; raise what went wrong."""
+
+    def wait(self) -> None:
+        """Block the host until it has happened; raise what went wrong."""
+
+
+class Task:
+    """One call on a host stream; an `Event` that also carries the result or the error."""
+
+    __slots__ = ("_call", "_error", "_finished", "_result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Run the call (on the stream's thread)."""
+        call, self._call = self._call, None
+        try:
+            if call is not None:
+                self._result = call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del call  # what it holds goes home before anyone is told
+            self._finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish without running."""
+        self._call, self._error = None, error
+        self._finished.set()
+
+    def done(self) -> bool:
+        """Return whether the call has returned; raise its error."""
+        if not self._finished.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self) -> None:
+        """Block until the call has returned; raise its error."""
+        while not self._finished.wait(POLL):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> Any:
+        """Wait, then return what the call returned."""
+        self.wait()
+        return self._result
+
+
+class HostStream:
+    """A queue of calls that one daemon thread runs in order."""
+
+    def __init__(self, name: str, *, delay_seed: int | None = None) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._pid = os.getpid()
+        self._closed = False
+        if delay_seed is None and os.environ.get("INFINITY_DELAY_SEED"):
+            delay_seed = int(os.environ["INFINITY_DELAY_SEED"])
+        delay = random.Random(f"{name}{delay_seed}") if delay_seed is not None else None
+        self._thread = threading.Thread(
+            target=_run_stream, args=(self._queue, delay), name=f"infinity-{name}", daemon=True
+        )
+        self._thread.start()
+        # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, call: Callable[[], Any]) -> Task:
+        """Queue `call`; return its task.
+
+        Raises:
+            ClosedError: the stream was closed, or belongs to another process.
+        """
+        if self._closed or os.getpid() != self._pid:
+            raise ClosedError(
+                f"the stream {self.name!r} is not usable",
+                expected="an open stream of this process",
+                found="a closed one" if self._closed else "a forked process",
+                cure="wrap the model again in this process",
+            )
+        task = Task(call)
+        self._queue.put(task)
+        return task
+
+    def synchronize(self) -> None:
+        """Block until everything queued so far has run. Errors stay with their tasks."""
+        self.submit(lambda: None).wait()
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Run what is queued, end the thread; return whether it ended within `timeout` seconds."""
+        if not self._closed:
+            self._closed = True
+            self._finalizer.detach()
+            self._queue.put(None)
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            end = time.monotonic() + timeout
+            while self._thread.is_alive() and time.monotonic() < end:
+                self._thread.join(POLL)
+        return not self._thread.is_alive()
+
+
+def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | None) -> None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        if delay is not None and delay.random() < 0.5:
+            time.sleep(delay.random() * 0.004)
+        task.run()
+        del task
+
+
+class HostDevice:
+    """The CPU as the device."""
+
+    #: Whether what crosses to the device needs pinned leases.
+    staged = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._h2d = HostStream("h2d")
+
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous)."""
+        nbytes = source.numel() * source.element_size()
+
+        # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
+        def copy() -> None:
+            cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), nbytes)
+
+        return self._h2d.submit(copy)
+
+    def mark(self) -> Event | None:
+        """Return an event of all device work so far; None: the host itself has done it."""
+        return None
+
+    def wait_on_device(self, event: Event | None) -> None:
+        """Make the device's compute wait for `event` (here the host is the device)."""
+        if event is not None:
+            event.wait()
+
+    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Copy `source` to `target` (same dtype and numel, contiguous); call from a worker."""
+        task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
+        task.run()
+        return task
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin memory for the device (nothing to do)."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+
+    def synchronize(self) -> None:
+        """Block until all copies are done."""
+        self._h2d.synchronize()
+
+    def memory_free(self) -> int:
+        """Return the bytes that could be allocated on the device."""
+        from .probe import available_host_memory
+
+        return available_host_memory()
+
+    def close(self) -> bool:
+        """End the streams; return whether they ended."""
+        return self._h2d.close()
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        while not self.event.query():
+            time.sleep(5e-5)
+
+
+def _record(stream: torch.cuda.Stream) -> _CudaEvent:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return _CudaEvent(event)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+class CudaDevice:
+    """One CUDA device, with a stream for each direction of copies."""
+
+    staged = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        with torch.cuda.device(torch_device):
+            self._h2d = torch.cuda.Stream()
+            self._d2h = torch.cuda.Stream()
+
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
+        with torch.cuda.stream(self._h2d):
+            if isinstance(after, _CudaEvent):
+                self._h2d.wait_event(after.event)
+            target.copy_(source, non_blocking=True)
+            return _record(self._h2d)
+
+    def mark(self) -> Event | None:
+        """Return an event of the compute stream as it stands."""
+        return _record(torch.cuda.current_stream(self.torch_device))
+
+    def wait_on_device(self, event: Event | None) -> None:
+        """Make the current compute stream wait for `event`; the host does not."""
+        if isinstance(event, _CudaEvent):
+            torch.cuda.current_stream(self.torch_device).wait_event(event.event)
+        elif event is not None:
+            event.wait()
+
+    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`."""
+        with torch.cuda.stream(self._d2h):
+            if isinstance(after, _CudaEvent):
+                self._d2h.wait_event(after.event)
+            target.copy_(source, non_blocking=True)
+            event = _record(self._d2h)
+        source.record_stream(self._d2h)
+        return event
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin `nbytes` at `address` with cudaHostRegister.
+
+        Raises:
+            ConfigError: the driver refuses (usually the memlock limit).
+        """
+        status = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if status:
+            raise ConfigError(
+                "host memory cannot be pinned",
+                expected=f"cudaHostRegister of {nbytes} bytes to succeed",
+                found=f"CUDA error {status}",
+                cure="raise the memlock limit (`ulimit -l unlimited`) or lower host_memory",
+            )
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+        _cudart().cudaHostUnregister(address)
+
+    def synchronize(self) -> None:
+        """Block until all copies are done."""
+        self._h2d.synchronize()
+        self._d2h.synchronize()
+
+    def memory_free(self) -> int:
+        """Return the bytes that could be allocated on the device."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def close(self) -> bool:
+        """Nothing to end; the streams go with the object."""
+        return True
+
+
+Device = HostDevice | CudaDevice
+
+
+def open_device(name: str | None) -> Device:
+    """Return the device called `name`; None: cuda where there is one, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return HostDevice(torch.device("cpu"))
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no device {name!r}",
+            expected=f"one of {torch.cuda.device_count()} CUDA devices, or the CPU",
+            found=repr(name),
+            cure='device="cpu", or a torch build with CUDA',
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaDevice(torch.device("cuda", index))

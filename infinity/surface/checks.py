@@ -1,0 +1,137 @@
+"""What `wrap` checks and asks before it touches anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import WrapError
+from infinity.core.sizes import Tier
+from infinity.hardware.device import Device
+from infinity.hardware.probe import available_host_memory
+from infinity.planning.footprint import Budget
+from infinity.planning.partition import ChunkPlan, ParamSpec
+from infinity.storage.layout import ChunkSpec, PartSpec
+from infinity.training.discover import UnitMembers
+from infinity.training.param import SHARDED
+
+
+def budget_of(config: Config, device: Device) -> Budget:
+    """Return the budgets in bytes; what is not named is nine tenths of what is free."""
+    free = available_host_memory() * 9 // 10
+    host = config.host_memory
+    if config.device_memory is not None:
+        on_device = int(config.device_memory)
+    elif device.staged:
+        on_device = device.memory_free() * 9 // 10
+    else:  # one memory for both
+        on_device = (free - int(host)) if host is not None else free // 2
+        on_device = max(on_device, 0)
+    if host is None:
+        host = free if device.staged else max(free - on_device, 0)
+    return Budget(device=on_device, host=int(host))
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the group of each parameter, by its id; raise `WrapError` for what cannot be wrapped."""
+    if not isinstance(model, nn.Module):
+        raise WrapError(
+            "wrap takes a model",
+            expected="an nn.Module",
+            found=type(model).__name__,
+            cure="wrap(model, optimizer, config)",
+        )
+    groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    named = list(model.named_parameters(remove_duplicate=True))
+    for name, param in named:
+        if param in SHARDED:
+            raise WrapError(
+                f"the parameter {name!r} belongs to a wrapped model already",
+                expected="a model that is wrapped once",
+                found="a second wrap",
+                cure="keep what the first `wrap` returned",
+            )
+        if param.is_meta:
+            raise WrapError(
+                f"the parameter {name!r} has no values",
+                expected="a model with values",
+                found="a parameter on the meta device",
+                cure="build the model inside `with infinity.init(config):`",
+            )
+        if not param.is_floating_point() or param.layout is not torch.strided:
+            raise WrapError(
+                f"the parameter {name!r} cannot be offloaded",
+                expected="dense floating-point parameters",
+                found=f"{param.dtype}, {param.layout}",
+                cure="make it a buffer",
+            )
+        if param.requires_grad and id(param) not in groups:
+            raise WrapError(
+                f"the parameter {name!r} requires a gradient but the optimizer does not have it",
+                expected="every trainable parameter in the optimizer",
+                found="a trainable parameter outside it",
+                cure=f"pass it to the optimizer, or freeze it: {name}.requires_grad_(False)",
+            )
+    known = {id(p) for _, p in named}
+    for g, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise WrapError(
+                    f"param group {g} has a parameter that the model does not have",
+                    expected="an optimizer over the model's parameters",
+                    found=f"a parameter of shape {tuple(param.shape)}",
+                    cure="build the optimizer from model.parameters()",
+                )
+    if not named:
+        raise WrapError(
+            "the model has no parameters",
+            expected="at least one",
+            found="none",
+            cure="wrap a model that has some",
+        )
+    return groups
+
+
+def param_specs(
+    model: nn.Module, members: Iterable[UnitMembers], groups: Mapping[int, int], dtype: torch.dtype
+) -> list[list[ParamSpec]]:
+    """Return the spec of each unit's parameters."""
+    # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
+    keep = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        for p in m.parameters(recurse=False)
+    }
+    return [
+        [
+            ParamSpec(
+                name,
+                tuple(p.shape),
+                torch.float32 if id(p) in keep else dtype,
+                p.requires_grad,
+                groups.get(id(p), -1) if p.requires_grad else -1,
+            )
+            for name, p in member.params.items()
+        ]
+        for member in members
+    ]
+
+
+def chunk_specs(plans: Iterable[ChunkPlan]) -> list[ChunkSpec]:
+    """Return the parts of each chunk that the store keeps: what is not on the device."""
+    specs = []
+    for plan in plans:
+        parts = {}
+        if plan.copy_tier is not Tier.DEVICE:
+            versioned = plan.state_tier is not None  # frozen copies are written once
+            parts["copy"] = PartSpec((plan.copy_nbytes,), plan.copy_tier, versioned, "copy")
+        if plan.state_tier not in (None, Tier.DEVICE):
+            parts["state"] = PartSpec(plan.state_sections, plan.state_tier, True, "state")
+        if plan.gradient_tier not in (None, Tier.DEVICE):
+            parts["gradient"] = PartSpec((plan.gradient_nbytes,), plan.gradient_tier, False, "gradient")
+        specs.append(parts)
+    return specs

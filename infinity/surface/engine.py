@@ -1,0 +1,349 @@
+"""`wrap`, and what else a user calls on a wrapped model. Wiring only."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import ClosedError, WrapError
+from infinity.core.sizes import GiB, Tier
+from infinity.hardware import cpu_adam
+from infinity.hardware.device import Device, open_device
+from infinity.planning.footprint import Footprint, footprint
+from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.store import Store
+from infinity.training.discover import Scope, UnitMembers, discover
+from infinity.training.fetch import Fetcher
+from infinity.training.gradients import Gradients
+from infinity.training.hooks import Hooks
+from infinity.training.optimizer import OffloadOptimizer, check_optimizer
+from infinity.training.param import ShardedParam
+from infinity.training.sharded_grad import ShardedGrad
+from infinity.training.state import States
+from infinity.training.unit import ParamUnit, Residency
+from infinity.training.visit import Places
+
+from .checks import budget_of, check_model, chunk_specs, param_specs
+from .init import release as release_scratch
+from .state_dict import install
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Everything that one wrapped model has. Made by `wrap`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        decoupled = check_optimizer(optimizer)
+        groups = check_model(model, optimizer)
+        self.config = config
+        self.model = weakref.ref(model)  # the model holds the engine, by its hooks
+        device = open_device(config.device)
+        if config.threads is not None:
+            cpu_adam.set_threads(config.threads)
+
+        members, scopes = discover(model, config.units)
+        specs = param_specs(model, members, groups, config.compute_dtype)
+        layouts = partition([(m.name, s) for m, s in zip(members, specs, strict=True)], config.chunk_elements)
+        placements = config.placements
+        assignment = assign(
+            layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
+        )
+        plans = plan_chunks(layouts, assignment)
+        self.budget = budget_of(config, device)
+        self.footprint: Footprint = footprint(
+            layouts, plans, [s.working_set for s in scopes], config, self.budget, staged=device.staged
+        )
+        with contextlib.ExitStack() as undo:
+            pool = PinnedPool(
+                {n: (q.slot_nbytes, q.slots) for n, q in self.footprint.quotas.items()},
+                register=device.register if device.staged else None,
+                unregister=device.unregister if device.staged else None,
+            )
+            undo.callback(pool.close)
+            store = Store(
+                chunk_specs(plans),
+                directories=config.directories,
+                pool=pool,
+                backend=config.aio_backend,
+                block_bytes=int(config.block_bytes),
+                queue_depth=config.queue_depth,
+                deadline=config.io_deadline,
+            )
+            undo.callback(store.close)
+            self._build(
+                model, optimizer, members, specs, layouts, scopes, plans, store, pool, device, decoupled
+            )
+            undo.pop_all()
+
+    def _build(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        members: list[UnitMembers],
+        specs: list[list[ParamSpec]],
+        layouts: Any,
+        scopes: list[Scope],
+        plans: Any,
+        store: Store,
+        pool: PinnedPool,
+        device: Device,
+        decoupled: bool,
+    ) -> None:
+        self.device, self.store, self.pool = device, store, pool
+        units = []
+        self.params: dict[nn.Parameter, ShardedParam] = {}
+        for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
+            sharded = [
+                ShardedParam(p, spec, layout.index, i)
+                for i, (p, spec) in enumerate(zip(member.params.values(), unit_specs, strict=True))
+            ]
+            self.params.update({s.param: s for s in sharded})
+            resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
+            units.append(ParamUnit(layout, sharded, device, resident=resident))
+        self.units = units
+        self.fetcher = Fetcher(store, pool, device, plans)
+        capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
+        self.residency = Residency(units, self.fetcher, capacity)
+        quota = self.footprint.quotas.get("gradient")
+        self.gradients = Gradients(units, plans, store, pool, device, slots=quota.slots if quota else 0)
+        self.places = Places(units, plans, store, pool, device, self.gradients)
+        self.states = States(self.places, self._room)
+        self._take_over(model, optimizer)
+        self.hooks = Hooks(
+            model,
+            scopes,
+            self.residency,
+            self.gradients,
+            list(self.params.values()),
+            compute_dtype=self.config.compute_dtype,
+            output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
+            check=self.check,
+        )
+        install(model, self)
+        self._closed = False
+        self.times = {"step": 0.0, "update": 0.0}
+        self._last_step_end: float | None = None
+        self.optimizer = OffloadOptimizer(
+            optimizer,
+            places=self.places,
+            residency=self.residency,
+            gradients=self.gradients,
+            states=self.states,
+            params=self.params,
+            decoupled=decoupled,
+            max_grad_norm=self.config.max_grad_norm,
+            compute_dtype=self.config.compute_dtype,
+            loss_scale=self.config.loss_scale,
+            loss_scale_window=self.config.loss_scale_window,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self.fetcher, self.gradients, store, pool, device
+        )
+
+    def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for unit in self.units:
+            old = [p.param for p in unit.params]
+            moments: dict[int, Mapping[str, Any]] = {}
+            for sharded in unit.params:
+                saved = optimizer.state.get(sharded.param)
+                if saved and sharded.spec.trainable:
+                    sharded.step = int(saved["step"])
+                    moments[sharded.index] = saved
+            data = [p.data for p in old]
+            self.states.take_over(unit, moments)
+            for param in old:
+                param.grad = None
+                optimizer.state.pop(param, None)
+            for tensor in data:
+                release_scratch(tensor)
+            del data
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device.torch_device)
+
+    def _room(self) -> int:
+        return max(0, self.budget.host - self.footprint.total(Tier.HOST))
+
+    def check(self) -> None:
+        """Raise what failed in the background, or that the engine is closed."""
+        if self._closed:
+            raise ClosedError(
+                "the engine of this model is closed",
+                expected="an open engine",
+                found="close() was called",
+                cure="wrap the model again",
+            )
+        self.store.check()
+
+    def _before_step(self) -> None:
+        self.check()
+        self.hooks.settle()
+
+    def _after_step(self, seconds: float) -> None:
+        now = time.perf_counter()
+        if self._last_step_end is not None:
+            self.times["step"] = now - self._last_step_end
+        self.times["update"] = seconds
+        self._last_step_end = now
+
+    def close(self) -> None:
+        """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released."""
+        if not self._closed:
+            self._closed = True
+            self._finalizer()
+
+
+def _shut_down(
+    fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
+) -> None:
+    fetcher.close()
+    gradients.close()
+    device.close()
+    store.close()
+    pool.close()
+
+
+# -- what a user calls ----------------------------------------------------------------------
+
+
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
+) -> tuple[nn.Module, OffloadOptimizer]:
+    """Take over a model's parameters and its optimizer's state; return both.
+
+    The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
+    shares the param groups of the one passed in. From here on parameters are on the device only
+    while they are used; read or edit them inside `gathered`.
+
+    Args:
+        model: any `nn.Module` with dense floating-point parameters.
+        optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
+        config: budgets and placements.
+
+    Raises:
+        WrapError: the model or the optimizer cannot be taken over.
+        BudgetError: the run does not fit; nothing has been touched.
+        DirectoryError: an NVMe directory cannot be used; nothing has been touched.
+    """
+    if not isinstance(config, Config):
+        raise WrapError(
+            "wrap takes a Config",
+            expected="infinity.Config(...)",
+            found=type(config).__name__,
+            cure="wrap(model, optimizer, infinity.Config(...))",
+        )
+    engine = Engine(model, optimizer, config)
+    _ENGINES.add(engine)
+    return model, engine.optimizer
+
+
+def engine_of(thing: object) -> Engine:
+    """Return the engine of a wrapped model, its optimizer, or one of its parameters.
+
+    Raises:
+        WrapError: it belongs to no wrapped model.
+    """
+    for engine in _ENGINES:
+        if (
+            thing is engine.model()
+            or thing is engine.optimizer
+            or (isinstance(thing, nn.Parameter) and thing in engine.params)
+        ):
+            return engine
+    raise WrapError(
+        "this belongs to no wrapped model",
+        expected="a model, optimizer or parameter of `infinity.wrap`",
+        found=type(thing).__name__,
+        cure="wrap the model first",
+    )
+
+
+@contextlib.contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+) -> Iterator[None]:
+    """Have the values of `params` on the device inside the block.
+
+    Args:
+        params: parameters, or a module for all of its parameters. The units that they are in
+            are gathered whole.
+        write: whether in-place edits are to be kept (also in the fp32 master).
+
+    Raises:
+        ParameterChangedError: they were edited without ``write=True``.
+    """
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    elif isinstance(params, nn.Parameter):
+        params = [params]
+    params = list(params)
+    if not params:
+        yield
+        return
+    engine = engine_of(params[0])
+    engine.check()
+    engine.gradients.wait()
+    indices = sorted({engine.params[p].unit for p in params})
+    owner = object()
+    engine.residency.acquire(indices, owner, note=False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.residency.release, indices, owner)
+        if write:
+            for index in indices:
+                stack.enter_context(engine.states.editing(engine.units[index]))
+        yield
+
+
+def gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole gradient of a parameter: fp32, on the host, unscaled; None if it has none."""
+    engine = engine_of(param)
+    engine.check()
+    grad = param.grad
+    if grad is None:
+        return None
+    if not isinstance(grad, ShardedGrad):
+        return grad.detach().float().cpu()
+    return engine.gradients.whole(engine.params[param]).div_(engine.optimizer.loss_scale)
+
+
+def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
+    """Return figures of the last step and of memory, under torchtitan's key names where it has
+    them: sizes in GiB, times in seconds."""
+    engine = engine_of(optimizer)
+    stats = engine.store.stats()
+    pool = engine.pool.stats()
+    values = {
+        "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
+        "loss_scale": optimizer.loss_scale,
+        "steps": float(optimizer.steps),
+        "skipped_steps": float(optimizer.skipped_steps),
+        "time_metrics/end_to_end(s)": engine.times["step"],
+        "time_metrics/update(s)": engine.times["update"],
+        "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
+        "memory/device_units_peak(GiB)": engine.residency.peak / GiB,
+        "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
+        "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
+        "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
+        "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
+        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "fetch/units": float(engine.residency.fetches),
+        "fetch/hits": float(engine.residency.hits),
+    }
+    return values
+
+
+def close(thing: object) -> None:
+    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas."""
+    engine_of(thing).close()

@@ -1,0 +1,84 @@
+"""`state_dict` and `load_state_dict` of a wrapped model, in torch's own form.
+
+torch walks the modules and calls `detach` on each parameter, or `copy_` when it loads. While it
+does, a released parameter answers these two from its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.core.errors import ReleasedParameterError
+from infinity.training.hooks import Hooks
+from infinity.training.param import ReleasedParameter, ShardedParam
+from infinity.training.state import States
+from infinity.training.unit import Residency
+
+
+class _Engine(Protocol):
+    params: dict[nn.Parameter, ShardedParam]
+    states: States
+    hooks: Hooks
+    residency: Residency
+
+    def check(self) -> None: ...
+
+
+def install(model: nn.Module, engine: _Engine) -> None:
+    """Let `state_dict` and `load_state_dict` of the model and its submodules reach released
+    parameters, in torch's own form."""
+
+    def own(module: nn.Module) -> list[ShardedParam]:
+        return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
+
+    def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        sharded = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
+        if not sharded:
+            return
+        engine.check()
+        if keep_vars:
+            raise ReleasedParameterError(
+                "state_dict(keep_vars=True) of a model whose parameters are released",
+                expected="keep_vars=False",
+                found="keep_vars=True",
+                cure="call it inside `with infinity.gathered(model):`, or without keep_vars",
+            )
+        everything = sum(s.spec.numel * s.spec.dtype.itemsize for s in engine.params.values())
+        part = sum(s.spec.numel * s.spec.dtype.itemsize for s in sharded)
+        engine.states.check_room(everything if module is model or prefix else part)
+        for s in sharded:
+            s.on_detach = _copier(s)
+
+    def _copier(sharded: ShardedParam) -> Callable[[], torch.Tensor]:
+        return lambda: engine.states.copy_of(sharded)
+
+    def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for s in own(module):
+            s.on_detach = None
+
+    def load_begins(module: nn.Module, *_: Any) -> None:
+        engine.check()
+        engine.hooks.settle()
+        released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
+        engine.residency.reshard_all({s.unit for s in released})
+        for s in released:
+            s.on_copy = _writer(s)
+
+    def _writer(sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
+        return lambda values: engine.states.set_copy(sharded, values)
+
+    def load_ends(module: nn.Module, incompatible: Any) -> None:
+        for s in own(module):
+            s.on_copy = None
+
+    for module in model.modules():
+        if not own(module):
+            continue
+        module.register_state_dict_pre_hook(save_begins)
+        module.register_state_dict_post_hook(save_ends)
+        module.register_load_state_dict_pre_hook(load_begins)
+        module.register_load_state_dict_post_hook(load_ends)

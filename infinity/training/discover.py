@@ -1,0 +1,145 @@
+"""Finding the units of a model, and the modules at whose edges they come and go.
+
+A *scope* is a module with hooks: before its forward the units that it needs are unsharded, after
+it they are released. By themselves, units are: each of a group of sibling modules of one class
+(the blocks of a ModuleList or Sequential), with everything below it; each other subtree that has
+no such group, as high up as possible below the root; and what a module in between owns directly.
+A tied parameter belongs to the unit that has it first; every scope that uses it needs that unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from infinity.core.errors import ConfigError
+
+
+@dataclass
+class UnitMembers:
+    """The parameters of one unit, by name, in registration order."""
+
+    name: str
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+@dataclass(eq=False)  # a scope owns claims: identity is what counts
+class Scope:
+    """A module with hooks and the indices of the units that its forward needs."""
+
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+    working_set: tuple[int, ...] = ()  # with what the modules around it need
+
+
+def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMembers], list[Scope]]:
+    """Return the units and scopes of `model`; `names` (of classes or modules) overrides.
+
+    Raises:
+        ConfigError: a name of `names` matches no module that has parameters.
+    """
+    roots = list(_find("", model, is_root=True) if names is None else _named(model, names))
+
+    units: list[UnitMembers] = []
+    owner: dict[int, int] = {}  # id of a parameter → unit
+    scopes: list[Scope] = []
+
+    for name, module, whole in roots:
+        found = module.named_parameters(prefix=name) if whole else _direct(name, module)
+        params = list(found)
+        fresh = {n: p for n, p in params if id(p) not in owner}
+        if fresh:
+            units.append(UnitMembers(name or "(root)", {}))
+            for n, p in fresh.items():
+                if id(p) not in owner:
+                    owner[id(p)] = len(units) - 1
+                    units[-1].params[n] = p
+        needs = tuple(dict.fromkeys(owner[id(p)] for _, p in params))
+        if needs:
+            scopes.append(Scope(name, module, needs))
+
+    _add_working_sets(scopes)
+    assert all(id(p) in owner for p in model.parameters())
+    return units, scopes
+
+
+def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (name, module, whether the whole subtree is meant) in registration order."""
+    children = [(n, c) for n, c in module.named_children() if _has_params(c)]
+    direct = next(iter(module.parameters(recurse=False)), None) is not None
+    container = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
+    if not is_root and not container and not _has_blocks(module):
+        yield name, module, True
+        return
+    if direct:
+        yield name, module, False
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        classes = Counter(type(c) for _, c in children)
+    else:
+        classes = Counter()
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        callable_child = type(child).forward is not nn.Module.forward
+        if classes[type(child)] > 1 and callable_child:
+            yield path, child, True
+        else:
+            yield from _find(path, child)
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    for child in module.modules():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            classes = Counter(type(c) for c in child.children() if _has_params(c))
+            if any(n > 1 for n in classes.values()):
+                return True
+    return False
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(iter(module.parameters()), None) is not None
+
+
+def _direct(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for n, p in module.named_parameters(recurse=False):
+        yield (f"{name}.{n}" if name else n), p
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield the modules that `names` name, and what is left outside them, module by module."""
+    modules = {n: m for n, m in model.named_modules() if _has_params(m)}
+    chosen = {n for n, m in modules.items() if n in names or type(m).__name__ in names}
+    for name in names:
+        if name not in modules and all(type(m).__name__ != name for m in modules.values()):
+            raise ConfigError(
+                f"units names {name!r}, which the model does not have",
+                expected="a module's class, or its name in named_modules()",
+                found=repr(name),
+                cure="one of " + ", ".join(sorted({type(m).__name__ for m in modules.values()})),
+            )
+
+    def inside(n: str) -> bool:
+        parents = [n[:i] for i, c in enumerate(n) if c == "."]
+        return any(p in chosen for p in parents) or ("" in chosen and n != "")
+
+    for name, module in modules.items():
+        if inside(name):
+            continue
+        if name in chosen:
+            yield name, module, True
+        elif next(iter(module.parameters(recurse=False)), None) is not None:
+            yield name, module, False
+
+
+def _add_working_sets(scopes: Sequence[Scope]) -> None:
+    for scope in scopes:
+        around = [
+            other
+            for other in scopes
+            if other is not scope and (other.name == "" or scope.name.startswith(other.name + "."))
+        ]
+        needed = [u for s in (*around, scope) for u in s.units]
+        scope.working_set = tuple(dict.fromkeys(needed))

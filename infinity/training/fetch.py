@@ -1,0 +1,218 @@
+"""The way of a copy to the device: `read` → lease → `h2d`, on a thread of its own.
+
+The fetcher keeps as many reads under way as its quota has leases, over the boundaries of units,
+and hands each chunk to the device's copy stream as soon as its bytes are checked. A lease goes
+home when the copy to the device is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from infinity.core.errors import ClosedError
+from infinity.core.sizes import Tier
+from infinity.hardware.device import POLL, Device, Event
+from infinity.planning.partition import Chunk, ChunkPlan
+from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.store import Store, Transfer
+
+
+class Fetch:
+    """One unit on its way. `issued` is set when all its copies are on the copy stream (then
+    `event` tells when they are done) or when it failed."""
+
+    def __init__(self, target: torch.Tensor, chunks: Sequence[Chunk], after: Event | None) -> None:
+        self.target = target  # uint8, the unit's storage
+        self.chunks = deque(chunks)
+        self.after = after
+        self.issued = threading.Event()
+        self.event: Event | None = None
+        self.error: BaseException | None = None
+
+    def wait_issued(self) -> Event | None:
+        """Block until the copies are on the stream; return the event of the last; raise its error."""
+        while not self.issued.wait(POLL):
+            pass
+        if self.error is not None:
+            raise self.error
+        return self.event
+
+    def settled(self) -> bool:
+        """Return whether nothing of it is under way (done or failed), without blocking."""
+        if not self.issued.is_set():
+            return False
+        return self.error is not None or self.event is None or self.event.done()
+
+
+class _Flight(NamedTuple):
+    fetch: Fetch
+    chunk: Chunk
+    lease: Lease | None
+    transfer: Transfer | None
+
+
+class Fetcher:
+    """Runs fetches in the order in which they are started."""
+
+    def __init__(self, store: Store, pool: PinnedPool, device: Device, plans: Sequence[ChunkPlan]) -> None:
+        self._worker = _Worker(store, pool, device, plans)
+        self._thread = threading.Thread(target=self._worker.run, name="infinity-fetch", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def start(
+        self, target: torch.Tensor, chunks: Sequence[Chunk], after: Event | None, *, urgent: bool = False
+    ) -> Fetch:
+        """Queue the copies of `chunks` into `target` (uint8, as long as the unit's copy); an
+        urgent fetch goes before those that are only expected to be needed."""
+        fetch = Fetch(target, chunks, after)
+        self._worker.add(fetch, urgent)
+        return fetch
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread."""
+        self._finalizer()
+        while self._thread.is_alive():
+            self._thread.join(POLL)
+
+
+class _Worker:
+    def __init__(self, store: Store, pool: PinnedPool, device: Device, plans: Sequence[ChunkPlan]) -> None:
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._plans = plans
+        self._wake = threading.Condition()
+        self._waiting: deque[Fetch] = deque()
+        self._stopped = False
+        self._flights: deque[_Flight] = deque()
+        self._landing: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
+
+    def add(self, fetch: Fetch, urgent: bool) -> None:
+        with self._wake:
+            if self._stopped:
+                raise ClosedError(
+                    "the engine is closed",
+                    expected="an open engine",
+                    found="a fetch after close()",
+                    cure="wrap the model again",
+                )
+            if urgent:
+                self._waiting.appendleft(fetch)
+            else:
+                self._waiting.append(fetch)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        while True:
+            self._depart()
+            if self._flights:
+                self._land()
+                continue
+            if self._landing:
+                self._bring_home(wait=True)
+                continue
+            with self._wake:
+                if self._waiting:
+                    continue
+                if self._stopped:
+                    return
+                self._wake.wait(POLL)
+
+    def _depart(self) -> None:
+        """Start as many reads as there are leases."""
+        while True:
+            with self._wake:
+                while self._waiting and not self._waiting[0].chunks:
+                    self._waiting.popleft()
+                if not self._waiting:
+                    return
+                fetch = self._waiting[0]
+            # Only this thread takes chunks, so an urgent fetch that arrives now merely goes second.
+            chunk = fetch.chunks[0]
+            plan = self._plans[chunk.id]
+            lease = transfer = None
+            if plan.copy_tier is Tier.NVME:
+                self._bring_home(wait=False)
+                lease = self._pool.try_lease("fetch", plan.copy_nbytes)
+                if lease is None:
+                    return
+            fetch.chunks.popleft()
+            try:
+                if lease is not None:
+                    transfer = self._store.read(chunk.id, "copy", lease)
+            except BaseException as error:
+                if lease is not None:
+                    lease.release()
+                self._fail(fetch, error)
+                continue
+            self._flights.append(_Flight(fetch, chunk, lease, transfer))
+
+    def _land(self) -> None:
+        """Take the oldest read to the device."""
+        fetch, chunk, lease, transfer = self._flights.popleft()
+        try:
+            if transfer is not None:
+                transfer.wait()
+            if fetch.error is None:
+                source = (
+                    lease.tensor(torch.uint8, 0, chunk.copy_nbytes)
+                    if lease is not None
+                    else self._store.view(chunk.id, "copy")
+                )
+                target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
+                fetch.event = self._device.h2d(target, source, fetch.after)
+                if lease is not None:
+                    self._landing.append((fetch.event, lease))
+                    lease = None
+        except BaseException as error:
+            self._fail(fetch, error)
+        finally:
+            if lease is not None:
+                lease.release()
+        last = not fetch.chunks and not any(f.fetch is fetch for f in self._flights)
+        if last and not fetch.issued.is_set():
+            if fetch.error is not None and fetch.event is not None:
+                _settle(fetch.event)
+            fetch.issued.set()
+
+    def _fail(self, fetch: Fetch, error: BaseException) -> None:
+        fetch.chunks.clear()
+        fetch.error = fetch.error or error
+        if not any(f.fetch is fetch for f in self._flights):
+            if fetch.event is not None:
+                _settle(fetch.event)
+            fetch.issued.set()
+
+    def _bring_home(self, *, wait: bool) -> None:
+        while self._landing:
+            event, lease = self._landing[0]
+            try:
+                if not wait and not event.done():
+                    return
+                event.wait()
+            except BaseException:
+                # The copy's own waiter is told; here only the lease matters.
+                del event
+            self._landing.popleft()
+            lease.release()
+            wait = False
+
+
+def _settle(event: Event) -> None:
+    """Wait for `event`, whatever became of it: its storage may be freed afterwards."""
+    try:
+        event.wait()
+    except Exception:
+        return

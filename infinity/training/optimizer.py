@@ -1,0 +1,342 @@
+"""The optimizer that `wrap` returns: a `torch.optim.Optimizer` over shards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.core.errors import (
+    GradientError,
+    OptimizerTypeError,
+    PrecisionError,
+    StateDictError,
+    WrapError,
+)
+
+from .gradients import Gradients
+from .param import ShardedParam
+from .sharded_grad import ShardedGrad
+from .state import States
+from .unit import Residency
+from .update import ChunkUpdate, ParamUpdate, run
+from .visit import Places
+
+_REFUSED = ("amsgrad", "capturable", "differentiable")
+
+
+def check_optimizer(optimizer: object) -> bool:
+    """Return whether weight decay is decoupled (AdamW) or not (Adam).
+
+    Raises:
+        OptimizerTypeError: not one of these two, or with an option that is not supported.
+    """
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise OptimizerTypeError(
+            "this optimizer cannot be offloaded",
+            expected="torch.optim.AdamW or torch.optim.Adam",
+            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            cure="torch.optim.AdamW(model.parameters(), ...)",
+        )
+    for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
+        for option in _REFUSED:
+            if group.get(option):
+                raise OptimizerTypeError(
+                    f"the option {option!r} is not supported",
+                    expected=f"{option}=False",
+                    found=f"{option}=True in param group {index}",
+                    cure=f"leave {option} out",
+                )
+    return type(optimizer) is torch.optim.AdamW
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """AdamW or Adam whose state lives on the tiers that Config names.
+
+    Param groups are the very dicts of the optimizer that was wrapped, so schedulers made before
+    or after `wrap` both work.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        places: Places,
+        residency: Residency,
+        gradients: Gradients,
+        states: States,
+        params: Mapping[nn.Parameter, ShardedParam],
+        decoupled: bool,
+        max_grad_norm: float | None,
+        compute_dtype: torch.dtype,
+        loss_scale: float,
+        loss_scale_window: int,
+        before_step: Callable[[], None],
+        after_step: Callable[[float], None],
+    ) -> None:
+        self._sealed = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._sealed = True
+        self._places = places
+        self._residency = residency
+        self._gradients = gradients
+        self._states = states
+        self._params = params
+        self._decoupled = decoupled
+        self._max_grad_norm = max_grad_norm
+        self._fp16 = compute_dtype is torch.float16
+        self._scale = loss_scale if self._fp16 else 1.0
+        self._window = loss_scale_window
+        self._good_steps = 0
+        self._scaled = False
+        self._before_step = before_step
+        self._after_step = after_step
+        self.grad_norm: float | None = None
+        self.skipped_steps = 0
+        self.steps = 0
+
+    # -- what a user calls ------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
+        self._scaled = True
+        return loss * self._scale if self._fp16 else loss
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale in use (1.0 unless fp16)."""
+        return self._scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have a gradient, as torch's optimizer would.
+
+        fp16: a step whose gradients overflow is skipped and halves the loss scale.
+
+        Raises:
+            PrecisionError: an fp16 backward of a loss that was not scaled.
+            StorageError: a transfer failed; the parameter's chunk is named.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        self._before_step()
+        self._residency.reshard_all()
+        present = self._present()
+        if self._fp16 and present and not self._scaled:
+            raise PrecisionError(
+                "fp16 gradients of a loss that was not scaled",
+                expected="`optimizer.scale(loss).backward()`",
+                found="`loss.backward()`",
+                cure="scale the loss, or train in bf16",
+            )
+        self._scaled = False
+        norm = self._norm(present)
+        self.grad_norm = norm / self._scale
+        if self._fp16 and not math.isfinite(norm):
+            self._scale = max(self._scale / 2, 2.0**-14)
+            self._good_steps = 0
+            self.skipped_steps += 1
+            self._after_step(time.perf_counter() - start)
+            return loss
+        clip = 1.0
+        if self._max_grad_norm is not None:
+            clip = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))
+        self._states.adopt_edits()
+        updates = self._updates(present, clip)
+        try:
+            run(self._places, self._work(updates))
+        finally:
+            torch.autograd.graph.increment_version([s.param for s in present])
+            for sharded in present:
+                sharded.version = sharded.param._version
+        self.steps += 1
+        if self._fp16:
+            self._good_steps += 1
+            if self._good_steps == self._window:
+                self._good_steps = 0
+                self._scale = min(self._scale * 2, 2.0**24)
+        self._after_step(time.perf_counter() - start)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        if set_to_none:
+            for param in params:
+                param.grad = None
+            self._gradients.clear()
+            return
+        for param in params:
+            if param.grad is not None:
+                param.grad.zero_()
+
+    def clip_grad_norm_(self, limit: float) -> torch.Tensor:
+        """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
+        self._before_step()
+        present = self._present()
+        norm = self._norm(present) / self._scale
+        clip = min(1.0, limit / (norm + 1e-6))
+        for sharded in present:
+            if isinstance(sharded.param.grad, ShardedGrad):
+                sharded.param.grad.factor *= clip
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after `wrap`: the layout of the state is fixed then."""
+        if getattr(self, "_sealed", False):
+            raise WrapError(
+                "a param group cannot be added after `wrap`",
+                expected="all groups in the optimizer that is passed to `wrap`",
+                found="add_param_group",
+                cure="build the optimizer with all its groups, then wrap",
+            )
+        super().add_param_group(param_group)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def _present(self) -> list[ShardedParam]:
+        """Return the parameters that have a gradient; settle what the user did to `p.grad`."""
+        present = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                sharded = self._params.get(param)
+                if sharded is None:
+                    raise GradientError(
+                        "a param group has a parameter that was not there at `wrap`",
+                        expected="the parameters of `wrap`",
+                        found=f"a parameter of shape {tuple(param.shape)}",
+                        cure="wrap the model with the optimizer that has all parameters",
+                    )
+                if not isinstance(grad, ShardedGrad):
+                    # The user put a gradient of their own there: it replaces ours.
+                    param.grad = ShardedGrad(sharded, self._gradients)
+                    self._gradients.deliver(sharded, grad, fresh=True)
+                present.append(sharded)
+        self._gradients.wait()
+        self._gradients.reconcile()
+        return present
+
+    def _norm(self, present: Iterable[ShardedParam]) -> float:
+        """Return the global 2-norm of the gradients, still scaled."""
+        if all(s.param.grad.factor == 1.0 for s in present):  # type: ignore[union-attr]
+            return math.sqrt(self._gradients.sum_of_squares())
+        wholes = (self._gradients.whole(s) for s in present)
+        return math.sqrt(sum(float(w.double().square().sum()) for w in wholes))
+
+    def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
+        """Snapshot the scalars: `scheduler.step()` edits them next."""
+        here = {id(s.param) for s in present}
+        updates = {}
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            beta1, beta2 = (float(b) for b in group["betas"])
+            for param in group["params"]:
+                if id(param) not in here:
+                    continue
+                sharded = self._params[param]
+                sharded.step += 1
+                updates[sharded.unit, sharded.index] = ParamUpdate(
+                    lr=lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=sharded.step,
+                    grad_scale=param.grad.factor * clip / self._scale,
+                    decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+                    maximize=bool(group["maximize"]),
+                )
+        return updates
+
+    def _work(self, updates: Mapping[tuple[int, int], ParamUpdate]) -> list[ChunkUpdate]:
+        work = []
+        for unit in self._residency.units:
+            for chunk in unit.layout.trainable_chunks:
+                params = {
+                    s.param: updates[unit.index, s.param]
+                    for s in chunk.segments
+                    if (unit.index, s.param) in updates
+                }
+                if params:
+                    work.append(ChunkUpdate(chunk, params))
+        return work
+
+    # -- state dicts ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
+        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``.
+
+        Raises:
+            BudgetError: it does not fit what `host_memory` leaves.
+        """
+        self._before_step()
+        self._states.check_room()
+        for param, sharded in self._params.items():
+            if sharded.spec.trainable and sharded.step:
+                self.state[param] = self._states.read(sharded)
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups.
+
+        Raises:
+            StateDictError: the groups or shapes do not fit; nothing has been changed then.
+        """
+        self._before_step()
+        pairs = self._match(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for sharded, values in pairs:
+            self._states.write(sharded, values)
+
+    def _match(self, state_dict: Mapping[str, Any]) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
+        groups = state_dict.get("param_groups")
+        lengths = [len(g["params"]) for g in self.param_groups]
+        found = [len(g["params"]) for g in groups] if isinstance(groups, list) else None
+        if found != lengths:
+            raise StateDictError(
+                "the state dict has other param groups than the optimizer",
+                expected=f"groups of {lengths} parameters",
+                found=f"groups of {found} parameters" if found is not None else "no param_groups",
+                cure="build the same groups as those that were saved",
+            )
+        for group in groups or ():
+            for option in _REFUSED:
+                if group.get(option):
+                    raise StateDictError(
+                        f"the state dict was saved with {option}=True",
+                        expected=f"{option}=False",
+                        found=f"{option}=True",
+                        cure="only plain Adam and AdamW states can be loaded",
+                    )
+        ids = [i for g in groups or () for i in g["params"]]
+        params = [p for g in self.param_groups for p in g["params"]]
+        pairs = []
+        for index, param in zip(ids, params, strict=True):
+            sharded = self._params[param]
+            values = state_dict["state"].get(index, {})
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                value = values.get(key)
+                if value is not None and tuple(value.shape) != sharded.spec.shape:
+                    raise StateDictError(
+                        f"{key} of {sharded.name!r} has another shape",
+                        expected=sharded.spec.shape,
+                        found=tuple(value.shape),
+                        cure="load the state dict of the same model",
+                    )
+            pairs.append((sharded, values))
+        return pairs

@@ -1,0 +1,250 @@
+"""Parameters that come and go.
+
+`ShardedParam` is what the engine knows of one `nn.Parameter`; nothing is hung on the parameter.
+
+[Note: released parameters] Released storage has size 0 while the shape stays; torch would crash
+on any operator and `torch.save` would silently write nothing. So while a parameter is released
+its `__class__` is `ReleasedParameter`, whose `__torch_function__` raises with the cure
+(torch's `UninitializedParameter` is the precedent). Metadata stays readable. `unshard` restores
+the class. Storage is refilled in place and without a version bump, so graphs that saved the
+parameter stay valid; `step()` bumps the versions of what it updates, so that a graph from before
+the step fails as it does in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.core.errors import ParameterChangedError, ReleasedParameterError
+from infinity.planning.partition import ParamSpec
+
+_T: Any = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_T, name).__get__ for name in names if hasattr(_T, name)}  # versions of torch differ
+
+
+_METADATA: set[Any] = {
+    *_getters("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn"),
+    *_getters("ndim", "names", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
+    *_getters("is_mkldnn", "is_nested", "itemsize", "nbytes", "output_nr", "_backward_hooks", "name"),
+    *_getters("is_xla", "is_mps", "is_xpu", "is_sparse_csr", "retains_grad", "_post_accumulate_grad_hooks"),
+    _T.size,
+    _T.stride,
+    _T.numel,
+    _T.nelement,
+    _T.dim,
+    _T.ndimension,
+    _T.element_size,
+    _T.is_floating_point,
+    _T.is_complex,
+    _T.is_contiguous,
+    _T.storage_offset,
+    _T.requires_grad_,
+    _T.register_hook,
+    _T.register_post_accumulate_grad_hook,
+    _T.__hash__,
+    _T.__len__,
+    _T.get_device,
+    _T.is_signed,
+    _T.is_inference,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_tensor,
+    _T.requires_grad.__set__,
+    _T.grad.__set__,
+    _T.grad.__delete__,
+    _T._backward_hooks.__set__,
+    torch._has_compatible_shallow_copy_type,
+}
+_CURE = "read or edit it inside `with infinity.gathered(params):` (write=True to edit)"
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while its values are not on the device."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let metadata through; raise `ReleasedParameterError` for all else."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None and args and isinstance(args[0], ReleasedParameter):
+            answer = special(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        released = [p for p in _walk((args, kwargs)) if isinstance(p, ReleasedParameter)]
+        raise ReleasedParameterError(
+            f"the parameter {name_of(released[0])!r} is released",
+            expected="a parameter whose values are on the device",
+            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released one",
+            cure=_CURE,
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ReleasedParameter({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise ReleasedParameterError(
+            f"the parameter {name_of(self)!r} cannot be copied",
+            expected="a parameter that belongs to no engine",
+            found="deepcopy of a released parameter",
+            cure="copy the model before `wrap`, or copy its `state_dict()`",
+        )
+
+    def __reduce_ex__(self, proto: object) -> Any:
+        raise ReleasedParameterError(
+            f"the parameter {name_of(self)!r} cannot be serialized while it is released",
+            expected="`model.state_dict()`",
+            found="an attempt to serialize the module or the parameter itself",
+            cure="save `model.state_dict()`",
+        )
+
+
+def _walk(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _walk(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _walk(item)]
+    return [value]
+
+
+def _to(param: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    same_device = device is None or (
+        device.type == param.device.type and device.index in (None, param.device.index)
+    )
+    if same_device and dtype in (None, param.dtype) and not kwargs.get("copy"):
+        return param
+    raise ParameterChangedError(
+        f"the parameter {name_of(param)!r} cannot be moved or cast after `wrap`",
+        expected=f"{param.dtype} on {param.device}",
+        found=f"to({dtype or param.dtype}, {device or param.device})",
+        cure="choose dtype and device in Config, before `wrap`",
+    )
+
+
+def _cast(name: str) -> Callable[..., Any]:
+    def cast(param: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+        raise ParameterChangedError(
+            f"the parameter {name_of(param)!r} cannot be changed by {name}() after `wrap`",
+            expected=f"{param.dtype} on {param.device}",
+            found=f"{name}()",
+            cure="choose dtype and device in Config, before `wrap`",
+        )
+
+    return cast
+
+
+def _set_data(param: ReleasedParameter, value: object) -> Any:
+    return None if value is param else NotImplemented
+
+
+def _detach(param: ReleasedParameter) -> Any:
+    sharded = SHARDED.get(param)
+    return sharded.on_detach() if sharded is not None and sharded.on_detach else NotImplemented
+
+
+def _copy(param: ReleasedParameter, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    sharded = SHARDED.get(param)
+    if sharded is None or sharded.on_copy is None:
+        return NotImplemented
+    sharded.on_copy(source)
+    return param
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _T.to: _to,
+    _T.data.__set__: _set_data,
+    _T.detach: _detach,
+    _T.copy_: _copy,
+    **{
+        getattr(_T, name): _cast(name)
+        for name in ("half", "float", "double", "bfloat16", "cuda", "cpu", "share_memory_", "type")
+    },
+}
+
+
+class ShardedParam:
+    """What the engine knows of one parameter: its spec, its place in its unit, its class.
+
+    `on_detach` and `on_copy` are set only while a state dict is read or loaded; they let
+    `Module.state_dict` and `Module.load_state_dict` reach a released parameter.
+    """
+
+    def __init__(self, param: nn.Parameter, spec: ParamSpec, unit: int, index: int) -> None:
+        self.param = param
+        self.spec = spec
+        self.unit = unit
+        self.index = index
+        self.cls = type(param)
+        self.on_detach: Callable[[], torch.Tensor] | None = None
+        self.on_copy: Callable[[torch.Tensor], None] | None = None
+        self.version = 0
+        self.step = 0  # updates so far, as torch counts them for bias correction
+        SHARDED[param] = self
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.spec.name
+
+    def bind(self, storage: torch.UntypedStorage, byte_offset: int) -> None:
+        """Make the parameter a view of its unit's storage. Its identity stays."""
+        view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
+        strides, step = [], 1
+        for size in reversed(self.spec.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        held = storage.nbytes()
+        # set_ would grow a storage that is too small for the shape; give it its size, then take
+        # it back, which leaves the view's shape as it is.
+        view.set_(storage, byte_offset // self.spec.dtype.itemsize, self.spec.shape, tuple(reversed(strides)))
+        if storage.nbytes() != held:
+            storage.resize_(held)
+        self.param.data = view
+        self.version = self.param._version
+
+    def release(self) -> None:
+        """Make every use of the values raise."""
+        self.param.__class__ = ReleasedParameter
+
+    def restore(self) -> None:
+        """Give the parameter its class back."""
+        self.param.__class__ = self.cls
+
+    def check(self, storage: torch.UntypedStorage) -> None:
+        """Raise `ParameterChangedError` if the parameter was cast or moved."""
+        param = self.param
+        if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
+            found = f"{param.dtype}, shape {tuple(param.shape)}"
+        elif type(param) is not ReleasedParameter and param.untyped_storage()._cdata != storage._cdata:
+            found = "other storage"
+        else:
+            return
+        raise ParameterChangedError(
+            f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
+            expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
+            found=found,
+            cure="edit values in place inside `with infinity.gathered(params, write=True):`",
+        )
+
+
+SHARDED: Any = WeakIdKeyDictionary()
+
+
+def name_of(param: torch.Tensor) -> str:
+    """Return the name that the engine knows a parameter by."""
+    sharded = SHARDED.get(param)
+    return sharded.name if sharded is not None else "?"

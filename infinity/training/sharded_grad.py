@@ -1,0 +1,177 @@
+"""What `p.grad` is after a backward: a wrapper without storage that answers from the shards.
+
+It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
+the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
+that the update applies. Adding a tensor accumulates, which is also how autograd delivers a
+second backward. Everything else raises `GradientError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from infinity.core.errors import GradientError, PrecisionError
+
+from .param import ShardedParam
+
+aten: Any = torch.ops.aten
+
+
+class GradientSource(Protocol):
+    """What a `ShardedGrad` asks (see `Gradients`)."""
+
+    def deliver(self, sharded: ShardedParam, grad: torch.Tensor, *, fresh: bool) -> None:
+        """Take a gradient over; `fresh` replaces what is there, otherwise it is added."""
+
+    def whole(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the gradient as one fp32 host tensor: unscaled, with its factor."""
+
+    def zero(self, sharded: ShardedParam) -> None:
+        """Make it zero."""
+
+
+class ShardedGrad(torch.Tensor):
+    """The gradient of one parameter, in shards. `factor` is what it is to be multiplied by."""
+
+    sharded: ShardedParam
+    source: GradientSource
+    factor: float
+
+    @staticmethod
+    def __new__(cls, sharded: ShardedParam, source: GradientSource) -> ShardedGrad:
+        """Make the wrapper for `sharded`, whose shards `source` keeps."""
+        grad = torch.Tensor._make_wrapper_subclass(
+            cls,
+            sharded.spec.shape,
+            dtype=sharded.spec.dtype,
+            device=sharded.param.device,
+        )
+        grad.sharded = sharded
+        grad.source = source
+        grad.factor = 1.0
+        return grad
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer the few operators that shards can answer."""
+        handler = _HANDLERS.get(func)
+        first = next((a for a in _flat(args) if isinstance(a, ShardedGrad)), None)
+        if handler is not None and first is not None:
+            answer = handler(*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
+        name = first.sharded.name if first is not None else "?"
+        if "amp" in str(func):
+            raise PrecisionError(
+                "torch's GradScaler cannot unscale gradients that are in shards",
+                expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
+                found=str(func),
+                cure="drop the GradScaler: the optimizer scales, unscales and checks for overflow",
+            )
+        raise GradientError(
+            f"the gradient of {name!r} is in shards",
+            expected="clip_grad_norm_, a multiplication by a scalar, zero_(), or metadata",
+            found=str(func),
+            cure="read it whole with `infinity.gradient(parameter)`",
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise GradientError(
+            f"the gradient of {self.sharded.name!r} is in shards and cannot be copied",
+            expected="`infinity.gradient(parameter)`",
+            found="deepcopy",
+            cure="copy models before `wrap`",
+        )
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [x for a in args for x in (_flat(tuple(a)) if isinstance(a, (list, tuple)) else [a])]
+
+
+def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor) or alpha != 1:
+        return NotImplemented
+    if isinstance(other, ShardedGrad) or other.shape != grad.shape:
+        return NotImplemented
+    grad.source.deliver(grad.sharded, other, fresh=False)
+    return grad
+
+
+def _mul(grad: Any, other: Any) -> Any:
+    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+        other = float(other)
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
+        return NotImplemented
+    grad.factor *= other
+    return grad
+
+
+def _div(grad: Any, other: Any) -> Any:
+    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+        other = float(other)
+    return _mul(grad, 1.0 / other) if isinstance(other, (int, float)) and other else NotImplemented
+
+
+def _foreach_mul(grads: list[Any], other: Any) -> Any:
+    for i, grad in enumerate(grads):
+        factor = other[i] if isinstance(other, (list, tuple)) else other
+        if isinstance(grad, ShardedGrad):
+            if _mul(grad, factor) is NotImplemented:
+                return NotImplemented
+        else:
+            grad.mul_(factor)
+    return None
+
+
+def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not isinstance(grad, ShardedGrad) or dim is not None or keepdim:
+        return NotImplemented
+    value = torch.linalg.vector_norm(grad.source.whole(grad.sharded), ord)
+    return value.to(device=grad.device, dtype=dtype or torch.float32)
+
+
+def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
+    return [
+        _norm(g, ord, dtype=dtype)
+        if isinstance(g, ShardedGrad)
+        else torch.linalg.vector_norm(g, ord, dtype=dtype)
+        for g in grads
+    ]
+
+
+def _zero(grad: Any) -> Any:
+    grad.factor = 1.0
+    grad.source.zero(grad.sharded)
+    return grad
+
+
+def _same(grad: Any, *args: Any, **kwargs: Any) -> Any:
+    return grad
+
+
+_HANDLERS: dict[Any, Any] = {
+    aten.add_.Tensor: _add,
+    aten.add.Tensor: _add,
+    aten.mul_.Tensor: _mul,
+    aten.mul_.Scalar: _mul,
+    aten.div_.Tensor: _div,
+    aten.div_.Scalar: _div,
+    aten._foreach_mul_.Tensor: _foreach_mul,
+    aten._foreach_mul_.Scalar: _foreach_mul,
+    aten._foreach_mul_.ScalarList: _foreach_mul,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.zero_.default: _zero,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+}

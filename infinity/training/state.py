@@ -1,0 +1,271 @@
+"""Optimizer state, parameter by parameter: for state dicts, edits and the take-over in `wrap`.
+
+Everything here goes chunk by chunk through one lease, so that its host memory is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from infinity.core.errors import BudgetError
+from infinity.core.sizes import Tier, format_size
+from infinity.planning.partition import Chunk, Segment
+
+from .param import ShardedParam
+from .unit import ParamState, ParamUnit
+from .visit import ChunkVisit, Places, visit
+
+_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
+
+
+class States:
+    """Reads and writes masters, moments and copies of single parameters and whole units."""
+
+    def __init__(self, places: Places, room: Callable[[], int]) -> None:
+        self._places = places
+        self._room = room  # host bytes that the budget leaves
+
+    # -- wrap -------------------------------------------------------------------------------
+
+    def take_over(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
+        optimizer already had (by parameter index; zeros otherwise)."""
+        sources = [p.param.detach().reshape(-1) for p in unit.params]
+        if unit.resident:
+            unit.make_resident()
+        leaving: deque[ChunkVisit] = deque()
+        try:
+            for chunk in unit.layout.chunks:
+                here = self._open(chunk, "update" if chunk.trainable else "fetch", leaving)
+                leaving.append(here)
+                self._fill(unit, chunk, here, sources, moments)
+        finally:
+            while leaving:
+                leaving.popleft().leave()
+        for sharded, offset in zip(unit.params, unit.layout.byte_offsets, strict=True):
+            sharded.bind(unit.storage, offset)
+            if not unit.resident:
+                sharded.release()
+
+    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkVisit]) -> ChunkVisit:
+        nbytes = self._places.lease_nbytes(chunk)
+        while nbytes:
+            lease = self._places.pool.try_lease(quota, nbytes)
+            if lease is not None:
+                return ChunkVisit(self._places, chunk, lease)
+            if not leaving:
+                return visit(self._places, chunk, quota)
+            leaving.popleft().leave()
+        return ChunkVisit(self._places, chunk, None)
+
+    def _fill(
+        self,
+        unit: ParamUnit,
+        chunk: Chunk,
+        here: ChunkVisit,
+        sources: list[torch.Tensor],
+        moments: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        targets = [here.copy] if not (chunk.trainable and here.copy_is_master) else []
+        if unit.resident and self._places.device.staged:
+            targets = [here.device_copy]
+        zeroed = list(targets)
+        if chunk.trainable:
+            targets.append(here.master)
+            zeroed += [here.master, *here.moments]
+        for tensor in zeroed:
+            tensor.zero_()
+        for segment in chunk.segments:
+            source = _part(sources[segment.param], segment)
+            for target in targets:
+                target[segment.start : segment.start + segment.numel].copy_(source)
+            values = moments.get(segment.param)
+            if values and chunk.trainable:
+                for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
+                    saved = values[key].detach().reshape(-1)
+                    target[segment.start : segment.start + segment.numel].copy_(_part(saved, segment))
+        staged_copy = unit.resident and self._places.device.staged
+        # What was never written reads as zeros: moments that are zero need no write.
+        fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
+        here.write(state=chunk.trainable and not fresh, copy=not staged_copy)
+
+    # -- state dicts ------------------------------------------------------------------------
+
+    def check_room(self, nbytes: int | None = None) -> None:
+        """Raise `BudgetError` unless `nbytes` (default: the whole optimizer state) fit what the
+        host budget leaves."""
+        if nbytes is None:
+            plans = self._places.plans
+            nbytes = sum(sum(p.state_sections) for p in plans)
+        room = self._room()
+        if nbytes > room:
+            raise BudgetError(
+                "a state dict does not fit the host memory that is left",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+                found=f"{format_size(room)} ({room} bytes) left of host_memory",
+                cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
+            )
+
+    def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
+        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
+        numel = sharded.spec.numel
+        values = {"exp_avg": torch.empty(numel), "exp_avg_sq": torch.empty(numel)}
+        if sharded.spec.dtype is not torch.float32:
+            values["master"] = torch.empty(numel)
+        for segment, here in self._visits(sharded, write=False):
+            for key, section in _sections(here, values):
+                values[key][segment.offset : segment.offset + segment.numel].copy_(_slice(section, segment))
+        shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
+        return {"step": torch.tensor(float(sharded.step)), **shaped}
+
+    def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
+        """Write step, moments (and master, where given) of one parameter; no values: zeros."""
+        sharded.step = int(values.get("step", 0))
+        flat = {k: values[k].detach().reshape(-1) for k in values if k in ("exp_avg", "exp_avg_sq", "master")}
+        for segment, here in self._visits(sharded, write=True):
+            for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
+                target = _slice(section, segment)
+                if key in flat:
+                    target.copy_(_part(flat[key], segment))
+                elif key != "master":
+                    target.zero_()
+
+    def _visits(self, sharded: ShardedParam, *, write: bool) -> Iterator[tuple[Segment, ChunkVisit]]:
+        unit = self._places.units[sharded.unit]
+        for chunk in unit.layout.trainable_chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            here = visit(self._places, chunk)
+            try:
+                here.read(gradient=False, copy=False)
+                here.wait()
+                for segment in segments:
+                    yield segment, here
+                if write:
+                    here.write(state=True, copy=here.copy_is_master)
+            finally:
+                here.leave()
+
+    # -- edits ------------------------------------------------------------------------------
+
+    def adopt_edits(self) -> None:
+        """Take over in-place edits of resident parameters (their version tells)."""
+        for unit in self._places.units:
+            if not unit.resident:
+                continue
+            edited = {p.index for p in unit.params if p.param._version != p.version}
+            if edited:
+                self.adopt(unit, edited)
+
+    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
+        """Make the values on the device, of the parameters in `edited`, the ones that count.
+
+        Where a value still is the master rounded, the master stays: an edit of one element does
+        not cost the others their low bits.
+        """
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param in edited]
+            if not segments:
+                continue
+            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            try:
+                here.read(gradient=False, copy=True)
+                here.wait()
+                for segment in segments:
+                    self._adopt_segment(chunk, segment, here)
+                here.write(state=chunk.trainable, copy=not unit.resident)
+            finally:
+                here.leave()
+        for sharded in unit.params:
+            sharded.version = sharded.param._version
+
+    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
+        low, high = segment.start, segment.start + segment.numel
+        plan = self._places.plans[chunk.id]
+        for begin in range(low, high, _SLICE):
+            part = slice(begin, min(begin + _SLICE, high))
+            new = here.device_copy[part]
+            if chunk.trainable and not here.copy_is_master:
+                master = here.master[part]
+                new_here = new.to(master.device)
+                kept = master.to(new.dtype) == new_here
+                master.copy_(torch.where(kept, master, new_here.float()))
+            if plan.copy_tier is not Tier.DEVICE:
+                here.copy[part].copy_(new)
+
+    @contextmanager
+    def editing(self, unit: ParamUnit) -> Iterator[None]:
+        """Adopt what is edited of an unsharded unit inside the block, also when it raises."""
+        assert unit.state is ParamState.UNSHARDED
+        before = [p.param._version for p in unit.params]
+        try:
+            yield
+        finally:
+            edited = {p.index for p, v in zip(unit.params, before, strict=True) if p.param._version != v}
+            if edited:
+                self.adopt(unit, edited)
+
+    def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the newest values of one parameter, in the compute dtype, on the host."""
+        unit = self._places.units[sharded.unit]
+        out = torch.empty(sharded.spec.numel, dtype=sharded.spec.dtype)
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            if unit.resident:
+                source, lease = unit.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype), None
+            elif self._places.plans[chunk.id].copy_tier is Tier.HOST:
+                source, lease = self._places.store.view(chunk.id, "copy", chunk.dtype), None
+            else:
+                lease = self._places.pool.lease("fetch", chunk.copy_nbytes)
+                self._places.store.read(chunk.id, "copy", lease).wait()
+                source = lease.tensor(chunk.dtype, 0, chunk.numel)
+            try:
+                for segment in segments:
+                    out[segment.offset : segment.offset + segment.numel].copy_(_slice(source, segment))
+            finally:
+                if lease is not None:
+                    lease.release()
+        return out.view(sharded.spec.shape)
+
+    def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
+        """Write new values of one parameter that is not on the device: copy and master."""
+        unit = self._places.units[sharded.unit]
+        flat = values.detach().reshape(-1)
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            try:
+                here.read(gradient=False, copy=True)
+                here.wait()
+                for segment in segments:
+                    target = _slice(here.copy, segment)
+                    target.copy_(_part(flat, segment))
+                    if chunk.trainable and not here.copy_is_master:
+                        _slice(here.master, segment).copy_(target)
+                here.write(state=chunk.trainable, copy=True)
+            finally:
+                here.leave()
+
+
+def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return flat[segment.offset : segment.offset + segment.numel]
+
+
+def _slice(section: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return section[segment.start : segment.start + segment.numel]
+
+
+def _sections(here: ChunkVisit, wanted: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
+    exp_avg, exp_avg_sq = here.moments
+    pairs = [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)]
+    return [*pairs, ("master", here.master)] if "master" in wanted and not here.copy_is_master else pairs

@@ -1,0 +1,249 @@
+"""Units: which are on the device, which are on their way, and who needs them.
+
+One function per legal transition: `prefetch` SHARDED → FETCHING, `unshard` FETCHING → UNSHARDED,
+`idle` UNSHARDED → FETCHING (the storage stays filled, the class is ReleasedParameter), `reshard`
+FETCHING → SHARDED.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from infinity.core.errors import ParameterChangedError
+from infinity.core.sizes import format_size
+from infinity.hardware.device import Device
+from infinity.planning.partition import UnitLayout
+from infinity.planning.schedule import Schedule
+
+from .fetch import Fetch, Fetcher
+from .param import ShardedParam
+
+
+class ParamState(enum.Enum):
+    """Where the parameters of a unit are.
+
+    SHARDED: their storage is empty. FETCHING: the storage has its size and is filled or being
+    filled, but nobody may use it yet. UNSHARDED: usable.
+    """
+
+    SHARDED = "sharded"
+    FETCHING = "fetching"
+    UNSHARDED = "unsharded"
+
+
+class ParamUnit:
+    """The parameters of one unit and their storage on the device."""
+
+    def __init__(
+        self, layout: UnitLayout, params: Sequence[ShardedParam], device: Device, *, resident: bool
+    ) -> None:
+        self.layout = layout
+        self.params = tuple(params)
+        self.resident = resident
+        self.state = ParamState.SHARDED
+        self.users: set[object] = set()
+        self.storage = torch.UntypedStorage(0, device=device.torch_device)
+        self._device = device
+        self._fetch: Fetch | None = None
+
+    @property
+    def index(self) -> int:
+        """The unit's number, in the order of the model's forward as far as it is known."""
+        return self.layout.index
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
+        tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
+        size = dtype.itemsize
+        return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))  # type: ignore[call-overload, no-any-return]
+
+    def make_resident(self) -> None:
+        """Give the storage its size for good."""
+        self.storage.resize_(self.layout.copy_nbytes)
+        self.state = ParamState.UNSHARDED
+
+    def prefetch(self, fetcher: Fetcher, *, urgent: bool = False) -> None:
+        """SHARDED → FETCHING. Never waits."""
+        after = self._device.mark()
+        self.storage.resize_(self.layout.copy_nbytes)
+        self.state = ParamState.FETCHING
+        target = self.view(0, self.layout.copy_nbytes)
+        self._fetch = fetcher.start(target, self.layout.chunks, after, urgent=urgent)
+
+    def unshard(self) -> None:
+        """FETCHING → UNSHARDED. The device waits for the copies (on a CPU, the host does)."""
+        if self._fetch is not None:
+            self._device.wait_on_device(self._fetch.wait_issued())
+            # The event stays with a fetch that the host has not seen done: reshard asks again.
+        for param in self.params:
+            param.restore()
+        self.state = ParamState.UNSHARDED
+
+    def idle(self) -> None:
+        """UNSHARDED → FETCHING: nobody uses it; the storage stays filled until room is needed.
+
+        Raises:
+            ParameterChangedError: a parameter was edited in place, which would be lost.
+        """
+        edited = [p for p in self.params if p.param._version != p.version]
+        for param in self.params:
+            param.release()
+            param.version = param.param._version
+        self.state = ParamState.FETCHING
+        if edited:
+            raise ParameterChangedError(
+                f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
+                expected="parameters that only the optimizer changes",
+                found="an in-place edit",
+                cure="edit inside `with infinity.gathered(params, write=True):`",
+            )
+
+    def reshard(self) -> None:
+        """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            while not fetch.issued.wait(0.1):
+                pass
+            if fetch.error is None:
+                # On CUDA the storage was allocated on the compute stream; it must see the copy
+                # before the memory is given to something else.
+                self._device.wait_on_device(fetch.event)
+        self.storage.resize_(0)
+        self.state = ParamState.SHARDED
+
+    def settled(self) -> bool:
+        """Return whether freeing the unit would not wait."""
+        return self._fetch is None or self._fetch.settled()
+
+
+class Residency:
+    """Decides which units are on the device, within a number of bytes.
+
+    A unit that nobody uses stays while there is room; when room is needed, the one whose next
+    use is farthest away goes first.
+    """
+
+    def __init__(self, units: Sequence[ParamUnit], fetcher: Fetcher, capacity: int) -> None:
+        self.units = units
+        self.schedule = Schedule()
+        self.fetches = 0
+        self.hits = 0
+        self.held = 0
+        self.peak = 0
+        self._capacity = capacity
+        self._fetcher = fetcher
+        self._warned = False
+
+    def acquire(self, indices: Iterable[int], user: object, *, note: bool = True) -> None:
+        """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user."""
+        wanted = [self.units[i] for i in indices]
+        for unit in wanted:
+            unit.users.add(user)
+            if note and not unit.resident:
+                self.schedule.note(unit.index)
+        for unit in wanted:
+            if unit.state is ParamState.SHARDED:
+                self._make_room(unit)
+                self._start(unit, urgent=True)
+            elif not unit.resident and unit.state is ParamState.FETCHING:
+                self.hits += 1
+        if note:
+            self._prefetch()
+        for unit in wanted:
+            if unit.state is ParamState.FETCHING:
+                unit.unshard()
+
+    def release(self, indices: Iterable[int], user: object) -> None:
+        """Take back `user`'s claim; a unit without users becomes idle."""
+        for i in indices:
+            unit = self.units[i]
+            unit.users.discard(user)
+            if not unit.users and not unit.resident and unit.state is ParamState.UNSHARDED:
+                unit.idle()
+
+    def forget_users(self) -> None:
+        """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
+        for unit in self.units:
+            unit.users.clear()
+            if not unit.resident and unit.state is ParamState.UNSHARDED:
+                unit.idle()
+
+    def reshard_all(self, indices: Iterable[int] | None = None) -> None:
+        """Free every unit that is not resident, whoever uses it (its copy is about to change)."""
+        chosen = self.units if indices is None else [self.units[i] for i in indices]
+        for unit in chosen:
+            if unit.resident:
+                continue
+            unit.users.clear()
+            if unit.state is ParamState.UNSHARDED:
+                unit.idle()
+            self._drop(unit)
+
+    def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
+        self.held += unit.layout.copy_nbytes
+        self.peak = max(self.peak, self.held)
+        self.fetches += 1
+        unit.prefetch(self._fetcher, urgent=urgent)
+
+    def _drop(self, unit: ParamUnit) -> None:
+        if unit.state is ParamState.FETCHING:
+            unit.reshard()
+            self.held -= unit.layout.copy_nbytes
+
+    def _ranks(self) -> dict[int, int]:
+        ranks: dict[int, int] = {}
+        for rank, index in enumerate(self.schedule.upcoming()):
+            ranks.setdefault(index, rank)
+        return ranks
+
+    def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
+        """Units that may go, the one needed last first."""
+        units = [u for u in self.units if not u.resident and not u.users and u.state is ParamState.FETCHING]
+        return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
+
+    def _make_room(self, unit: ParamUnit) -> None:
+        need = unit.layout.copy_nbytes
+        if self.held + need <= self._capacity:
+            return
+        for other in self._idle(self._ranks()):
+            self._drop(other)
+            if self.held + need <= self._capacity:
+                return
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"unit {unit.layout.name!r} needs {format_size(need)} on the device while other units are in "
+                f"use: {format_size(self.held + need)} instead of the planned "
+                f"{format_size(self._capacity)}; more units are used at once than the model's structure "
+                "shows. Name larger units with Config(units=[...]) to have this planned.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _prefetch(self) -> None:
+        """Start what comes next, nearest first, as far as there is room."""
+        ranks: dict[int, int] | None = None
+        seen: set[int] = set()
+        for index in self.schedule.upcoming():
+            unit = self.units[index]
+            if index in seen or unit.state is not ParamState.SHARDED:
+                seen.add(index)
+                continue
+            seen.add(index)
+            need = unit.layout.copy_nbytes
+            if self.held + need > self._capacity:
+                ranks = ranks if ranks is not None else self._ranks()
+                for other in self._idle(ranks):
+                    later = ranks.get(other.index, len(ranks) + 1) > ranks[index]
+                    if not later or not other.settled():
+                        break
+                    self._drop(other)
+                    if self.held + need <= self._capacity:
+                        break
+                if self.held + need > self._capacity:
+                    return
+            self._start(unit)

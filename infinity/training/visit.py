@@ -1,0 +1,203 @@
+"""One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
+
+A `ChunkVisit` brings the parts of a chunk that are on NVMe into one lease (all that it needs or
+nothing), shows parts on the host or the device where they are, and sends back what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.core.sizes import Tier, ceil_to
+from infinity.hardware.device import Device, Event
+from infinity.planning.footprint import lease_nbytes
+from infinity.planning.partition import Chunk, ChunkPlan
+from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.store import Store, Transfer
+
+from .gradients import Gradients
+from .unit import ParamUnit
+
+
+class Places:
+    """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        plans: Sequence[ChunkPlan],
+        store: Store,
+        pool: PinnedPool,
+        device: Device,
+        gradients: Gradients,
+    ) -> None:
+        self.units = units
+        self.plans = plans
+        self.store = store
+        self.pool = pool
+        self.device = device
+        self.gradients = gradients
+        self.on_device: dict[int, torch.Tensor] = {}
+        for index, plan in enumerate(plans):
+            if plan.state_tier is Tier.DEVICE:
+                self.on_device[index] = torch.zeros(
+                    sum(plan.state_sections), dtype=torch.uint8, device=device.torch_device
+                )
+
+    def lease_nbytes(self, chunk: Chunk) -> int:
+        """Return the bytes of pool that a visit to `chunk` takes."""
+        plan = self.plans[chunk.id]
+        if chunk.trainable:
+            return lease_nbytes(plan, staged=self.device.staged)
+        return plan.copy_nbytes if plan.copy_tier is Tier.NVME else 0
+
+
+class ChunkVisit:
+    """One visit: `read`, then `wait`, then work on the tensors, then `write`, then `leave`.
+
+    `master`, `exp_avg` and `exp_avg_sq` are fp32, `copy` has the chunk's compute dtype (None when
+    the copy is the master), `grad` the dtype in which it is kept; all flat, of `chunk.numel`.
+    """
+
+    def __init__(self, places: Places, chunk: Chunk, lease: Lease | None) -> None:
+        self.chunk = chunk
+        self._places = places
+        self._plan = places.plans[chunk.id]
+        self._lease = lease
+        self._transfers: list[Transfer] = []
+        self._events: list[Event] = []
+        staged = places.device.staged
+        plan = self._plan
+        at = 0
+        self._state_at = at
+        if plan.state_tier is Tier.NVME:
+            at += sum(plan.state_sections)
+        self._grad_at = at
+        if plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE):
+            at += plan.gradient_nbytes
+        self._copy_at = at
+        self._copy_leased = plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE)
+
+    @property
+    def _numel(self) -> int:
+        return self.chunk.numel
+
+    def read(self, *, gradient: bool, copy: bool) -> None:
+        """Start reading the state, the gradient and the copy from NVMe. The copy is read where
+        it is the master, or when asked for."""
+        plan, store, lease = self._plan, self._places.store, self._lease
+        if plan.state_tier is Tier.NVME and lease is not None:
+            self._transfers.append(store.read(self.chunk.id, "state", lease, self._state_at))
+        if plan.copy_tier is Tier.NVME and lease is not None and (copy or plan.copy_is_master):
+            self._transfers.append(store.read(self.chunk.id, "copy", lease, self._copy_at))
+        arrived = gradient and self._places.gradients.entries[self.chunk.id].dtype is not None
+        if arrived and plan.gradient_tier is Tier.NVME and lease is not None:
+            self._transfers.append(store.read(self.chunk.id, "gradient", lease, self._grad_at))
+
+    def wait(self) -> None:
+        """Block until what was read is here, checked."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    @property
+    def copy(self) -> torch.Tensor:
+        """The copy in the compute dtype."""
+        plan, chunk = self._plan, self.chunk
+        if plan.copy_tier is Tier.HOST:
+            return self._places.store.view(chunk.id, "copy", chunk.dtype)
+        if self._copy_leased and self._lease is not None:
+            return self._lease.tensor(chunk.dtype, self._copy_at, chunk.numel)
+        return self._places.units[chunk.unit].view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
+
+    @property
+    def device_copy(self) -> torch.Tensor:
+        """The copy in the storage of a resident unit."""
+        chunk = self.chunk
+        return self._places.units[chunk.unit].view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
+
+    def _sections(self) -> list[torch.Tensor]:
+        plan, chunk = self._plan, self.chunk
+        if plan.state_tier is Tier.NVME and self._lease is not None:
+            flat = self._lease.tensor(torch.float32, self._state_at, sum(plan.state_sections) // 4)
+        elif plan.state_tier is Tier.HOST:
+            flat = self._places.store.view(chunk.id, "state", torch.float32)
+        else:
+            flat = self._places.on_device[chunk.id].view(torch.float32)
+        return list(flat.split(chunk.numel))
+
+    @property
+    def copy_is_master(self) -> bool:
+        """See [Note: the copy is the master]."""
+        return self._plan.copy_is_master
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The fp32 weights."""
+        if self._plan.copy_is_master:
+            # State and copy share a tier, so a device copy needs no staging.
+            return self.device_copy if self._plan.copy_tier is Tier.DEVICE else self.copy
+        return self._sections()[0]
+
+    @property
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp_avg and exp_avg_sq."""
+        sections = self._sections()
+        return sections[-2], sections[-1]
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradient, after `wait`; zeros where nothing has arrived but zeros."""
+        gradients, plan, chunk = self._places.gradients, self._plan, self.chunk
+        dtype = gradients.entries[chunk.id].dtype
+        if plan.gradient_tier is Tier.NVME and self._lease is not None:
+            grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
+        else:
+            flat = (
+                self._places.store.view(chunk.id, "gradient")
+                if plan.gradient_tier is Tier.HOST
+                else gradients.on_device(chunk)
+            )
+            kind = dtype or chunk.dtype
+            grad = flat[: chunk.numel * kind.itemsize].view(kind)
+        return grad if dtype is not None else grad.zero_()
+
+    def write(self, *, state: bool, copy: bool) -> None:
+        """Start sending back what changed; `leave` waits for it."""
+        plan, store, lease = self._plan, self._places.store, self._lease
+        parts: dict[str, int] = {}
+        if lease is not None:
+            if state and plan.state_tier is Tier.NVME:
+                parts["state"] = self._state_at
+            if copy and plan.copy_tier is Tier.NVME:
+                parts["copy"] = self._copy_at
+            if parts:
+                self._transfers.append(store.write_parts(self.chunk.id, parts, lease))
+            if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased:
+                source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
+                device = self._places.device
+                self._events.append(device.h2d(self.device_copy, source, device.mark()))
+
+    def done(self) -> bool:
+        """Return whether `leave` would not wait."""
+        return all(t.done for t in self._transfers) and all(e.done() for e in self._events)
+
+    def leave(self) -> None:
+        """Wait for what was sent, and give the lease back."""
+        try:
+            self.wait()
+            for event in self._events:
+                event.wait()
+                self._places.device.wait_on_device(event)
+        finally:
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
+
+
+def visit(places: Places, chunk: Chunk, quota: str = "update") -> ChunkVisit:
+    """Return a visit with its lease; blocks until one is free."""
+    nbytes = ceil_to(places.lease_nbytes(chunk), 4096)
+    return ChunkVisit(places, chunk, places.pool.lease(quota, nbytes) if nbytes else None)
