@@ -123,7 +123,7 @@ def param_specs(
 
 def chunk_specs(plans: Iterable[ChunkPlan]) -> list[ChunkSpec]:
     """Return the parts of each chunk that the store keeps: what is not on the device."""
-    specs = []
+    specs: list[ChunkSpec] = []
     for plan in plans:
         parts = {}
         if plan.copy_tier is not Tier.DEVICE:

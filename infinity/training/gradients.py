@@ -209,7 +209,7 @@ class Gradients:
             elif entry.dtype is None:
                 entry.dtype = chunk.dtype
                 work.buffer(chunk.dtype).zero_()
-            target = work.buffer(entry.dtype)
+            target = work.buffer(entry.dtype or chunk.dtype)
             for segment, arrival in items:
                 part = target[segment.start : segment.start + segment.numel]
                 source = arrival.grad[segment.offset : segment.offset + segment.numel]

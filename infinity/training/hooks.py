@@ -219,7 +219,7 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            Variable._execution_engine.queue_callback(lambda: self._ends(task))  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(lambda: self._ends(task))
 
     def _ends(self, task: int) -> None:
         self._tasks.discard(task)
@@ -319,7 +319,7 @@ def _wrap_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
     _map((args, kwargs), collect)
     if not found:
         return None
-    wrapped = iter(_BackwardEnd.apply(end, *found))
+    wrapped = iter(_BackwardEnd.apply(end, *found))  # type: ignore[no-untyped-call]
 
     def swap(tensor: torch.Tensor) -> torch.Tensor:
         return next(wrapped) if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else tensor

@@ -112,7 +112,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, as torch's optimizer would.
 
         fp16: a step whose gradients overflow is skipped and halves the loss scale.
@@ -290,7 +290,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             self.state.clear()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups.
 
         Raises:

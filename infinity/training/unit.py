@@ -59,7 +59,7 @@ class ParamUnit:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
         tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
         size = dtype.itemsize
-        return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))  # type: ignore[call-overload, no-any-return]
+        return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
 
     def make_resident(self) -> None:
         """Give the storage its size for good."""

@@ -1,0 +1,77 @@
+"""Bytes per tier in closed form, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity.core.config import Config
+from infinity.core.errors import BudgetError
+from infinity.core.sizes import SPAN, GiB, MiB, Tier
+from infinity.planning.footprint import Budget, Footprint, footprint
+from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+
+NUMEL = 4 * SPAN
+UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, True, 0)]) for i in range(8)]
+
+
+def plan(budget: Budget, **settings: object) -> Footprint:
+    config = Config(nvme="somewhere", chunk_elements=SPAN, **settings)  # type: ignore[arg-type]
+    layouts = partition(UNITS, config.chunk_elements)
+    placements = config.placements
+    assignment = assign(
+        layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
+    )
+    sets = [[i] for i in range(len(UNITS))]
+    return footprint(layouts, plan_chunks(layouts, assignment), sets, config, budget, staged=False)
+
+
+ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
+
+
+def test_everything_on_nvme_takes_pools_and_nothing_that_grows() -> None:
+    result = plan(Budget(device=64 * MiB, host=64 * MiB), **ON_NVME)
+    total = 8 * NUMEL
+    assert result.nvme == {"parameters": 2 * total, "optimizer state": 12 * total, "gradients": 4 * total}
+    assert set(result.host) == {"fetch leases", "update leases", "gradient leases"}
+    assert result.quotas["update"].slot_nbytes == SPAN * (12 + 4 + 2)
+    assert result.working_nbytes == 2 * NUMEL
+    assert result.nvme_read_per_step == (12 + 2 + 2 + 2) * total
+    assert result.nvme_written_per_step == (12 + 2 + 2) * total
+
+
+def test_on_the_device_and_the_host() -> None:
+    result = plan(Budget(device=GiB, host=GiB), parameters="device", optimizer_state="host", gradients="host")
+    total = 8 * NUMEL
+    assert result.device == {"parameters": 2 * total, "gradients in flight": 2 * NUMEL}
+    assert result.host["optimizer state"] == 12 * total
+    assert result.host["gradients"] == 4 * total
+    assert not result.nvme
+    assert result.total(Tier.DEVICE) == 2 * total + 2 * NUMEL
+
+
+def test_leases_shrink_to_the_least_before_a_run_is_refused() -> None:
+    least = SPAN * 2 + SPAN * 18 + 2 * SPAN * 4
+    result = plan(Budget(device=64 * MiB, host=least), **ON_NVME)
+    assert result.total(Tier.HOST) == least
+    with pytest.raises(BudgetError) as caught:
+        plan(Budget(device=64 * MiB, host=least - 1), **ON_NVME)
+    assert str(least) in str(caught.value)
+    assert "host_memory" in str(caught.value)
+
+
+def test_a_device_budget_below_the_largest_unit_is_refused_with_the_unit() -> None:
+    need = 2 * NUMEL * 2  # its copy and its gradients
+    assert plan(Budget(device=need, host=GiB), **ON_NVME).prefetch_nbytes == 0
+    with pytest.raises(BudgetError) as caught:
+        plan(Budget(device=need - 1, host=GiB), **ON_NVME)
+    assert str(need) in str(caught.value)
+    assert "block.0" in str(caught.value)
+
+
+def test_prefetch_takes_what_the_device_budget_leaves_and_no_more_than_the_model() -> None:
+    need = 2 * NUMEL * 2
+    assert plan(Budget(device=need + 5000, host=GiB), **ON_NVME).prefetch_nbytes == 5000
+    assert plan(Budget(device=GiB, host=GiB), **ON_NVME).prefetch_nbytes == 7 * 2 * NUMEL
+    limited = plan(Budget(device=GiB, host=GiB), prefetch_memory="64KiB", **ON_NVME)
+    assert limited.prefetch_nbytes == 65536

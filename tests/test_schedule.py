@@ -1,0 +1,60 @@
+"""The recorded order predicts, and a changed order never stalls it."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.planning.schedule import Schedule
+
+
+def test_nothing_is_predicted_before_a_cycle_is_complete() -> None:
+    schedule = Schedule()
+    schedule.note(0)
+    assert list(schedule.upcoming()) == []
+
+
+def test_the_next_units_of_the_last_cycle_are_predicted_across_its_end() -> None:
+    schedule = Schedule()
+    for unit in (0, 1, 2, 2, 1, 0):
+        schedule.note(unit)
+    schedule.end_cycle()
+    schedule.note(0)
+    assert list(islice(schedule.upcoming(), 3)) == [1, 2, 1]
+    for unit in (1, 2, 1):
+        schedule.note(unit)
+    assert list(islice(schedule.upcoming(), 2)) == [0, 0]
+
+
+def test_a_skipped_unit_moves_the_position() -> None:
+    schedule = Schedule()
+    for unit in (0, 1, 2, 3):
+        schedule.note(unit)
+    schedule.end_cycle()
+    schedule.note(0)
+    schedule.note(2)  # 1 was skipped
+    assert next(schedule.upcoming()) == 3
+
+
+def test_an_unknown_unit_does_not_move_the_position() -> None:
+    schedule = Schedule()
+    for unit in (0, 1):
+        schedule.note(unit)
+    schedule.end_cycle()
+    schedule.note(0)
+    schedule.note(9)
+    assert next(schedule.upcoming()) == 1
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=6))
+def test_any_order_is_accepted(cycles: list[list[int]]) -> None:
+    schedule = Schedule()
+    previous: list[int] = []
+    for cycle in cycles:
+        for unit in cycle:
+            schedule.note(unit)
+            assert set(schedule.upcoming()) <= set(previous)
+        schedule.end_cycle()
+        previous = cycle or previous
