@@ -9,14 +9,16 @@ there plus three pools (*quotas*):
 - ``gradient``: leases in which gradients meet what is on NVMe.
 
 A pipeline takes one lease per chunk and a quota serves one pipeline, so none can starve another.
-Device memory is the state placed there, the units that are needed at once, the gradients of one
-unit, and what is left of the budget is for units fetched ahead.
+Device memory is the state placed there, the units that are needed at once, the gradients of two
+units, and what is left of the budget is for units fetched ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
@@ -129,7 +131,7 @@ def footprint(
             if plan.gradient_tier is nvme:
                 read += chunk.copy_nbytes
                 written += chunk.copy_nbytes
-            if plan.gradient_tier is nvme or staged:
+            if plan.gradient_tier is nvme or staged or chunk.dtype is not torch.float32:
                 gradient_slot = max(gradient_slot, plan.gradient_nbytes)
 
     fixed = sum(by_tier[Tier.HOST].values())
@@ -165,7 +167,8 @@ def footprint(
         (sum(layouts[u].copy_nbytes for u in set(s) if u not in resident) for s in working_sets),
         default=0,
     )
-    gradients = max((u.gradient_nbytes for u in layouts), default=0)
+    # One unit's gradients are on their way while the next one's arrive.
+    gradients = sum(sorted(u.gradient_nbytes for u in layouts)[-2:])
     device = by_tier[Tier.DEVICE]
     if working:
         device["units in use"] = working

@@ -2,8 +2,8 @@
 
 A gradient leaves the device once, in the compute dtype, when its unit's backward ends; what
 arrives later (another backward, a shared layer, reentrant recomputation) is added in fp32. The
-work is done chunk by chunk on one worker thread, so the backward does not wait for it as long
-as at most one unit's gradients are in flight.
+work is done chunk by chunk on one worker thread, so the backward waits for it only when it is a
+whole unit ahead.
 
 [Note: norms] A norm is a double sum over fixed spans of 65,536 elements, each span summed as a
 halving tree, spans in index order. The spans are summed while a gradient is at hand; they do
@@ -105,11 +105,11 @@ class Gradients:
         return all(p.index in waiting for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
     def flush(self, unit: ParamUnit) -> None:
-        """Send what has arrived for `unit` to its tier; waits only for the unit before the last."""
+        """Send what has arrived for `unit` to its tier; waits only for the unit before it."""
         arrivals = self._waiting.pop(unit.index, None)
         if not arrivals:
             return
-        while len(self._tasks) > 1:
+        while self._tasks:
             self._tasks.popleft().wait()
         after = self._device.mark()
         self._tasks.append(self._stream.submit(lambda: self._take(unit, arrivals, after)))
