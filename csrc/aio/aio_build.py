@@ -11,7 +11,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent if "__file__" in globals() else Path("csrc/aio").resolve()
-SOURCES = ("ring", "ticket", "system", "crc32c", "backend_libaio", "backend_threads")
+SOURCES = ("ring", "ticket", "system", "crc32c", "backend_libaio", "backend_uring", "backend_threads")
 # aio.h is the one declaration of the interface; from here on it is the backends' own.
 _END = "/* ---- backends"
 

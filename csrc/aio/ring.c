@@ -211,6 +211,7 @@ static void *run(void *argument) {
     end_lane(&ring->main, &ring->stats.cpu_ns);
     end_lane(&ring->side, &ring->stats.cpu_ns);
     if (!left) close_descriptors(ring);
+    ring->stuck = left;
     pthread_mutex_unlock(&ring->lock);
     atomic_store(&ring->stopped, 1);
     aio_futex_wake(&ring->stopped);
@@ -307,7 +308,7 @@ int aio_ring_open_with(const aio_backend *backend, const aio_options *options, a
 }
 
 int aio_ring_open(const char *backend, const aio_options *options, aio_ring **out) {
-    static const aio_backend *const known[] = {&aio_backend_libaio, &aio_backend_syscall, &aio_backend_threads};
+    static const aio_backend *const known[] = {&aio_backend_libaio, &aio_backend_syscall, &aio_backend_uring, &aio_backend_threads};
     for (size_t k = 0; k < sizeof known / sizeof *known; k++) {
         if (strcmp(backend, known[k]->name) == 0) return aio_ring_open_with(known[k], options, out);
     }
@@ -334,9 +335,14 @@ int aio_ring_shutdown(aio_ring *ring, int timeout_ms) {
     pthread_mutex_lock(&ring->lock);
     const int join = !ring->joined;
     const int expired = ring->stats.expired_tickets != 0;
+    const int stuck = ring->stuck;
     ring->joined = 1;
     pthread_mutex_unlock(&ring->lock);
-    if (join) pthread_join(ring->thread, NULL);
+    if (join && stuck) {
+        pthread_detach(ring->thread); /* its exit may wait for the device (io_uring does) */
+    } else if (join) {
+        pthread_join(ring->thread, NULL);
+    }
     return expired ? -ETIMEDOUT : 0;
 }
 

@@ -54,7 +54,7 @@ struct aio_ring {
     _Atomic int stopped;   /* the thread has ended */
     aio_options options;
     int doorbell, completion, epoll;
-    int asleep, held, closing, failed, joined;
+    int asleep, held, closing, failed, joined, stuck;
     aio_lane main, side; /* side: threads, for what main would do synchronously */
     aio_queue queue[LEVELS][2];
     uint64_t sequence, order;
