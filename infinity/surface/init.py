@@ -1,0 +1,297 @@
+"""`init`: a model is built as always, but its parameters stand in a scratch file, not in memory.
+
+[Note: scratch] torch calls a hook whenever a parameter is registered in a module. The hook copies
+the parameter's bytes into an extent of a nameless file, maps that extent, and lets the parameter's
+`data` be the mapping: same object, same shape, strides and dtype, so initialization draws the same
+random numbers and writes the same values. At most one parameter (while it is copied) is anonymous
+memory; the rest is page cache, which the kernel writes back and drops when memory is short.
+
+- The extent's blocks are allocated before it is mapped: a full disk is then an error here, and not
+  a SIGBUS at some later store.
+- The storage owns the mapping. When the last tensor over it is gone, the mapping is removed and its
+  blocks are given back to the file system (a punched hole), so that nobody has to count users.
+- Parameters that share their bytes share the extent, hence tied weights stay tied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.core.config import Config
+from infinity.core.errors import DirectoryError, StorageError
+from infinity.core.sizes import ALIGNMENT, ceil_to
+
+#: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
+_LEAST_NBYTES: Final = 4096
+_FALLOC_FL_KEEP_SIZE: Final = 1
+_FALLOC_FL_PUNCH_HOLE: Final = 2
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+#: transformers' loader otherwise copies parameters ahead in threads, as many as it likes.
+_HF_ONE_BY_ONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+
+# Python's own mmap keeps a file descriptor for each mapping, and a model has thousands.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@contextlib.contextmanager
+def init(config: Config) -> Iterator[None]:
+    """Build a model whose parameters never stand whole in anonymous memory.
+
+    Values and the state of the random generators after the block are those of an ordinary
+    construction. Parameters on the CPU, of any dense dtype, are kept in a nameless scratch file in
+    the first NVMe directory, or in the directory for temporary files when `config` names none;
+    `wrap` takes them over and gives the file's space back. `AutoModelForCausalLM.from_pretrained`
+    works inside the block. A tensor that shared its bytes with a parameter before the parameter was
+    registered no longer does.
+
+    Raises:
+        DirectoryError: the directory is missing, read-only, not a directory or full.
+    """
+    file = ScratchFile(config.directories[0] if config.directories else _temporary_directory())
+    backing = _Backing(file)
+    handle = register_module_parameter_registration_hook(backing.on_registration)
+    before = os.environ.get(_HF_ONE_BY_ONE)
+    os.environ[_HF_ONE_BY_ONE] = "1"
+    try:
+        yield
+        backing.sweep()
+    finally:
+        handle.remove()
+        if before is None:
+            os.environ.pop(_HF_ONE_BY_ONE, None)
+        else:
+            os.environ[_HF_ONE_BY_ONE] = before
+
+
+def scratch_extent(tensor: torch.Tensor) -> ScratchExtent | None:
+    """Return the extent of the scratch file that holds `tensor`, or None."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    return _extents.get(tensor.untyped_storage().data_ptr())
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Let the pages of `tensor` go from this process, after its values were taken over.
+
+    Its values stay readable. Its extent is given back when the last tensor over it is gone.
+    Nothing happens for a tensor that is not in a scratch file.
+    """
+    extent = scratch_extent(tensor)
+    if extent is not None:
+        extent.drop_pages()
+
+
+class ScratchFile:
+    """A nameless file in `directory`; extents are appended, and go back one by one.
+
+    Raises:
+        DirectoryError: no file can be made there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.end = 0
+        try:
+            self.fd = _open_nameless(directory)
+        except OSError as error:
+            raise DirectoryError(
+                f"no scratch file can be made in {directory!r}",
+                errno=error.errno,
+                path=directory,
+                expected="a writable directory",
+                found=os.strerror(error.errno or 0),
+                cure="make it, or name another in nvme=",
+            ) from error
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes on disk."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def new_extent(self, nbytes: int) -> tuple[ScratchExtent, torch.Tensor]:
+        """Return a new extent and `nbytes` of it as a uint8 tensor of zeros.
+
+        Raises:
+            DirectoryError: the directory's file system is full.
+            StorageError: the kernel refused the mapping.
+        """
+        length = ceil_to(nbytes, ALIGNMENT)
+        offset = self.end
+        try:
+            os.posix_fallocate(self.fd, offset, length)
+        except OSError as error:
+            raise DirectoryError(
+                f"the scratch file in {self.directory!r} cannot grow",
+                errno=error.errno,
+                path=self.directory,
+                offset=offset,
+                nbytes=length,
+                expected=f"{length} more bytes",
+                found=f"{os.strerror(error.errno or 0)}, after {offset} bytes",
+                cure="make room, or name another directory first in nvme=",
+            ) from error
+        self.end = offset + length
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, self.fd, offset)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise StorageError(
+                "a part of the scratch file cannot be mapped",
+                errno=number,
+                path=self.directory,
+                offset=offset,
+                nbytes=length,
+                expected="one mapping for each parameter",
+                found=os.strerror(number),
+                cure="raise vm.max_map_count, or `ulimit -v`",
+            )
+        extent = ScratchExtent(self, offset, nbytes, address, length)
+        _extents[address] = extent
+        # Storages hold `owner`; when the last of them goes, so does the mapping.
+        owner = (ctypes.c_char * nbytes).from_address(address)
+        extent._owner.append(weakref.ref(owner))
+        weakref.finalize(owner, extent._free).atexit = False
+        return extent, _tensor_over(owner)
+
+
+@dataclass(frozen=True, eq=False)
+class ScratchExtent:
+    """`nbytes` at `offset` of `file`, mapped at `address` (`length` bytes, whole pages)."""
+
+    file: ScratchFile
+    offset: int
+    nbytes: int
+    address: int
+    length: int
+    pid: int = field(default_factory=os.getpid, init=False)
+    _owner: list[weakref.ref[ctypes.Array[ctypes.c_char]]] = field(
+        default_factory=list, init=False, repr=False
+    )
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return one more uint8 tensor over the extent, or None when it was given back."""
+        owner = self._owner[0]()
+        return None if owner is None else _tensor_over(owner)
+
+    def drop_pages(self) -> None:
+        """Take the pages out of this process; they are read back from the file when touched."""
+        _libc.madvise(self.address, self.length, mmap.MADV_DONTNEED)
+
+    def punch(self) -> None:
+        """Give the blocks back to the file system: the values are zeros from now on."""
+        mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        # Where the file system cannot, the space comes back when the file is closed.
+        _libc.fallocate(self.file.fd, mode, self.offset, self.length)
+
+    def _free(self) -> None:
+        _extents.pop(self.address, None)
+        _libc.munmap(self.address, self.length)
+        if self.pid == os.getpid():  # a forked child shares the file with its parent
+            self.punch()
+
+
+_extents: dict[int, ScratchExtent] = {}
+
+
+class _Backing:
+    """Moves parameters into `file` as they are registered."""
+
+    def __init__(self, file: ScratchFile) -> None:
+        self.file = file
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Bytes that were moved already. A weak reference keeps the storage's identity from being
+        # used again, so an entry can be stale but never wrong.
+        self._moved: dict[tuple[int, int, int], tuple[StorageWeakRef, ScratchExtent]] = {}
+
+    def on_registration(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """The hook that torch calls."""
+        self.modules.add(module)
+        self.back(param)
+
+    def sweep(self) -> None:
+        """Move what came in without a registration: `.data = …`, `.bfloat16()`, lazy modules."""
+        for module in self.modules:
+            for param in module._parameters.values():
+                if param is not None:
+                    self.back(param)
+
+    def back(self, param: nn.Parameter) -> None:
+        """Let `param.data` be a part of the scratch file, with the same values."""
+        if nn.parameter.is_lazy(param):
+            return  # a lazy module's: `sweep` comes later
+        data = param.data
+        if type(data) is not torch.Tensor or data.device.type != "cpu" or data.layout is not torch.strided:
+            return
+        if data.is_quantized or data.is_conj() or data.is_neg():
+            return
+        nbytes = _span_elements(data) * data.element_size()
+        if nbytes < _LEAST_NBYTES or scratch_extent(data) is not None:
+            return
+        begin = int(data.storage_offset()) * data.element_size()
+        with torch.no_grad(), torch.device("cpu"):
+            storage = self._bytes(data.untyped_storage(), begin, nbytes)
+            view = torch.empty(0, dtype=data.dtype)
+            param.data = view.set_(storage, 0, data.shape, data.stride())
+
+    def _bytes(self, source: torch.UntypedStorage, begin: int, nbytes: int) -> torch.UntypedStorage:
+        key = (source._cdata, begin, nbytes)
+        room = self._moved[key][1].tensor() if key in self._moved else None
+        if room is None:
+            extent, room = self.file.new_extent(nbytes)
+            room.copy_(torch.empty(0, dtype=torch.uint8).set_(source, begin, (nbytes,), (1,)))
+            self._moved[key] = (StorageWeakRef(source), extent)
+        return room.untyped_storage()
+
+
+def _tensor_over(owner: ctypes.Array[ctypes.c_char]) -> torch.Tensor:
+    with torch.device("cpu"):
+        return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def _span_elements(data: torch.Tensor) -> int:
+    """Return the elements from the first to the last that a strided tensor reaches."""
+    if data.numel() == 0:
+        return 0
+    return 1 + sum((int(n) - 1) * int(s) for n, s in zip(data.shape, data.stride(), strict=True))
+
+
+def _open_nameless(directory: str) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    fd, name = tempfile.mkstemp(prefix=".infinity-scratch-", dir=directory)
+    os.unlink(name)
+    return fd
+
+
+def _temporary_directory() -> str:
+    """Return $TMPDIR, or /var/tmp (which is on a disk where /tmp may be memory), or Python's."""
+    if not os.environ.get("TMPDIR"):
+        persistent = Path("/var/tmp")
+        if persistent.is_dir() and os.access(persistent, os.W_OK):
+            return str(persistent)
+    return tempfile.gettempdir()

@@ -1,0 +1,303 @@
+"""`infinity.init`: the values of an ordinary construction, in a file instead of in memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import DirectoryError
+from infinity.surface.init import ScratchFile, init, release, scratch_extent
+
+from . import models
+
+
+class Odd(nn.Module):
+    """Parameters that are tied, re-registered, strided, overlapping, small, empty and of odd dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided = nn.Parameter(torch.empty(96, 64).t())
+        nn.init.normal_(self.strided)
+        self.gapped = nn.Parameter(torch.randn(128, 128)[::2, 1::3])
+        self.expanded = nn.Parameter(torch.randn(64, 1).expand(64, 4096))
+        self.halves = nn.Parameter(torch.randn(5000).half())
+        self.doubles = nn.Parameter(torch.randn(5000).double())
+        self.complex = nn.Parameter(torch.randn(5000, dtype=torch.complex64))
+        self.counts = nn.Parameter(torch.arange(5000), requires_grad=False)
+        self.small = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.channels = nn.Parameter(torch.randn(8, 8, 8, 8).to(memory_format=torch.channels_last))
+        self.first = nn.Linear(64, 64)
+        self.tied = nn.Linear(64, 64)
+        self.tied.weight = self.first.weight
+        shared = torch.randn(2000)
+        self.left, self.right = nn.Parameter(shared), nn.Parameter(shared)
+        self.first.weight = nn.Parameter(torch.randn(64, 64))  # registered again, with another
+        self.register_parameter("nothing", None)
+        nn.init.uniform_(self.tied.weight)
+        with torch.no_grad():
+            self.left.mul_(2)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LazyLinear(100)
+        self.body(torch.zeros(2, 300))
+        self.cast = nn.Linear(100, 100).bfloat16()
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "odd": Odd,
+    "lazy": Lazy,
+    "lstm": lambda: nn.LSTM(64, 64, num_layers=2),
+    "attention": lambda: nn.TransformerEncoderLayer(64, 4),
+    **{name: (lambda make=make: make(0)) for name, make in models.FACTORIES.items()},
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_values_and_random_state_are_those_of_an_ordinary_construction(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    ordinary = BUILDERS[name]()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    with init(Config(nvme=tmp_path)):
+        model = BUILDERS[name]()
+    assert torch.equal(torch.get_rng_state(), state)
+    wanted, found = (dict(m.named_parameters(remove_duplicate=False)) for m in (ordinary, model))
+    assert list(found) == list(wanted)
+    for key, param in found.items():
+        assert type(param) is type(wanted[key])
+        assert torch.equal(param, wanted[key]), key
+        assert param.dtype is wanted[key].dtype
+        assert param.stride() == wanted[key].stride()
+        assert param.requires_grad == wanted[key].requires_grad
+        assert (scratch_extent(param) is not None) == (param.untyped_storage().nbytes() >= 4096), key
+    assert [[id(a) == id(b) for a in found.values()] for b in found.values()] == [
+        [id(a) == id(b) for a in wanted.values()] for b in wanted.values()
+    ]
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(ordinary.named_buffers())[key])
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_parameters_over_the_same_bytes_stay_so(tmp_path: Path) -> None:
+    with init(Config(nvme=tmp_path)):
+        model = Odd()
+    assert model.left.data_ptr() == model.right.data_ptr()
+    assert model.tied.weight.data_ptr() != model.first.weight.data_ptr()
+
+
+def test_registration_is_ordinary_again_after_the_block(tmp_path: Path) -> None:
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    with pytest.raises(ZeroDivisionError), init(Config(nvme=tmp_path)):
+        raise ZeroDivisionError
+    assert scratch_extent(nn.Linear(100, 100).weight) is None
+    assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == before
+
+
+def test_space_comes_back_with_the_last_user(tmp_path: Path) -> None:
+    with init(Config(nvme=tmp_path)):
+        model = nn.Linear(1000, 1000)
+    extent = scratch_extent(model.weight)
+    assert extent is not None
+    file = extent.file
+    assert file.allocated >= 4_000_000
+    other = model.weight.detach()
+    wanted = other.clone()
+    release(other)
+    assert torch.equal(other, wanted)
+    model.weight.data = torch.zeros(1, 1)
+    gc.collect()
+    assert torch.equal(other, wanted)  # somebody still looks at it
+    del other
+    gc.collect()
+    assert file.allocated == 0
+
+
+def test_punch_gives_the_blocks_back_at_once(tmp_path: Path) -> None:
+    extent, room = ScratchFile(str(tmp_path)).new_extent(10_000)
+    room.fill_(7)
+    extent.punch()
+    assert int(room.sum()) == 0
+    assert extent.file.allocated == 0
+    release(torch.ones(2))  # not in a scratch file: nothing happens
+
+
+def test_a_child_that_drops_the_model_leaves_the_parents_values(tmp_path: Path) -> None:
+    with init(Config(nvme=tmp_path)):
+        model = nn.Linear(200, 200)
+    wanted = model.weight.detach().clone()
+    child = os.fork()
+    if child == 0:
+        del model
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(model.weight, wanted)
+
+
+def test_without_an_nvme_directory_the_temporary_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with init(Config()):
+        model = nn.Linear(100, 100)
+    extent = scratch_extent(model.weight)
+    assert extent is not None
+    assert extent.file.directory == str(tmp_path)
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_open = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return plain_open(path, flags, mode, **rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with init(Config(nvme=tmp_path)):
+        model = nn.Linear(100, 100)
+    assert scratch_extent(model.weight) is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_directory_that_cannot_be_used(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if kind == "file":
+        path.touch()
+    with pytest.raises(DirectoryError, match="scratch file") as caught, init(Config(nvme=path)):
+        pass
+    assert caught.value.errno in (errno.ENOENT, errno.ENOTDIR)
+    assert caught.value.path == str(path)
+
+
+def test_a_full_directory_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(DirectoryError, match="cannot grow") as caught, init(Config(nvme=tmp_path)):
+            nn.Linear(1000, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.nbytes == 4_001_792
+    assert caught.value.cure is not None
+
+
+PEAK = """
+import contextlib, gc, sys, threading, time
+import torch
+from torch import nn
+from infinity.core.config import Config
+from infinity.surface.init import init, scratch_extent
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(l.split()[1]) * 1024 for l in status if l.startswith("RssAnon"))
+
+mode, kind, directory, source = sys.argv[1:]
+torch.set_num_threads(1)
+if kind == "hf":
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    build = lambda: AutoModelForCausalLM.from_pretrained(source)
+    build_small = lambda: None
+else:
+    build = lambda: nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
+nn.Linear(64, 64)(torch.ones(1, 64))
+peak = base = anonymous()
+done = threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+thread = threading.Thread(target=watch)
+thread.start()
+with init(Config(nvme=directory)) if mode == "init" else contextlib.nullcontext():
+    model = build()
+peak = max(peak, anonymous())
+done.set()
+thread.join()
+params = list(model.parameters())
+largest = max(p.numel() * p.element_size() for p in params)
+total = sum(p.numel() * p.element_size() for p in params)
+backed = all(scratch_extent(p) is not None for p in params if p.numel() * p.element_size() >= 4096)
+print(peak - base, largest, total, backed)
+"""
+
+
+def _peak(mode: str, kind: str, directory: Path, source: str = "") -> tuple[int, int, int, bool]:
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, mode, kind, str(directory), source],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert run.returncode == 0, run.stderr
+    peak, largest, total, backed = run.stdout.split()
+    return int(peak), int(largest), int(total), backed == "True"
+
+
+def test_anonymous_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    peak, largest, total, backed = _peak("init", "torch", tmp_path)
+    assert backed
+    assert peak < 2 * largest + (16 << 20) < total / 2
+    plain, _, _, _ = _peak("plain", "torch", tmp_path)
+    assert plain > 0.9 * total  # so the measure sees what it should
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_from_pretrained(kind: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = tmp_path / "saved"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    torch.manual_seed(1)
+    original = models.huggingface(kind, tied=tied)
+    original.save_pretrained(saved)
+    torch.manual_seed(2)
+    ordinary = AutoModelForCausalLM.from_pretrained(saved)
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    with init(Config(nvme=scratch)):
+        model = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, param), (_, wanted) in zip(model.named_parameters(), ordinary.named_parameters(), strict=True):
+        assert torch.equal(param, wanted), name
+        if param.numel() * param.element_size() >= 4096:
+            assert scratch_extent(param) is not None, name
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert (head is embedding) == tied
+    with init(Config(nvme=scratch)):
+        half = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    assert scratch_extent(half.get_input_embeddings().weight) is not None
+    assert torch.equal(half.get_input_embeddings().weight, embedding.bfloat16())
+
+
+def test_anonymous_memory_of_from_pretrained_is_bounded(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    torch.manual_seed(1)
+    models.huggingface(
+        "llama", tied=True, hidden_size=768, intermediate_size=2048, layers=6, vocab_size=4000
+    ).save_pretrained(saved)
+    peak, largest, total, backed = _peak("init", "hf", tmp_path, str(saved))
+    assert backed
+    assert peak < 2 * largest + (48 << 20) < total / 2
