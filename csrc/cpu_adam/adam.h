@@ -1,0 +1,102 @@
+// The CPU Adam: what the files of this directory know of each other.
+//
+// No Python.h here: plain C++ programs link adam_*.cpp, dispatch.cpp and pool.cpp and run them
+// under sanitizers. Everything is addresses and counts, so one build serves every torch.
+
+#pragma once
+
+#include <cstdint>
+
+namespace infinity {
+
+enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2, none = 3 };
+
+constexpr int64_t kSpan = 65536;  // elements of one sum of squares
+
+// One parameter's part of a chunk and the scalars of its update, as the caller has them.
+// Python packs this struct (struct format "<qqdddddqd??6x"), so its layout is fixed.
+struct Segment {
+  int64_t start, numel;  // elements, within the chunk
+  double lr, beta1, beta2, eps, weight_decay;
+  int64_t step;  // the first update is step 1
+  double grad_scale;
+  uint8_t decoupled, maximize, unused[6];
+};
+static_assert(sizeof(Segment) == 80, "Python packs 80 bytes");
+
+// The constants of one segment's arithmetic: computed in double, rounded to float once.
+struct Scalars {
+  float grad_scale;    // negative to maximize
+  float decay;         // 1 - lr * weight_decay, or 1
+  float l2;            // weight_decay where it is not decoupled, or 0
+  float lerp;          // 1 - beta1, or -beta1 if `from_grad`
+  float beta2;
+  float square;        // 1 - beta2
+  float inverse_root;  // 1 / sqrt(1 - beta2^step)
+  float eps;
+  float step_size;     // -lr / (1 - beta1^step)
+  bool from_grad;      // the lerp starts from the gradient (torch: weight >= 0.5)
+};
+
+struct Buffers {
+  float *master, *exp_avg, *exp_avg_sq;
+  const void* grad;
+  void* out;  // null with Dtype::none
+  Dtype grad_dtype, out_dtype;
+};
+
+// One instruction set's functions. Each works on elements [begin, end) on the calling thread.
+struct Kernels {
+  const char* name;
+  // `stream`: write `out` past the caches.
+  void (*update)(const Buffers&, int64_t begin, int64_t end, const Scalars&, bool stream);
+  // The same loads and stores without the arithmetic: what memory allows (see measure()).
+  void (*traffic)(const Buffers&, int64_t begin, int64_t end, bool stream);
+  double (*sum_span)(const void* source, Dtype, int64_t begin, int64_t numel);  // numel <= kSpan
+  void (*accumulate)(float* target, const void* source, Dtype, int64_t begin, int64_t end);
+  void (*convert)(void* target, Dtype, const void* source, Dtype, int64_t begin, int64_t end);
+};
+
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();    // null where it was not compiled
+const Kernels* avx512_kernels();  // null where it was not compiled
+
+// ---- dispatch.cpp: which instruction set, and the work of one call spread over the pool ----
+
+// The instruction set in use: the one that was asked for, else the widest that works here.
+const Kernels& kernels();
+// Ask for one by name. Returns false, and changes nothing, if it is unknown or does not work here.
+bool use_isa(const char* name);
+// Fills `names` with those that work here, widest last; returns how many (at most 3).
+int available_isas(const char* names[3]);
+
+Scalars derive(const Segment&);
+// Returns null, or what is wrong with segment `*index`.
+const char* check(const Segment*, int64_t count, int64_t numel, int64_t* index);
+
+// Updates the segments, which check() has passed; elements outside them are not touched.
+void update(const Buffers&, const Segment*, int64_t count);
+// Moves the bytes of an update of `numel` elements, without its arithmetic.
+void measure(const Buffers&, int64_t numel, bool stream);
+// sums[i]: double sum of squares of span i.
+void sum_of_squares(const void* source, Dtype, int64_t numel, double* sums);
+void accumulate(float* target, const void* source, Dtype, int64_t numel);
+void convert(void* target, Dtype, const void* source, Dtype, int64_t numel);
+void copy_bytes(void* target, const void* source, int64_t nbytes);
+
+// ---- pool.cpp: threads ----
+
+int threads();
+// Threads that one call uses, the caller's included; 0: one per core this process may use,
+// divided by LOCAL_WORLD_SIZE.
+void set_threads(int count);
+// Calls work(context, i) for every i in [0, tasks), on the pool and on the calling thread.
+void parallel(int64_t tasks, void (*work)(void* context, int64_t task), void* context);
+
+template <class F>
+void parallel(int64_t tasks, F&& work) {
+  parallel(
+      tasks, [](void* context, int64_t task) { (*static_cast<F*>(context))(task); }, &work);
+}
+
+}  // namespace infinity

@@ -1,0 +1,406 @@
+// The maths, once. adam_{scalar,avx2,avx512}.cpp include this file in a namespace of their own
+// after they have defined `Vector`: `width` floats side by side, with the operations used below.
+//
+// [Note: one rounding per operation] Every operation of the update rounds once, in the order
+// written in `step()` below: no fma intrinsic, no contraction (-ffp-contract=off), no
+// approximation, subnormals kept. So the scalar, AVX2 and AVX-512 lanes give the same bits, and
+// so do plain torch operations on any device (`adamw_reference` in hardware/cpu_adam.py is the
+// same sequence; change both or none). Per element, each line one rounding:
+//
+//     g  = float(grad)                   exact
+//     g  = g * grad_scale                negative to maximize
+//     g  = float(double(g) + double(p) * double(l2))     only with weight decay that is not
+//                                        decoupled; the product is exact
+//     p  = p * decay                     decay = 1 - lr * weight_decay; only if decoupled
+//     m  = m + ((g - m) * lerp)          three; lerp = 1 - beta1, if that is below 0.5 (torch's lerp),
+//     m  = g + ((g - m) * lerp)          else lerp = -(1 - (1 - beta1))
+//     v  = (v * beta2) + ((g * square) * g)      square = 1 - beta2
+//     d  = (sqrt(v) * inverse_root) + eps        inverse_root = 1 / sqrt(1 - beta2^step)
+//     p  = p + ((m * step_size) / d)             step_size = -lr / (1 - beta1^step)
+//     out = cast(p)                      to nearest, ties to even
+//
+// The weight decay that is added to the gradient goes through double because torch's CPU has an
+// fma there, and where the two cancel an update of size lr hangs on that rounding.
+//
+// The scalars are computed in double and rounded to float once (`derive`). This is torch's
+// single-tensor AdamW and Adam, but for a multiplication by 1/sqrt(1 - beta2^step) where torch's
+// CPU divides: torch on CUDA turns a division by a scalar into that multiplication anyway, and
+// only a multiplication is one rounding on both.
+//
+// Nothing in here may call a library template: a function that the linker could share with
+// another file would carry this file's instruction set with it. Hence `static` everywhere.
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+// ---- one element: the tail of every vector loop, and the whole of the scalar kernel ----
+
+template <class T>
+static inline T read_as(const void* address) {
+  T value;
+  __builtin_memcpy(&value, address, sizeof value);
+  return value;
+}
+static inline float as_float(uint32_t bits) { return read_as<float>(&bits); }
+static inline uint32_t as_bits(float value) { return read_as<uint32_t>(&value); }
+
+static inline uint16_t to_bf16(float value) {
+  uint32_t bits = as_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffff;  // torch's NaN, on x86
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static inline float from_f16(uint16_t half) {
+  uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  uint32_t exponent = (half >> 10) & 0x1fu, fraction = half & 0x3ffu;
+  if (exponent == 0x1f) {
+    uint32_t quiet = fraction ? 0x400000u : 0u;
+    return as_float(sign | 0x7f800000u | quiet | (fraction << 13));
+  }
+  if (exponent) return as_float(sign | ((exponent + 112) << 23) | (fraction << 13));
+  if (!fraction) return as_float(sign);
+  int shift = __builtin_clz(fraction) - 21;  // brings the leading bit to bit 10
+  return as_float(sign | (static_cast<uint32_t>(113 - shift) << 23) | ((fraction << (shift + 13)) & 0x7fffffu));
+}
+
+static inline uint16_t to_f16(float value) {
+  uint32_t bits = as_bits(value);
+  uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above
+  if (magnitude < 0x33000000u) return static_cast<uint16_t>(sign);             // below half of the smallest
+  uint32_t exponent = magnitude >> 23, kept, rest, half;
+  if (exponent >= 113) {
+    kept = (magnitude - (112u << 23)) >> 13;
+    rest = magnitude & 0x1fffu;
+    half = 0x1000u;
+  } else {  // a subnormal half: the fraction, with its leading bit, in units of 2^-24
+    uint32_t fraction = (magnitude & 0x7fffffu) | 0x800000u, shift = 126 - exponent;
+    kept = fraction >> shift;
+    rest = fraction & ((1u << shift) - 1);
+    half = 1u << (shift - 1);
+  }
+  kept += rest > half || (rest == half && (kept & 1u));
+  return static_cast<uint16_t>(sign | kept);
+}
+
+struct One {
+  static constexpr int width = 1;
+  using F = float;
+  using D = double;
+  static F set(float x) { return x; }
+  static F load(const float* p) { return read_as<float>(p); }
+  static F load(const Bf16* p) { return as_float(static_cast<uint32_t>(read_as<uint16_t>(p)) << 16); }
+  static F load(const F16* p) { return from_f16(read_as<uint16_t>(p)); }
+  static void store(float* p, F x) { __builtin_memcpy(p, &x, sizeof x); }
+  static void store(Bf16* p, F x) {
+    uint16_t bits = to_bf16(x);
+    __builtin_memcpy(p, &bits, sizeof bits);
+  }
+  static void store(F16* p, F x) {
+    uint16_t bits = to_f16(x);
+    __builtin_memcpy(p, &bits, sizeof bits);
+  }
+  template <class T>
+  static void stream(T* p, F x, F y) {  // only vectors can pass the caches
+    store(p, x);
+    store(p + 1, y);
+  }
+  static void fence() {}
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F sqrt(F a) { return __builtin_sqrtf(a); }
+  static constexpr int doubles = 1;  // D's that hold one F
+  static void widen(F x, D* d) { d[0] = static_cast<double>(x); }
+  static D dadd(D a, D b) { return a + b; }
+  static D dmul(D a, D b) { return a * b; }
+  static D dset(double x) { return x; }
+  static F narrow(const D* d) { return static_cast<float>(d[0]); }
+  static void dstore(double* p, D a) { *p = a; }
+};
+
+struct Nothing {};  // the type of an absent `out`
+
+template <class A, class B>
+struct Same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct Same<A, A> {
+  static constexpr bool value = true;
+};
+
+// ---- the update ----
+
+template <class L>
+struct Constants {
+  typename L::F grad_scale, decay, lerp, beta2, square, inverse_root, eps, step_size;
+  typename L::D l2;
+  bool with_l2, from_grad;
+  explicit Constants(const Scalars& s)
+      : grad_scale(L::set(s.grad_scale)),
+        decay(L::set(s.decay)),
+        lerp(L::set(s.lerp)),
+        beta2(L::set(s.beta2)),
+        square(L::set(s.square)),
+        inverse_root(L::set(s.inverse_root)),
+        eps(L::set(s.eps)),
+        step_size(L::set(s.step_size)),
+        l2(L::dset(static_cast<double>(s.l2))),
+        with_l2(s.l2 != 0.0f),
+        from_grad(s.from_grad) {}
+};
+
+template <class L>
+static inline typename L::F add_l2(typename L::F g, typename L::F p, typename L::D l2) {
+  typename L::D gd[L::doubles], pd[L::doubles];
+  L::widen(g, gd);
+  L::widen(p, pd);
+  for (int k = 0; k < L::doubles; ++k) gd[k] = L::dadd(gd[k], L::dmul(pd[k], l2));
+  return L::narrow(gd);
+}
+
+// [Note: one rounding per operation]. A multiplication by exactly 1 changes nothing, so `decay`
+// and `grad_scale` need no branch; `l2` does (0 * Inf is NaN).
+template <class L, class Grad>
+static inline typename L::F step(float* master, float* exp_avg, float* exp_avg_sq, const Grad* grad,
+                                 int64_t i, const Constants<L>& c) {
+  typename L::F p = L::load(master + i), m = L::load(exp_avg + i), v = L::load(exp_avg_sq + i);
+  typename L::F g = L::mul(L::load(grad + i), c.grad_scale);
+  if (c.with_l2) g = add_l2<L>(g, p, c.l2);
+  p = L::mul(p, c.decay);
+  typename L::F way = L::mul(L::sub(g, m), c.lerp);
+  m = L::add(c.from_grad ? g : m, way);
+  v = L::add(L::mul(v, c.beta2), L::mul(L::mul(g, c.square), g));
+  typename L::F d = L::add(L::mul(L::sqrt(v), c.inverse_root), c.eps);
+  p = L::add(p, L::div(L::mul(m, c.step_size), d));
+  L::store(master + i, p);
+  L::store(exp_avg + i, m);
+  L::store(exp_avg_sq + i, v);
+  return p;
+}
+
+// What `measure` does instead: nothing is computed, values change places so that no store is dead.
+template <class L, class Grad>
+static inline typename L::F move(float* master, float* exp_avg, float* exp_avg_sq, const Grad* grad,
+                                 int64_t i) {
+  typename L::F p = L::load(master + i), m = L::load(exp_avg + i), v = L::load(exp_avg_sq + i);
+  L::store(master + i, m);
+  L::store(exp_avg + i, v);
+  L::store(exp_avg_sq + i, p);
+  return L::load(grad + i);
+}
+
+#ifndef INFINITY_AHEAD
+#define INFINITY_AHEAD 512
+#endif
+constexpr int64_t kAhead = INFINITY_AHEAD;  // elements that are asked for ahead of use
+
+// Asks for the lines that hold elements [i, i + n) of one array.
+template <int n, class T>
+static inline void prefetch(const T* p, int64_t i) {
+  constexpr int line = 64 / sizeof(T);
+  for (int k = 0; k < n; k += line) __builtin_prefetch(p + i + k, 1, 3);
+}
+
+// Calls each(lane, grad, i) for every element of [begin, end) and puts what it returns to `out`:
+// whole lanes, then a scalar tail. Past the caches: a scalar head up to where `out` is aligned,
+// then two lanes at a time.
+template <class Grad, class Out, class Each>
+static inline void sweep(const Buffers& b, int64_t begin, int64_t end, bool stream, Each each) {
+  constexpr bool with_out = !Same<Out, Nothing>::value;
+  constexpr int two = 2 * Vector::width;
+  const Grad* grad = static_cast<const Grad*>(b.grad);
+  [[maybe_unused]] Out* out = static_cast<Out*>(b.out);
+  int64_t i = begin;
+  if constexpr (with_out) {
+    if (stream) {
+      constexpr uintptr_t mask = (two * sizeof(Out) < 64 ? two * sizeof(Out) : 64) - 1;
+      for (; i < end && (reinterpret_cast<uintptr_t>(out + i) & mask); ++i)
+        One::store(out + i, each(One(), grad, i));
+      for (; i + two <= end; i += two) {
+        prefetch<two>(b.master, i + kAhead);
+        prefetch<two>(b.exp_avg, i + kAhead);
+        prefetch<two>(b.exp_avg_sq, i + kAhead);
+        prefetch<two>(grad, i + kAhead);
+        typename Vector::F x = each(Vector(), grad, i), y = each(Vector(), grad, i + Vector::width);
+        Vector::stream(out + i, x, y);
+      }
+      Vector::fence();
+    }
+  }
+  for (; i + Vector::width <= end; i += Vector::width) {
+    typename Vector::F x = each(Vector(), grad, i);
+    if constexpr (with_out) Vector::store(out + i, x);
+  }
+  for (; i < end; ++i) {
+    float x = each(One(), grad, i);
+    if constexpr (with_out) One::store(out + i, x);
+  }
+}
+
+template <class Grad, class Out>
+static void update_typed(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+  const Constants<Vector> wide(s);
+  const Constants<One> narrow(s);
+  sweep<Grad, Out>(b, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
+    using L = decltype(lane);
+    if constexpr (L::width == 1)
+      return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, narrow);
+    else
+      return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, wide);
+  });
+}
+
+template <class Grad, class Out>
+static void traffic_typed(const Buffers& b, int64_t begin, int64_t end, bool stream) {
+  sweep<Grad, Out>(b, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
+    return move<decltype(lane)>(b.master, b.exp_avg, b.exp_avg_sq, grad, i);
+  });
+}
+
+// ---- sums of squares ----
+
+// [Note: the halving tree] A span is 4096 rows of 16 elements, zeros after its end. Rows are added
+// in halves (the tree over rows: first half + second half, down to single rows), then the 16
+// columns: c[i] + c[i+8], c[i] + c[i+4], c[i] + c[i+2], c[0] + c[1]. Squares are exact in double.
+// Squares are not negative, so an addition of 0 changes nothing and empty halves are not added.
+constexpr int kColumns = 16;
+constexpr int kLeaf = 8;  // rows of the part of the tree that is unrolled
+
+template <class L>
+struct Row {
+  static constexpr int count = kColumns * L::doubles / L::width;
+  typename L::D d[count];
+};
+
+template <class L, int rows, class T>
+static inline Row<L> sum_leaf(const T* p) {
+  Row<L> sum;
+  if constexpr (rows == 1) {
+    for (int k = 0; k < kColumns / L::width; ++k) L::widen(L::load(p + k * L::width), sum.d + k * L::doubles);
+    for (int k = 0; k < Row<L>::count; ++k) sum.d[k] = L::dmul(sum.d[k], sum.d[k]);
+  } else {
+    sum = sum_leaf<L, rows / 2>(p);
+    Row<L> second = sum_leaf<L, rows / 2>(p + kColumns * (rows / 2));
+    for (int k = 0; k < Row<L>::count; ++k) sum.d[k] = L::dadd(sum.d[k], second.d[k]);
+  }
+  return sum;
+}
+
+// Sums `rows` rows (a power of two, at least kLeaf) of which `numel` elements exist, 1 or more.
+template <class L, class T>
+static Row<L> sum_rows(const T* p, int64_t rows, int64_t numel) {
+  if (rows == kLeaf) {
+    if (numel >= kLeaf * kColumns) return sum_leaf<L, kLeaf>(p);
+    T padded[kLeaf * kColumns] = {};
+    __builtin_memcpy(padded, p, static_cast<unsigned long>(numel) * sizeof(T));
+    return sum_leaf<L, kLeaf>(static_cast<const T*>(padded));
+  }
+  int64_t half = rows / 2 * kColumns;
+  Row<L> sum = sum_rows<L>(p, rows / 2, numel < half ? numel : half);
+  if (numel > half) {
+    Row<L> second = sum_rows<L>(p + half, rows / 2, numel - half);
+    for (int k = 0; k < Row<L>::count; ++k) sum.d[k] = L::dadd(sum.d[k], second.d[k]);
+  }
+  return sum;
+}
+
+template <class T>
+static double sum_typed(const T* p, int64_t numel) {
+  if (numel <= 0) return 0.0;
+  Row<Vector> row = sum_rows<Vector>(p, kSpan / kColumns, numel);
+  double c[kColumns];
+  for (int k = 0; k < Row<Vector>::count; ++k)
+    Vector::dstore(c + k * (kColumns / Row<Vector>::count), row.d[k]);
+  for (int half = kColumns / 2; half; half /= 2)
+    for (int k = 0; k < half; ++k) c[k] = c[k] + c[k + half];
+  return c[0];
+}
+
+// ---- accumulate, convert ----
+
+template <class T>
+static void accumulate_typed(float* target, const T* source, int64_t begin, int64_t end) {
+  int64_t i = begin;
+  for (; i + Vector::width <= end; i += Vector::width)
+    Vector::store(target + i, Vector::add(Vector::load(target + i), Vector::load(source + i)));
+  for (; i < end; ++i) One::store(target + i, One::add(One::load(target + i), One::load(source + i)));
+}
+
+template <class To, class From>
+static void convert_typed(To* target, const From* source, int64_t begin, int64_t end) {
+  int64_t i = begin;
+  for (; i + Vector::width <= end; i += Vector::width) Vector::store(target + i, Vector::load(source + i));
+  for (; i < end; ++i) One::store(target + i, One::load(source + i));
+}
+
+// ---- from dtypes to types ----
+
+// Calls each(T*) for the type of `dtype`.
+template <class Each>
+static inline void with_type(Dtype dtype, const void* p, Each each) {
+  switch (dtype) {
+    case Dtype::f32:
+      return each(static_cast<const float*>(p));
+    case Dtype::bf16:
+      return each(static_cast<const Bf16*>(p));
+    case Dtype::f16:
+      return each(static_cast<const F16*>(p));
+    case Dtype::none:
+      return;
+  }
+}
+
+template <class Each>
+static inline void with_buffers(const Buffers& b, Each each) {
+  with_type(b.grad_dtype, b.grad, [&](auto* grad) {
+    if (b.out_dtype == Dtype::none) return each(grad, static_cast<const Nothing*>(nullptr));
+    with_type(b.out_dtype, b.out, [&](auto* out) { each(grad, out); });
+  });
+}
+
+template <class T>
+struct Pointee;
+template <class T>
+struct Pointee<const T*> {
+  using type = T;
+};
+
+static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+  with_buffers(b, [&](auto* grad, auto* out) {
+    update_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end, s,
+                                                                                            stream);
+  });
+}
+
+static void traffic_any(const Buffers& b, int64_t begin, int64_t end, bool stream) {
+  with_buffers(b, [&](auto* grad, auto* out) {
+    traffic_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end,
+                                                                                             stream);
+  });
+}
+
+static double sum_any(const void* source, Dtype dtype, int64_t begin, int64_t numel) {
+  double sum = 0.0;
+  with_type(dtype, source, [&](auto* p) { sum = sum_typed(p + begin, numel); });
+  return sum;
+}
+
+static void accumulate_any(float* target, const void* source, Dtype dtype, int64_t begin, int64_t end) {
+  with_type(dtype, source, [&](auto* p) { accumulate_typed(target, p, begin, end); });
+}
+
+static void convert_any(void* target, Dtype to, const void* source, Dtype from, int64_t begin, int64_t end) {
+  with_type(from, source, [&](auto* p) {
+    with_type(to, target, [&](auto* q) {
+      convert_typed(const_cast<typename Pointee<decltype(q)>::type*>(q), p, begin, end);
+    });
+  });
+}

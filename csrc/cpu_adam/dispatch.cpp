@@ -1,0 +1,207 @@
+// Which instruction set runs, and how the work of one call is spread over the pool.
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "adam.h"
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+#endif
+
+namespace infinity {
+namespace {
+
+#if defined(__x86_64__) || defined(__i386__)
+bool has_f16c() {
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+// __builtin_cpu_supports asks the operating system too: it must save the wide registers.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && has_f16c(); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#else
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+#endif
+
+// Those that work here, widest last.
+int usable(const Kernels* found[3]) {
+  int count = 0;
+  found[count++] = scalar_kernels();
+  if (avx2_kernels() && has_avx2()) found[count++] = avx2_kernels();
+  if (avx512_kernels() && has_avx512()) found[count++] = avx512_kernels();
+  return count;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+constexpr int64_t kMiB = 1 << 20;
+constexpr int64_t kGrain = 64;  // elements; a task's share is a multiple: its lines are its own
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Elements per task: enough tasks that threads end together, each long enough to be worth it.
+int64_t share(int64_t numel) {
+  int64_t size = ceil_div(numel, 8 * static_cast<int64_t>(threads()));
+  if (size > 65536) size = 65536;
+  if (size < 4096) size = 4096;
+  return ceil_div(size, kGrain) * kGrain;
+}
+
+template <class Each>
+void in_shares(int64_t numel, Each&& each) {
+  int64_t size = share(numel);
+  parallel(ceil_div(numel, size), [&](int64_t task) {
+    int64_t begin = task * size, end = begin + size;
+    each(begin, end < numel ? end : numel);
+  });
+}
+
+bool past_caches(const Buffers& b, int64_t numel) {
+  if (b.out_dtype == Dtype::none || numel < kMiB) return false;
+  uintptr_t element = b.out_dtype == Dtype::f32 ? 4 : 2;
+  return reinterpret_cast<uintptr_t>(b.out) % element == 0;
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* found = chosen.load(std::memory_order_relaxed);
+  if (!found) {
+    const Kernels* all[3];
+    found = all[usable(all) - 1];
+    chosen.store(found, std::memory_order_relaxed);
+  }
+  return *found;
+}
+
+bool use_isa(const char* name) {
+  const Kernels* all[3];
+  int count = usable(all);
+  for (int i = 0; i < count; ++i) {
+    if (std::strcmp(all[i]->name, name) == 0) {
+      chosen.store(all[i], std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+int available_isas(const char* names[3]) {
+  const Kernels* all[3];
+  int count = usable(all);
+  for (int i = 0; i < count; ++i) names[i] = all[i]->name;
+  return count;
+}
+
+Scalars derive(const Segment& s) {
+  Scalars r;
+  double step = static_cast<double>(s.step);
+  r.grad_scale = static_cast<float>(s.maximize ? -s.grad_scale : s.grad_scale);
+  r.decay = s.decoupled ? static_cast<float>(1.0 - s.lr * s.weight_decay) : 1.0f;
+  r.l2 = s.decoupled ? 0.0f : static_cast<float>(s.weight_decay);
+  float weight = static_cast<float>(1.0 - s.beta1);
+  r.from_grad = !(weight < 0.5f);
+  r.lerp = r.from_grad ? -(1.0f - weight) : weight;
+  r.beta2 = static_cast<float>(s.beta2);
+  r.square = static_cast<float>(1.0 - s.beta2);
+  r.inverse_root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(s.beta2, step)));
+  r.eps = static_cast<float>(s.eps);
+  r.step_size = static_cast<float>(-(s.lr / (1.0 - std::pow(s.beta1, step))));
+  return r;
+}
+
+const char* check(const Segment* segments, int64_t count, int64_t numel, int64_t* index) {
+  int64_t reached = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Segment& s = segments[i];
+    *index = i;
+    if (s.start < 0 || s.numel < 0 || s.start > numel || s.numel > numel - s.start)
+      return "lies outside the chunk";
+    if (s.start < reached) return "begins before the end of the segment before it";
+    if (s.step < 1) return "has a step below 1";
+    if (!(s.beta1 >= 0.0 && s.beta1 < 1.0 && s.beta2 >= 0.0 && s.beta2 < 1.0))
+      return "has a beta outside [0, 1)";
+    reached = s.start + s.numel;
+  }
+  return nullptr;
+}
+
+void update(const Buffers& b, const Segment* segments, int64_t count) {
+  // Tasks are equal cuts of the elements that are updated, wherever these are, so many tiny
+  // segments balance as one large one does. The cuts keep to multiples of a grain in the chunk
+  // where a segment begins at one.
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += segments[i].numel;
+  if (total == 0) return;
+  const Kernels& k = kernels();
+  const bool stream = past_caches(b, total);
+  int64_t size = share(total);
+  struct Cut {
+    int64_t segment, skip;  // where a task begins: elements into that segment
+  };
+  int64_t tasks = ceil_div(total, size);
+  Cut* cuts = new Cut[static_cast<size_t>(tasks)];
+  int64_t passed = 0, next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    for (; next < tasks && next * size < passed + segments[i].numel; ++next)
+      cuts[next] = {i, next * size - passed};
+    passed += segments[i].numel;
+  }
+  parallel(tasks, [&](int64_t task) {
+    int64_t left = size;
+    int64_t i = cuts[task].segment, skip = cuts[task].skip;
+    for (; left > 0 && i < count; ++i, skip = 0) {
+      const Segment& s = segments[i];
+      int64_t n = s.numel - skip;
+      if (n > left) n = left;
+      if (n <= 0) continue;
+      k.update(b, s.start + skip, s.start + skip + n, derive(s), stream);
+      left -= n;
+    }
+  });
+  delete[] cuts;
+}
+
+void measure(const Buffers& b, int64_t numel, bool stream) {
+  const Kernels& k = kernels();
+  in_shares(numel, [&](int64_t begin, int64_t end) { k.traffic(b, begin, end, stream); });
+}
+
+void sum_of_squares(const void* source, Dtype dtype, int64_t numel, double* sums) {
+  const Kernels& k = kernels();
+  parallel(ceil_div(numel, kSpan), [&](int64_t span) {
+    int64_t begin = span * kSpan, left = numel - begin;
+    sums[span] = k.sum_span(source, dtype, begin, left < kSpan ? left : kSpan);
+  });
+}
+
+void accumulate(float* target, const void* source, Dtype dtype, int64_t numel) {
+  const Kernels& k = kernels();
+  in_shares(numel, [&](int64_t begin, int64_t end) { k.accumulate(target, source, dtype, begin, end); });
+}
+
+void convert(void* target, Dtype to, const void* source, Dtype from, int64_t numel) {
+  const Kernels& k = kernels();
+  in_shares(numel, [&](int64_t begin, int64_t end) { k.convert(target, to, source, from, begin, end); });
+}
+
+void copy_bytes(void* target, const void* source, int64_t nbytes) {
+  // Few large parts: memcpy then writes past the caches when the whole is larger than they are.
+  int64_t parts = threads();
+  if (nbytes < parts * kMiB) parts = ceil_div(nbytes, kMiB);
+  if (parts < 1) return;
+  int64_t size = ceil_div(ceil_div(nbytes, parts), 4096) * 4096;
+  parallel(ceil_div(nbytes, size), [&](int64_t part) {
+    int64_t begin = part * size, n = nbytes - begin < size ? nbytes - begin : size;
+    std::memcpy(static_cast<char*>(target) + begin, static_cast<const char*>(source) + begin,
+                static_cast<size_t>(n));
+  });
+}
+
+}  // namespace infinity

@@ -1,0 +1,115 @@
+// infinity._cpu_adam: addresses and counts in, nothing out. The checks that need tensors are in
+// hardware/cpu_adam.py. Every function drops the GIL while it works.
+
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "adam.h"
+
+namespace py = pybind11;
+using namespace infinity;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Buffers buffers(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
+                uintptr_t out, int out_dtype) {
+  return {at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<void>(grad), at<void>(out),
+          static_cast<Dtype>(grad_dtype), static_cast<Dtype>(out_dtype)};
+}
+
+// The segments, unpacked; throws ValueError for the first one that is wrong.
+std::vector<Segment> unpacked(const py::bytes& packed, int64_t numel) {
+  char* data = nullptr;
+  Py_ssize_t nbytes = 0;
+  if (PyBytes_AsStringAndSize(packed.ptr(), &data, &nbytes)) throw py::error_already_set();
+  if (static_cast<size_t>(nbytes) % sizeof(Segment)) throw py::value_error("segments are 80 bytes each");
+  std::vector<Segment> segments(static_cast<size_t>(nbytes) / sizeof(Segment));
+  if (nbytes) std::memcpy(segments.data(), data, static_cast<size_t>(nbytes));
+  int64_t index = 0;
+  if (const char* wrong = check(segments.data(), static_cast<int64_t>(segments.size()), numel, &index))
+    throw py::value_error("segment " + std::to_string(index) + " " + wrong);
+  return segments;
+}
+
+void py_update(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
+               uintptr_t out, int out_dtype, int64_t numel, const py::bytes& packed) {
+  std::vector<Segment> segments = unpacked(packed, numel);
+  Buffers b = buffers(master, exp_avg, exp_avg_sq, grad, grad_dtype, out, out_dtype);
+  py::gil_scoped_release release;
+  update(b, segments.data(), static_cast<int64_t>(segments.size()));
+}
+
+py::tuple py_derive(const py::bytes& packed) {
+  std::vector<Segment> segments = unpacked(packed, INT64_MAX);
+  if (segments.size() != 1) throw py::value_error("one segment is derived at a time");
+  Scalars s = derive(segments[0]);
+  return py::make_tuple(s.grad_scale, s.decay, s.l2, s.lerp, s.beta2, s.square, s.inverse_root, s.eps,
+                        s.step_size, s.from_grad);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu_adam, m) {
+  using py::arg;
+  m.attr("SEGMENT_NBYTES") = sizeof(Segment);
+  m.attr("SPAN") = kSpan;
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); }, arg("name"));
+  m.def("available_isas", [] {
+    const char* names[3];
+    int count = available_isas(names);
+    py::list found;
+    for (int i = 0; i < count; ++i) found.append(names[i]);
+    return found;
+  });
+  m.def("threads", &threads);
+  m.def("set_threads", &set_threads, arg("count"));
+  m.def("derive", &py_derive, arg("segment"));
+  m.def("update", &py_update, arg("master"), arg("exp_avg"), arg("exp_avg_sq"), arg("grad"),
+        arg("grad_dtype"), arg("out"), arg("out_dtype"), arg("numel"), arg("segments"));
+  m.def(
+      "measure",
+      [](uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
+         uintptr_t out, int out_dtype, int64_t numel, bool stream) {
+        py::gil_scoped_release release;
+        measure(buffers(master, exp_avg, exp_avg_sq, grad, grad_dtype, out, out_dtype), numel, stream);
+      },
+      arg("master"), arg("exp_avg"), arg("exp_avg_sq"), arg("grad"), arg("grad_dtype"), arg("out"),
+      arg("out_dtype"), arg("numel"), arg("stream"));
+  m.def(
+      "sum_of_squares",
+      [](uintptr_t source, int dtype, int64_t numel, uintptr_t sums) {
+        py::gil_scoped_release release;
+        sum_of_squares(at<void>(source), static_cast<Dtype>(dtype), numel, at<double>(sums));
+      },
+      arg("source"), arg("dtype"), arg("numel"), arg("sums"));
+  m.def(
+      "accumulate",
+      [](uintptr_t target, uintptr_t source, int dtype, int64_t numel) {
+        py::gil_scoped_release release;
+        accumulate(at<float>(target), at<void>(source), static_cast<Dtype>(dtype), numel);
+      },
+      arg("target"), arg("source"), arg("dtype"), arg("numel"));
+  m.def(
+      "convert",
+      [](uintptr_t target, int to, uintptr_t source, int from, int64_t numel) {
+        py::gil_scoped_release release;
+        convert(at<void>(target), static_cast<Dtype>(to), at<void>(source), static_cast<Dtype>(from), numel);
+      },
+      arg("target"), arg("to"), arg("source"), arg("source_dtype"), arg("numel"));
+  m.def(
+      "copy_bytes",
+      [](uintptr_t target, uintptr_t source, int64_t nbytes) {
+        py::gil_scoped_release release;
+        copy_bytes(at<void>(target), at<void>(source), nbytes);
+      },
+      arg("target"), arg("source"), arg("nbytes"));
+}

@@ -1,0 +1,471 @@
+"""AdamW and Adam over flat tensors: the native kernel for the CPU, plain torch for any device.
+
+Both give the same bits ([Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl), on
+every instruction set and with any number of threads. Every tensor is 1-D and contiguous. What is
+wrong with the arguments raises before a byte is written. The GIL is free while the kernel works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.core.errors import BuildError, ConfigError, ParameterError
+from infinity.core.sizes import SPAN
+
+try:
+    from infinity import _cpu_adam as _native
+except ImportError as error:
+    raise BuildError(
+        "the native CPU Adam cannot be loaded",
+        expected="the extension module infinity._cpu_adam, built for this Python",
+        found=str(error),
+        cure="`pip install .` in the source directory",
+    ) from error
+
+#: Instruction sets, as INFINITY_ISA names them.
+ISAS: Final = ("scalar", "avx2", "avx512")
+_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NONE: Final = 3
+_PACKED: Final = struct.Struct("<qqdddddqd??6x")  # struct Segment in adam.h
+_COLUMNS: Final = 16  # of a span's tree: [Note: the halving tree] in adam_lane.inl
+
+
+class Segment(NamedTuple):
+    """One parameter's part of a chunk, and the scalars of its update.
+
+    `start` and `numel` count elements within the chunk; `step` is 1 at the first update;
+    `grad_scale` multiplies the gradient first; `decoupled` weight decay is AdamW's, otherwise
+    Adam's L2. The scalars are float64 here and rounded as torch rounds them.
+    """
+
+    start: int
+    numel: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    decoupled: bool = True
+    maximize: bool = False
+
+
+# ---- instruction sets and threads ----
+
+
+def isa() -> str:
+    """Return the instruction set in use: ``scalar``, ``avx2`` or ``avx512``."""
+    return _native.isa()
+
+
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets that work on this machine, the widest last."""
+    return tuple(_native.available_isas())
+
+
+def set_isa(name: str) -> None:
+    """Use the instruction set `name` from now on. The results are the same.
+
+    Raises:
+        ConfigError: it is unknown, or does not work on this machine.
+    """
+    if not _native.use_isa(name):
+        raise ConfigError(
+            "this machine has no such instruction set" if name in ISAS else "unknown instruction set",
+            expected=", ".join(available_isas()),
+            found=repr(name),
+            cure=f"unset INFINITY_ISA, or INFINITY_ISA={available_isas()[-1]}",
+        )
+
+
+def threads() -> int:
+    """Return how many threads one call uses, the caller's included."""
+    return _native.threads()
+
+
+def set_threads(count: int | None) -> None:
+    """Use `count` threads; None: one per core that this process may use, divided by LOCAL_WORLD_SIZE.
+
+    Raises:
+        ConfigError: `count` is below 1.
+    """
+    if count is not None and count < 1:
+        raise ConfigError(
+            "the CPU Adam needs a thread", expected="an integer ≥ 1", found=repr(count), cure="threads=1"
+        )
+    _native.set_threads(count or 0)
+
+
+if os.environ.get("INFINITY_ISA"):
+    set_isa(os.environ["INFINITY_ISA"])
+
+
+# ---- the update ----
+
+
+def adamw_update(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """Update `master` and its moments in place, in one pass; write the rounded copy to `out`.
+
+    Args:
+        master, exp_avg, exp_avg_sq: (n,) float32 on the CPU.
+        grad: (n,) float32, bfloat16 or float16.
+        out: (n,) float32, bfloat16 or float16 (to nearest, ties to even), or None.
+        lr, beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW` (`Adam` if not `decoupled`).
+        step: 1 at the first update.
+        grad_scale: multiplies the gradient first (unscaling, clipping).
+        decoupled: AdamW's weight decay; otherwise Adam's.
+        maximize: ascend.
+
+    Raises:
+        ParameterError: a wrong device, dtype, length, layout or scalar, or tensors that overlap.
+    """
+    scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
+    segment = Segment(0, master.numel(), *scalars)
+    adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
+
+
+def adamw_update_segments(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    segments: Sequence[Segment],
+) -> None:
+    """Update the segments of a chunk in one call; nothing between them is read or written.
+
+    Args:
+        segments: in ascending order, without overlap. For the tensors see `adamw_update`.
+
+    Raises:
+        ParameterError: as `adamw_update`; also a segment that is outside the chunk or out of order.
+    """
+    named = _state(master, exp_avg, exp_avg_sq, grad, out)
+    for name, tensor in named:
+        if not tensor.is_cpu:
+            raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, "use adamw_reference there")
+    _check_disjoint(named)
+    try:
+        _native.update(
+            master.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            grad.data_ptr(),
+            _CODES[grad.dtype],
+            0 if out is None else out.data_ptr(),
+            _NONE if out is None else _CODES[out.dtype],
+            master.numel(),
+            _pack(segments),
+        )
+    except ValueError as error:
+        raise _bad_segment(error) from error
+
+
+def adamw_reference(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """`adamw_update` in plain torch, for tensors of any one device: the same bits.
+
+    See [Note: one rounding per operation]. Temporary memory: a few slices of 2 Mi float32.
+    """
+    scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
+    segment = Segment(0, master.numel(), *scalars)
+    adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
+
+
+@torch.no_grad()
+def adamw_reference_segments(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    segments: Sequence[Segment],
+) -> None:
+    """`adamw_update_segments` in plain torch, for tensors of any one device: the same bits."""
+    named = _state(master, exp_avg, exp_avg_sq, grad, out)
+    for name, tensor in named:
+        if tensor.device != master.device:
+            raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
+    _check_disjoint(named)
+    derived = []
+    for index, segment in enumerate(segments):
+        try:
+            derived.append(_native.derive(_pack((segment,))))
+        except ValueError as error:
+            raise _bad_segment(error, index) from error
+    end = 0
+    for index, segment in enumerate(segments):
+        if segment.start < end or segment.start + segment.numel > master.numel():
+            where = ValueError(f"segment {index} lies outside the chunk or is out of order")
+            raise _bad_segment(where)
+        end = segment.start + segment.numel
+    for segment, scalars in zip(segments, derived, strict=True):
+        for start in range(segment.start, segment.start + segment.numel, _SLICE):
+            part = slice(start, min(start + _SLICE, segment.start + segment.numel))
+            _reference_slice(
+                master[part],
+                exp_avg[part],
+                exp_avg_sq[part],
+                grad[part],
+                None if out is None else out[part],
+                *scalars,
+            )
+
+
+_SLICE: Final = 1 << 21  # elements
+
+
+def _reference_slice(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    grad_scale: float,
+    decay: float,
+    l2: float,
+    lerp: float,
+    beta2: float,
+    square: float,
+    inverse_root: float,
+    eps: float,
+    step_size: float,
+    from_grad: bool,
+) -> None:
+    # Single multiplications and additions only: addcmul, addcdiv, lerp and add(alpha=) may be
+    # contracted to fma, and torch on CUDA replaces a division by a number with a multiplication.
+    g = grad.float()
+    if grad_scale != 1.0:
+        g = g * grad_scale
+    if l2 != 0.0:
+        g = (p.double().mul_(l2).add_(g)).float()
+    if decay != 1.0:
+        p.mul_(decay)
+    way = (g - m).mul_(lerp)
+    if from_grad:
+        torch.add(g, way, out=m)
+    else:
+        m.add_(way)
+    v.mul_(beta2)
+    v.add_((g * square).mul_(g))
+    d = _sqrt(v).mul_(inverse_root).add_(eps)
+    p.add_((m * step_size).div_(d))
+    if out is not None:
+        out.copy_(p)
+
+
+def _sqrt(v: torch.Tensor) -> torch.Tensor:
+    # torch's float32 sqrt rounds correctly on CUDA, but with MKL it may be off by one. One ulp of
+    # float64 is nothing: the root of a float32 is never that close to halfway between two.
+    return v.double().sqrt_().float() if v.is_cpu else v.sqrt()
+
+
+# ---- sums of squares, sums, conversions, copies ----
+
+
+def sum_of_squares(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each span of 65,536 elements; the last may be shorter.
+
+    Each span is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
+    Inf show in the sum of their span. See [Note: norms] and [Note: the halving tree].
+
+    Args:
+        tensor: (n,) float32, bfloat16 or float16 on the CPU.
+
+    Returns:
+        (⌈n / 65536⌉,) float64.
+
+    Raises:
+        ParameterError: a wrong device, dtype or layout.
+    """
+    _check("tensor", tensor, tuple(_CODES), cpu=True)
+    sums = np.empty(-(-tensor.numel() // SPAN), dtype=np.float64)
+    _native.sum_of_squares(tensor.data_ptr(), _CODES[tensor.dtype], tensor.numel(), sums.ctypes.data)
+    return sums
+
+
+@torch.no_grad()
+def sum_of_squares_reference(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
+    """`sum_of_squares` in plain torch, for a tensor of any device: the same bits."""
+    _check("tensor", tensor, tuple(_CODES))
+    sums = []
+    for start in range(0, tensor.numel(), 16 * SPAN):
+        part = tensor[start : start + 16 * SPAN].double()
+        spans = -(-part.numel() // SPAN)
+        part = torch.nn.functional.pad(part, (0, spans * SPAN - part.numel()))
+        rows = (part * part).view(spans, SPAN // _COLUMNS, _COLUMNS)
+        while rows.shape[1] > 1:  # neighbours first: the tree's halves from its leaves up
+            rows = rows[:, 0::2] + rows[:, 1::2]
+        columns = rows[:, 0]
+        while columns.shape[1] > 1:
+            half = columns.shape[1] // 2
+            columns = columns[:, :half] + columns[:, half:]
+        sums.append(columns[:, 0].cpu())
+    return torch.cat(sums).numpy() if sums else np.empty(0, dtype=np.float64)
+
+
+def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Add `source` to `target`, in place, in float32.
+
+    Args:
+        target: (n,) float32 on the CPU.
+        source: (n,) float32, bfloat16 or float16 on the CPU.
+
+    Raises:
+        ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
+    """
+    _check("target", target, (torch.float32,), cpu=True)
+    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
+    _check_disjoint((("target", target), ("source", source)))
+    _native.accumulate(target.data_ptr(), source.data_ptr(), _CODES[source.dtype], target.numel())
+
+
+def convert(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Write `source`, rounded to nearest (ties to even), to `target`.
+
+    A NaN becomes torch's NaN: 0xFFFF in bfloat16, its leading bits in float16.
+
+    Args:
+        target, source: (n,) float32, bfloat16 or float16 on the CPU.
+
+    Raises:
+        ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
+    """
+    _check("target", target, tuple(_CODES), cpu=True)
+    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
+    _check_disjoint((("target", target), ("source", source)))
+    if target.dtype is source.dtype:
+        _native.copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        codes = _CODES[target.dtype], _CODES[source.dtype]
+        _native.convert(target.data_ptr(), codes[0], source.data_ptr(), codes[1], target.numel())
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy `nbytes` from address `source` to address `target` on several threads.
+
+    The addresses are trusted: both ranges must be mapped and must not overlap.
+
+    Raises:
+        ParameterError: `nbytes` is negative, or the ranges overlap.
+    """
+    if nbytes < 0 or (abs(target - source) < nbytes and nbytes):
+        raise _wrong(
+            "these bytes cannot be copied", "two ranges apart", (target, source, nbytes), "copy once"
+        )
+    _native.copy_bytes(target, source, nbytes)
+
+
+# ---- checks ----
+
+_Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def _state(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+) -> _Named:
+    _check("master", master, (torch.float32,))
+    numel = master.numel()
+    _check("exp_avg", exp_avg, (torch.float32,), numel=numel)
+    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel=numel)
+    _check("grad", grad, tuple(_CODES), numel=numel)
+    named = [("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)]
+    if out is not None:
+        _check("out", out, tuple(_CODES), numel=numel)
+        named.append(("out", out))
+    return named
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    numel: int | None = None,
+    cpu: bool = False,
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise _wrong(f"{name} is not a tensor", "a torch.Tensor", type(tensor).__name__, "pass a tensor")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise _wrong(f"{name} has a wrong dtype", wanted, tensor.dtype, f"convert {name}")
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+        found = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+        raise _wrong(f"{name} is not flat and contiguous", "a contiguous 1-D tensor", found, "flatten it")
+    if numel is not None and tensor.numel() != numel:
+        raise _wrong(f"{name} has a wrong length", f"{numel} elements", tensor.numel(), f"cut {name}")
+    if cpu and not tensor.is_cpu:
+        raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, f"copy {name} to the CPU")
+
+
+def _check_disjoint(named: _Named) -> None:
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
+    for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
+        if start < end:
+            found = f"{end - start} bytes in common"
+            raise _wrong(f"{first} and {second} overlap", "memory apart", found, "give each its own memory")
+
+
+def _pack(segments: Sequence[Segment]) -> bytes:
+    try:
+        return b"".join([_PACKED.pack(*segment) for segment in segments])
+    except (struct.error, TypeError, OverflowError) as error:
+        raise _bad_segment(error) from error
+
+
+def _bad_segment(error: Exception, index: int | None = None) -> ParameterError:
+    found = str(error) if index is None else str(error).replace("segment 0", f"segment {index}")
+    return _wrong(
+        "a segment cannot be updated",
+        "segments in ascending order within the chunk, step ≥ 1, betas in [0, 1), numbers for scalars",
+        found,
+        "correct the segment",
+    )
+
+
+def _wrong(what: str, expected: object, found: object, cure: str) -> ParameterError:
+    return ParameterError(what, expected=expected, found=str(found), cure=cure)
