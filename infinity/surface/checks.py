@@ -16,7 +16,7 @@ from infinity.planning.footprint import Budget
 from infinity.planning.partition import ChunkPlan, ParamSpec
 from infinity.storage.layout import ChunkSpec, PartSpec
 from infinity.training.discover import UnitMembers
-from infinity.training.param import SHARDED
+from infinity.training.param import sharded_of
 
 
 def budget_of(config: Config, device: Device) -> Budget:
@@ -47,7 +47,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
     groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     named = list(model.named_parameters(remove_duplicate=True))
     for name, param in named:
-        if param in SHARDED:
+        if sharded_of(param) is not None:
             raise WrapError(
                 f"the parameter {name!r} belongs to a wrapped model already",
                 expected="a model that is wrapped once",

@@ -297,7 +297,7 @@ def gathered(
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
-    engine.residency.acquire(indices, owner, note=False)
+    engine.residency.acquire(indices, owner, note=False, keep=True)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.residency.release, indices, owner)
         if write:

@@ -11,6 +11,7 @@ FSDP2); what lacks either end is settled when the outermost backward ends.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class Hooks:
         for sharded in params:
             if sharded.param.requires_grad:
                 self._handles.append(
-                    sharded.param.register_post_accumulate_grad_hook(self._gradient_hook(sharded))
+                    sharded.param.register_post_accumulate_grad_hook(_gradient_hook(self, sharded))
                 )
         self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
             id(s.module): [
@@ -233,19 +234,28 @@ class Hooks:
             self._gradients.flush(self._residency.units[index])
         self._residency.release(call.scope.units, call)
 
-    def _gradient_hook(self, sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
+    def _gradient_arrives(self, sharded: ShardedParam) -> None:
+        param = sharded.param
+        grad = param.grad
+        if grad is not None and not isinstance(grad, ShardedGrad):
+            param.grad = ShardedGrad(sharded, self._gradients)
+            self._gradients.deliver(sharded, grad, fresh=True)
+        self._queue_end()
         unit = self._residency.units[sharded.unit]
+        if self._gradients.complete(unit):
+            self._gradients.flush(unit)
 
-        def take(param: torch.Tensor) -> None:
-            grad = param.grad
-            if grad is not None and not isinstance(grad, ShardedGrad):
-                param.grad = ShardedGrad(sharded, self._gradients)
-                self._gradients.deliver(sharded, grad, fresh=True)
-            self._queue_end()
-            if self._gradients.complete(unit):
-                self._gradients.flush(unit)
 
-        return take
+def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
+    # Weak: autograd keeps the hook where the garbage collector does not look.
+    weak_hooks, weak_sharded = weakref.ref(hooks), weakref.ref(sharded)
+
+    def take(param: torch.Tensor) -> None:
+        owner, mine = weak_hooks(), weak_sharded()
+        if owner is not None and mine is not None:
+            owner._gradient_arrives(mine)
+
+    return take
 
 
 def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:

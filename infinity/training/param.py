@@ -13,6 +13,7 @@ the step fails as it does in torch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,9 @@ _METADATA: set[Any] = {
     _T.grad.__delete__,
     _T._backward_hooks.__set__,
     torch._has_compatible_shallow_copy_type,
+    torch.autograd.grad,
+    torch.autograd.backward,
+    _T.backward,
 }
 _CURE = "read or edit it inside `with infinity.gathered(params):` (write=True to edit)"
 
@@ -152,12 +156,12 @@ def _set_data(param: ReleasedParameter, value: object) -> Any:
 
 
 def _detach(param: ReleasedParameter) -> Any:
-    sharded = SHARDED.get(param)
+    sharded = sharded_of(param)
     return sharded.on_detach() if sharded is not None and sharded.on_detach else NotImplemented
 
 
 def _copy(param: ReleasedParameter, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    sharded = SHARDED.get(param)
+    sharded = sharded_of(param)
     if sharded is None or sharded.on_copy is None:
         return NotImplemented
     sharded.on_copy(source)
@@ -193,7 +197,7 @@ class ShardedParam:
         self.on_copy: Callable[[torch.Tensor], None] | None = None
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
-        SHARDED[param] = self
+        _SHARDED[param] = weakref.ref(self)  # the engine holds it
 
     @property
     def name(self) -> str:
@@ -241,10 +245,16 @@ class ShardedParam:
         )
 
 
-SHARDED: Any = WeakIdKeyDictionary()
+_SHARDED: Any = WeakIdKeyDictionary()
+
+
+def sharded_of(param: torch.Tensor) -> ShardedParam | None:
+    """Return what an engine knows of `param`; None if it belongs to none."""
+    reference = _SHARDED.get(param)
+    return reference() if reference is not None else None
 
 
 def name_of(param: torch.Tensor) -> str:
     """Return the name that the engine knows a parameter by."""
-    sharded = SHARDED.get(param)
+    sharded = sharded_of(param)
     return sharded.name if sharded is not None else "?"

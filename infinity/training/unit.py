@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from infinity.core.errors import ParameterChangedError
+from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.device import Device
 from infinity.planning.partition import UnitLayout
@@ -46,6 +46,7 @@ class ParamUnit:
         self.resident = resident
         self.state = ParamState.SHARDED
         self.users: set[object] = set()
+        self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.storage = torch.UntypedStorage(0, device=device.torch_device)
         self._device = device
         self._fetch: Fetch | None = None
@@ -115,6 +116,11 @@ class ParamUnit:
         self.storage.resize_(0)
         self.state = ParamState.SHARDED
 
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has a claim on it."""
+        return bool(self.users or self.keepers)
+
     def settled(self) -> bool:
         """Return whether freeing the unit would not wait."""
         return self._fetch is None or self._fetch.settled()
@@ -138,11 +144,14 @@ class Residency:
         self._fetcher = fetcher
         self._warned = False
 
-    def acquire(self, indices: Iterable[int], user: object, *, note: bool = True) -> None:
-        """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user."""
+    def acquire(self, indices: Iterable[int], user: object, *, note: bool = True, keep: bool = False) -> None:
+        """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user.
+
+        `note`: record it in the schedule. `keep`: the claim outlives `forget_users`.
+        """
         wanted = [self.units[i] for i in indices]
         for unit in wanted:
-            unit.users.add(user)
+            (unit.keepers if keep else unit.users).add(user)
             if note and not unit.resident:
                 self.schedule.note(unit.index)
         for unit in wanted:
@@ -162,22 +171,35 @@ class Residency:
         for i in indices:
             unit = self.units[i]
             unit.users.discard(user)
-            if not unit.users and not unit.resident and unit.state is ParamState.UNSHARDED:
+            unit.keepers.discard(user)
+            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
                 unit.idle()
 
     def forget_users(self) -> None:
         """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
         for unit in self.units:
             unit.users.clear()
-            if not unit.resident and unit.state is ParamState.UNSHARDED:
+            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
                 unit.idle()
 
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
-        """Free every unit that is not resident, whoever uses it (its copy is about to change)."""
+        """Free every unit that is not resident (its copy is about to change).
+
+        Raises:
+            ParameterError: one of them is inside a `gathered` block.
+        """
         chosen = self.units if indices is None else [self.units[i] for i in indices]
         for unit in chosen:
             if unit.resident:
                 continue
+            if unit.keepers:
+                raise ParameterError(
+                    f"the parameters of unit {unit.layout.name!r} are about to change inside a "
+                    "`gathered` block",
+                    expected="step() and load_state_dict() outside the block",
+                    found="a block that is still open",
+                    cure="leave `with infinity.gathered(...)` first",
+                )
             unit.users.clear()
             if unit.state is ParamState.UNSHARDED:
                 unit.idle()
@@ -202,7 +224,7 @@ class Residency:
 
     def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
         """Units that may go, the one needed last first."""
-        units = [u for u in self.units if not u.resident and not u.users and u.state is ParamState.FETCHING]
+        units = [u for u in self.units if not u.resident and not u.in_use and u.state is ParamState.FETCHING]
         return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
 
     def _make_room(self, unit: ParamUnit) -> None:

@@ -167,14 +167,11 @@ class ChunkVisit:
     def write(self, *, state: bool, copy: bool) -> None:
         """Start sending back what changed; `leave` waits for it."""
         plan, store, lease = self._plan, self._places.store, self._lease
-        parts: dict[str, int] = {}
         if lease is not None:
             if state and plan.state_tier is Tier.NVME:
-                parts["state"] = self._state_at
+                self._transfers.append(store.write(self.chunk.id, "state", lease, self._state_at))
             if copy and plan.copy_tier is Tier.NVME:
-                parts["copy"] = self._copy_at
-            if parts:
-                self._transfers.append(store.write_parts(self.chunk.id, parts, lease))
+                self._transfers.append(store.write(self.chunk.id, "copy", lease, self._copy_at))
             if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased:
                 source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
                 device = self._places.device
