@@ -1,0 +1,106 @@
+# `make train` and `make test` set up all that they need. Needs gcc, g++, make and Python ≥ 3.10
+# with its headers; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# What `pip` installs. The package itself takes any torch ≥ 2.6; these commands take this one.
+# A machine without a GPU may prefer the smaller build:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+TORCH := torch==2.13.0
+BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
+TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \
+         ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
+
+# What `make train` runs.
+TRAIN := $(BIN)/infinity train
+
+# Debian packages that some tests use; without them those tests say so.
+PACKAGES := e2fsprogs fio fuse3 libaio1 libfuse3-dev pkg-config strace
+
+NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -type f -name '*.h' \
+                  -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
+FORMATTED := $(filter-out %.py,$(NATIVE))
+PYTEST := $(BIN)/python -m pytest
+CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
+
+.PHONY: help setup train test test-slow test-gpu lint types bench clean
+
+help:
+	@echo "make train      set up, then train a small GPT with its state on disk"
+	@echo "make test       set up, then run the tests"
+	@echo "make test-slow  the tests that take long or much disk;  make test-gpu: those for a GPU"
+	@echo "make lint types bench clean"
+
+setup: $(VENV)/.built
+
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "infinity needs Python 3.10 or later")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(BUILD),'$(p)')
+	touch $@
+
+# Editable: a change of Python needs nothing; pyproject.toml names what else to install.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(NATIVE)
+	$(BIN)/python setup.py -q build_ext --inplace --force
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.torch Makefile
+	$(BIN)/python -m pip install -q $(foreach p,$(TOOLS),'$(p)')
+	touch $@
+
+$(VENV)/.packages: $(VENV)/.python Makefile
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  missing=(); \
+	  for p in $(PACKAGES); do dpkg -s "$$p" >/dev/null 2>&1 || missing+=("$$p"); done; \
+	  if [ $${#missing[@]} -gt 0 ]; then \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get update -qq || true; \
+	    for p in "$${missing[@]}"; do \
+	      apt-get install -y -qq --no-install-recommends "$$p" >/dev/null \
+	        || echo "$$p could not be installed; tests that need it will say so"; \
+	    done; \
+	  fi; \
+	fi
+	@touch $@
+
+train: $(VENV)/.built
+	$(TRAIN)
+
+test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
+	$(PYTEST) -m "slow and not gpu" --timeout 3600
+
+test-gpu: $(VENV)/.built $(VENV)/.tools
+	$(PYTEST) -m gpu
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+types: $(VENV)/.built $(VENV)/.tools
+	$(BIN)/mypy
+
+bench: $(VENV)/.built $(VENV)/.tools
+	@for script in benchmarks/bench_*.py; do \
+	  [ -e "$$script" ] || { echo "no benchmarks yet"; break; }; \
+	  echo "$$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:
+	rm -rf $(VENV) $(CLEAN) .pytest_cache .mypy_cache .ruff_cache .hypothesis
