@@ -34,6 +34,7 @@ from typing import Final
 
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+from infinity.hardware.aio import DirectFile
 
 SUBDIRECTORY: Final = "infinity"
 _ATTEMPTS: Final = 10
@@ -55,6 +56,7 @@ class Arena:
 
     Attributes:
         path, fd, direct: the file, its descriptor, and whether it bypasses the page cache.
+        file: the same, for rings.
 
     Raises:
         DirectoryError: the directory is missing, no directory, read-only, closed to us, full or in
@@ -75,6 +77,7 @@ class Arena:
             self._folder = self._open_folder()
             self._open_locked()
             self._allocate()
+            self.file = DirectFile(self.path, self.fd, direct=self.direct)
         except OSError as error:
             self._close_descriptors()
             if isinstance(error, DirectoryError):
@@ -293,6 +296,7 @@ class Arena:
         """
         if self.fd >= 0 and self._pid == os.getpid():
             self._unlink()
+            self.file.close()
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:

@@ -42,6 +42,28 @@ class PartSpec(NamedTuple):
         """Bytes of all sections."""
         return sum(self.sections)
 
+    def choose(self, sections: range | None) -> range:
+        """Return the indices of `sections`, of all if None.
+
+        Raises:
+            ValueError: they are not neighbouring sections of this part.
+        """
+        whole = range(len(self.sections))
+        if sections is None:
+            return whole
+        if sections.step != 1 or not 0 <= sections.start < sections.stop <= whole.stop:
+            raise ValueError(f"{sections} are not neighbouring sections of {whole.stop}")
+        return sections
+
+    def clamp(self, sections: range, length: int) -> list[int]:
+        """Return the bytes of each section that lie within the first `length` of the part."""
+        sizes = []
+        begin = sum(self.sections[: sections.start])
+        for index in sections:
+            sizes.append(min(max(length - begin, 0), self.sections[index]))
+            begin += self.sections[index]
+        return sizes
+
 
 #: The parts of one chunk, by name.
 ChunkSpec = Mapping[str, PartSpec]

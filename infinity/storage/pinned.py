@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, NamedTuple
 
@@ -29,6 +29,7 @@ from .memory import HostMapping, Register
 
 #: No wait is longer than this, so that an interrupt arrives (seconds).
 _POLL: Final = 0.1
+_HELP: Final = 0.005
 #: What a transfer may still write to is kept mapped for the life of the process.
 _KEPT: list[HostMapping] = []
 
@@ -110,6 +111,11 @@ class Lease:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are not within a lease of {self.nbytes}")
         base = self._slot.index * self._slot.quota.stride
         return self._slot.mapping.tensor(base + offset, nbytes, dtype)
+
+    @property
+    def released(self) -> bool:
+        """Whether this handle was given up."""
+        return self._released
 
     def retain(self) -> Lease:
         """Return a handle for a second user; the slot goes home after the last `release`."""
@@ -209,6 +215,7 @@ class PinnedPool:
         self._closed = False
         self._unregister = unregister
         self._registered: list[HostMapping] = []
+        self._helpers: list[Callable[[float], bool]] = []
         self._quotas: dict[str, _Quota] = {}
         try:
             for name, (slot_nbytes, slots) in quotas.items():
@@ -244,8 +251,15 @@ class PinnedPool:
             BudgetError: no slot of the quota is so large, or there is no such quota.
             ClosedError: the pool was closed, or belongs to another process.
         """
+        share = self._quota(quota, nbytes)
         with self._lock:
-            return self._take(self._quota(quota, nbytes), nbytes)
+            lease = self._take(share, nbytes)
+        if lease is None and self._helpers:
+            for help_out in tuple(self._helpers):
+                help_out(0.0)
+            with self._lock:
+                lease = self._take(share, nbytes)
+        return lease
 
     def lease(self, quota: str, nbytes: int, timeout: float | None = None) -> Lease:
         """Return a lease of `nbytes`; block until the quota has a free slot.
@@ -261,23 +275,41 @@ class PinnedPool:
             if lease is not None:
                 return lease
             share.waits += 1
-            start = time.monotonic()
-            try:
-                while lease is None:
-                    left = _POLL if timeout is None else start + timeout - time.monotonic()
-                    if left <= 0:
-                        raise DeadlineError(
-                            f"no lease of the quota {quota!r} came home in {timeout} s",
-                            expected=f"a free slot of {format_size(share.slot_nbytes)}",
-                            found=f"{share.in_use} of {share.slots} slots lent, "
-                            f"{share.quarantined} in quarantine",
-                            cure="give the quota more slots (host_memory), or look for a slow drive",
-                        )
-                    self._home.wait(min(left, _POLL))
+        start = time.monotonic()
+        try:
+            while lease is None:
+                left = _POLL if timeout is None else start + timeout - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"no lease of the quota {quota!r} came home in {timeout} s",
+                        expected=f"a free slot of {format_size(share.slot_nbytes)}",
+                        found=f"{share.in_use} of {share.slots} slots lent, "
+                        f"{share.quarantined} in quarantine",
+                        cure="give the quota more slots (host_memory), or look for a slow drive",
+                    )
+                helped = [help_out(min(left, _HELP)) for help_out in tuple(self._helpers)]
+                with self._lock:
                     lease = self._take(share, nbytes)
-            finally:
-                share.wait_seconds += time.monotonic() - start
+                    if lease is None and not any(helped):
+                        # What ends a transfer is a call, not a thread: with helpers, look again soon.
+                        self._home.wait(min(left, _HELP if helped else _POLL))
+                        lease = self._take(share, nbytes)
             return lease
+        finally:
+            with self._lock:
+                share.wait_seconds += time.monotonic() - start
+
+    def add_helper(self, help_out: Callable[[float], bool]) -> None:
+        """Have `help_out(seconds)` called while a thread waits for a lease, without a lock held.
+
+        It may wait so long for what holds leases, and returns whether there was anything."""
+        with self._lock:
+            self._helpers.append(help_out)
+
+    def remove_helper(self, help_out: Callable[[float], bool]) -> None:
+        """Undo `add_helper`."""
+        with self._lock:
+            self._helpers.remove(help_out)
 
     def _quota(self, name: str, nbytes: int) -> _Quota:
         quota = self._quotas.get(name)

@@ -1,0 +1,436 @@
+"""The store: the parts of chunks, on host memory or NVMe, under integer ids."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from infinity.core.errors import ClosedError, InfinityError, StorageError
+from infinity.core.sizes import ALIGNMENT, MiB, Tier, ceil_to
+from infinity.hardware.aio import Priority, Ring, RingStats, crc32c
+
+from .arena import Arena
+from .layout import ChunkSpec, Extent, Layout, PartSpec
+from .memory import HostMemory, Register
+from .order import Order
+from .pinned import Lease, PinnedPool
+from .table import DROPPED, ChunkTable
+from .transfer import Transfer, again, named
+
+__all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
+
+
+class DirectoryStats(NamedTuple):
+    """What was given to one directory's ring: bytes (padding included) and transfers."""
+
+    path: str
+    arena_nbytes: int
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+
+
+class Store:
+    """Bytes of `chunks` on their tiers.
+
+    Args:
+        chunks: the parts of each chunk; a chunk's id is its index.
+        directories: for the parts on NVMe.
+        pool: lends the leases; its memory is registered with the rings.
+        slots: versions of each versioned part on NVMe, 1 or 2.
+        rank: number of this rank; each has its own arenas.
+        weights: bandwidth of each directory in any unit; None: equal.
+        backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring.
+        register, unregister: pin the memory of the host tier for a device.
+
+    Raises:
+        ConfigError: `chunks`, `weights` or `slots` make no sense.
+        DirectoryError: a directory cannot be used.
+        BudgetError: the host tier gets no memory.
+        BackendError: the I/O backend does not work here.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkSpec],
+        *,
+        directories: Sequence[str],
+        pool: PinnedPool,
+        slots: int = 1,
+        rank: int = 0,
+        weights: Sequence[float] | None = None,
+        backend: str = "auto",
+        block_bytes: int = MiB,
+        queue_depth: int = 32,
+        deadline: float = 120.0,
+        delay_seed: int | None = None,
+        register: Register | None = None,
+        unregister: Register | None = None,
+    ) -> None:
+        self.layout = Layout(chunks, len(directories), weights=weights, slots=slots)
+        self.table = ChunkTable(self.layout)
+        self._order = Order(self.layout, self.table, self._start)
+        self._pool = pool
+        self._pid = os.getpid()
+        self._closed = False
+        self._moved = [[0, 0, 0, 0] for _ in directories]  # bytes read, written; reads, writes
+        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self._arenas: list[Arena] = []
+        self._rings: list[Ring] = []
+        self._memory: HostMemory | None = None
+        try:
+            # Every directory is tried before anything large is taken.
+            if any(self.layout.arena_nbytes):
+                for directory, nbytes in zip(directories, self.layout.arena_nbytes, strict=True):
+                    self._arenas.append(Arena(directory, nbytes, rank=rank))
+            for index, arena in enumerate(self._arenas):
+                ring = Ring(
+                    f"nvme{index}",
+                    path=os.path.dirname(arena.path),
+                    backend=backend,
+                    block_bytes=block_bytes,
+                    queue_depth=queue_depth,
+                    deadline=deadline,
+                    delay_seed=None if delay_seed is None else delay_seed + index,
+                )
+                self._rings.append(ring)
+                ring.register_file(arena.file)
+                for address, size in pool.buffers():
+                    ring.register_buffer(address, size)
+            self._memory = HostMemory(self.layout.host_nbytes, register=register, unregister=unregister)
+            for number, chunk in enumerate(self.layout.chunks):
+                for name, spec in chunk.items():
+                    if spec.tier is Tier.HOST:
+                        self._host[number, name] = self._memory.take(spec.nbytes)
+        except BaseException:
+            self._release_all()
+            raise
+        pool.add_helper(self._order.help_out)
+
+    # ------------------------------------------------------------------ what is where
+
+    def spec(self, chunk: int, part: str) -> PartSpec:
+        """Return the spec of a part.
+
+        Raises:
+            KeyError, IndexError: there is no such part, or no such chunk.
+        """
+        return self.layout.chunks[chunk][part]
+
+    def tier(self, chunk: int, part: str) -> Tier:
+        """Return the tier of a part."""
+        return self.spec(chunk, part).tier
+
+    def nbytes(self, chunk: int, part: str) -> int:
+        """Return the bytes that a part holds now: all of its sections, or fewer for an unversioned
+        part of which fewer were written, or 0 after `drop`."""
+        spec = self.spec(chunk, part)
+        return spec.nbytes if spec.versioned else max(0, self.table.length(chunk, part))
+
+    def view(self, chunk: int, part: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return the memory of a part on the host tier as a 1-d tensor.
+
+        Raises:
+            StorageError: the part is on NVMe.
+        """
+        memory = self._host.get((chunk, part))
+        if memory is None:
+            raise StorageError(
+                f"part {part!r} of chunk {chunk} has no memory",
+                expected="a part on the host tier",
+                found=str(self.tier(chunk, part)),
+                cure="read it into a lease",
+            )
+        return memory if dtype is torch.uint8 else memory.view(dtype)
+
+    # ------------------------------------------------------------------ transfers
+
+    def read(
+        self,
+        chunk: int,
+        part: str,
+        lease: Lease,
+        offset: int = 0,
+        *,
+        sections: range | None = None,
+        priority: Priority = Priority.NORMAL,
+    ) -> Transfer:
+        """Start reading a part, or some neighbouring sections of it, into `lease` from byte
+        `offset` on (a multiple of 4096). Never waits for a drive.
+
+        Returns:
+            A transfer whose `nbytes` is what the part holds.
+
+        Raises:
+            StorageError: the part was dropped; or the error of an earlier transfer.
+            ValueError: the range does not fit the lease or the part.
+        """
+        self.check()
+        spec = self.spec(chunk, part)
+        chosen = spec.choose(sections)
+        with self._order.lock:
+            sizes = self._sizes(chunk, part, spec, chosen)
+            crcs = self.table.crcs(chunk, part, chosen) if spec.tier is Tier.NVME else ()
+            slot = self._order.newest_slot(chunk, part)
+            transfer = self._transfer(False, chunk, part, slot, chosen, sizes, crcs, lease, offset, priority)
+            if not transfer.finished:
+                self._order.submit(transfer)
+        if spec.tier is Tier.HOST:
+            source = self._host_bytes(chunk, part, chosen, transfer.nbytes)
+            lease.tensor(torch.uint8, offset, transfer.nbytes).copy_(source)
+        return transfer
+
+    def write(
+        self,
+        chunk: int,
+        part: str,
+        lease: Lease,
+        offset: int = 0,
+        *,
+        nbytes: int | None = None,
+        sections: range | None = None,
+        crcs: Sequence[int] | None = None,
+        generation: int = 0,
+        priority: Priority = Priority.NORMAL,
+    ) -> Transfer:
+        """Start writing a part, or some neighbouring sections of it, from `lease` from byte
+        `offset` on (a multiple of 4096). Never waits for a drive.
+
+        Args:
+            nbytes: how much of an unversioned part is written, from its beginning; the rest of it
+                is given up. What the lease holds up to the next multiple of 4096 is written too.
+            sections: write these and keep the others; with two slots only where nothing else is in
+                the slot: the generation in use again, or a chunk that was never written.
+            crcs: CRC32C of each section that is written; None: computed here.
+            generation: the step that the bytes belong to; see [Note: a slot flips as a whole].
+
+        Raises:
+            StorageError: parts of the last generation are missing; or the error of an earlier
+                transfer.
+            ValueError: the range does not fit the lease or the part; an older generation.
+        """
+        self.check()
+        spec = self.spec(chunk, part)
+        chosen = spec.choose(sections)
+        sizes = list(spec.sections[chosen.start : chosen.stop])
+        if nbytes is not None and nbytes != sum(sizes):
+            if spec.versioned or sections is not None or not 0 <= nbytes < spec.nbytes:
+                raise ValueError(f"{nbytes} of {sum(sizes)} bytes of part {part!r} cannot be written")
+            sizes = spec.clamp(chosen, nbytes)
+        _check_room(lease, offset, sum(sizes))
+        if spec.tier is Tier.HOST:
+            target = self._host_bytes(chunk, part, chosen, sum(sizes))
+            target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
+        elif crcs is None:
+            crcs = _crcs(lease.io_address + offset, sizes)
+        elif len(crcs) != len(sizes):
+            raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
+        with self._order.lock:
+            slot = 0
+            if spec.versioned and spec.tier is Tier.NVME:
+                whole = len(chosen) == len(spec.sections)
+                slot = self._order.slot_to_write(chunk, part, generation, whole=whole)
+            elif not spec.versioned and sections is None:
+                self.table.set_length(chunk, part, sum(sizes))
+            elif not spec.versioned and self.table.length(chunk, part) != spec.nbytes:
+                raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
+            if spec.tier is Tier.NVME:
+                self.table.set_crcs(chunk, part, chosen, crcs or ())
+            transfer = self._transfer(True, chunk, part, slot, chosen, sizes, (), lease, offset, priority)
+            if not transfer.finished:
+                self._order.submit(transfer)
+        return transfer
+
+    def drop(self, chunk: int, part: str) -> None:
+        """Give up the contents of an unversioned part; it may not be read until it is written.
+
+        Raises:
+            ValueError: the part is versioned.
+        """
+        self.check()
+        if self.spec(chunk, part).versioned:
+            raise ValueError(f"part {part!r} is versioned; its contents cannot be dropped")
+        with self._order.lock:
+            self.table.set_length(chunk, part, DROPPED)
+
+    # ------------------------------------------------------------------ the end of things
+
+    def check(self) -> None:
+        """See to what is complete, and raise what went wrong: each call does, from the first
+        failure on.
+
+        Raises:
+            StorageError: the first error of a transfer.
+            ClosedError: the store was closed, or belongs to another process.
+        """
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "the store belongs to the process that made it",
+                found=f"process {os.getpid()}, a child of {self._pid}",
+                cure="make a new engine in the child",
+            )
+        self._order.sweep()
+        failed = self._order.failed
+        if failed is not None and failed.error is not None:
+            failed.seen = True
+            raise again(failed.error)
+        if self._closed:
+            raise ClosedError("the store was closed")
+
+    def flush(self) -> None:
+        """Block until no write is pending.
+
+        Raises:
+            StorageError: a transfer failed, or parts of a generation were never written.
+        """
+        self.check()
+        while writes := self._order.pending(writes=True):
+            for transfer in writes:
+                transfer.complete(None)
+        self.check()
+        self._order.raise_incomplete()
+
+    def stats(self) -> tuple[DirectoryStats, ...]:
+        """Return what was given to the drives, by directory."""
+        with self._order.lock:
+            return tuple(
+                DirectoryStats(arena.directory, arena.nbytes, *moved)
+                for arena, moved in zip(self._arenas, self._moved, strict=False)
+            )
+
+    def ring_stats(self) -> list[RingStats]:
+        """Return the figures of each directory's ring, in the order of the directories."""
+        return [ring.stats() for ring in self._rings]
+
+    def close(self) -> None:
+        """Wait for all that is pending, end the rings and remove the arenas. A second call does
+        nothing.
+
+        Raises:
+            StorageError: a transfer failed and nobody was told yet, or one is past its deadline.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._pool.remove_helper(self._order.help_out)
+        try:
+            while pending := self._order.pending():
+                for transfer in pending:
+                    transfer.complete(None)
+        finally:
+            self._release_all()
+        failed = self._order.failed
+        if failed is not None and failed.error is not None and not failed.seen:
+            failed.seen = True
+            raise again(failed.error)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _transfer(
+        self,
+        is_write: bool,
+        chunk: int,
+        part: str,
+        slot: int,
+        sections: range,
+        sizes: Sequence[int],
+        crcs: Sequence[int],
+        lease: Lease,
+        offset: int,
+        priority: Priority,
+    ) -> Transfer:
+        """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
+        nbytes = ceil_to(sum(sizes), ALIGNMENT)
+        _check_room(lease, offset, nbytes)
+        if self.tier(chunk, part) is Tier.NVME:
+            extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)
+            path = self._arenas[extent.directory].path
+        else:
+            extent, path = Extent(-1, 0, nbytes), ""
+        transfer = Transfer(
+            is_write=is_write,
+            chunk=chunk,
+            part=part,
+            slot=slot,
+            sections=sections,
+            sizes=sizes,
+            crcs=crcs,
+            extent=extent,
+            path=path,
+            lease=lease,
+            offset=offset,
+            priority=priority,
+            order=self._order,
+        )
+        transfer.finished = not path or nbytes == 0
+        return transfer
+
+    def _host_bytes(self, chunk: int, part: str, sections: range, nbytes: int) -> torch.Tensor:
+        begin = sum(self.spec(chunk, part).sections[: sections.start])
+        return self._host[chunk, part][begin : begin + nbytes]
+
+    def _start(self, transfer: Transfer) -> InfinityError | None:
+        """Give a transfer to its ring; return the error if the ring refuses it."""
+        directory, offset, nbytes = transfer.extent
+        ring = self._rings[directory]
+        call = ring.write if transfer.is_write else ring.read
+        address = transfer.lease.io_address + transfer.offset
+        try:
+            transfer.ticket = call(
+                self._arenas[directory].file, offset, address, nbytes, priority=transfer.priority
+            )
+        except InfinityError as error:
+            return named(error, transfer)
+        moved = self._moved[directory]
+        moved[transfer.is_write] += nbytes
+        moved[2 + transfer.is_write] += 1
+        return None
+
+    def _sizes(self, chunk: int, part: str, spec: PartSpec, sections: range) -> list[int]:
+        """Return the valid bytes of each section."""
+        if spec.versioned:
+            return list(spec.sections[sections.start : sections.stop])
+        length = self.table.length(chunk, part)
+        if length == DROPPED:
+            raise StorageError(
+                f"part {part!r} of chunk {chunk} was dropped",
+                expected="a part that was written since",
+                found="nothing",
+                cure="write it before it is read",
+            )
+        return spec.clamp(sections, length)
+
+    def _release_all(self) -> None:
+        with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            for arena in self._arenas:
+                stack.callback(arena.close)
+            for ring in self._rings:
+                stack.callback(ring.close)
+
+
+def _check_room(lease: Lease, offset: int, nbytes: int) -> None:
+    if lease.released:
+        raise ClosedError("this lease was released", cure="hold it until the transfer is complete")
+    if offset < 0 or offset % ALIGNMENT or offset + nbytes > lease.room:
+        raise ValueError(f"{nbytes} bytes at {offset} do not fit a lease with room for {lease.room}")
+
+
+def _crcs(address: int, sizes: Sequence[int]) -> list[int]:
+    result = []
+    for size in sizes:
+        result.append(crc32c(address, size))
+        address += size
+    return result

@@ -1,0 +1,237 @@
+"""One read or write of the store, from the call that began it to its end.
+
+No thread waits for transfers. Whoever notices first completes one: its own `wait`, a later call of
+the store, or a thread that waits for the pool and so for the leases that transfers hold.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infinity.core.errors import CorruptionError, DeadlineError, InfinityError, StorageError
+from infinity.hardware.aio import Priority, Ticket, crc32c
+
+from .layout import Extent
+from .pinned import Lease
+
+if TYPE_CHECKING:
+    from .order import Order, Version
+
+
+class Transfer:
+    """A read into a lease, or a write from one.
+
+    The store holds the lease until the transfer is complete; the caller keeps its own handle, and
+    does not touch the bytes, until `wait` has returned.
+
+    Attributes:
+        nbytes: valid bytes that are moved; on the way they are padded to a multiple of 4096.
+        waits_for: transfers that must be complete before this one may begin (the store's lock).
+        waited_by: those that wait for this one.
+    """
+
+    __slots__ = (
+        "_gate",
+        "_order",
+        "chunk",
+        "crcs",
+        "error",
+        "extent",
+        "finished",
+        "is_write",
+        "lease",
+        "nbytes",
+        "offset",
+        "part",
+        "path",
+        "priority",
+        "sections",
+        "seen",
+        "sizes",
+        "slot",
+        "ticket",
+        "version",
+        "waited_by",
+        "waits_for",
+    )
+
+    def __init__(
+        self,
+        *,
+        is_write: bool,
+        chunk: int,
+        part: str,
+        slot: int,
+        sections: range,
+        sizes: Sequence[int],
+        crcs: Sequence[int],
+        extent: Extent,
+        path: str,
+        lease: Lease,
+        offset: int,
+        priority: Priority,
+        order: Order,
+    ) -> None:
+        self.is_write = is_write
+        self.chunk = chunk
+        self.part = part
+        self.slot = slot
+        self.sections = sections
+        self.sizes = sizes  # valid bytes of each section
+        self.nbytes = sum(sizes)
+        self.crcs = crcs
+        self.extent = extent
+        self.path = path
+        self.lease = lease
+        self.offset = offset
+        self.priority = priority
+        self.version: Version | None = None
+        self._order = order
+        self._gate = threading.Lock()  # held by the one that completes it
+        self.ticket: Ticket | None = None
+        self.waits_for: set[Transfer] = set()
+        self.waited_by: list[Transfer] = []
+        self.finished = False
+        self.error: InfinityError | None = None
+        self.seen = False  # whether somebody was told of the error
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "under way" if self.ticket else "waiting"
+        return f"<Transfer: {self.name}, {self.nbytes} bytes, {state}>"
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return f"{'write' if self.is_write else 'read'} of part {self.part!r} of chunk {self.chunk}"
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting for a drive."""
+        return self.finished or (self.ticket is not None and self.ticket.done)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all bytes are moved; check those that were read.
+
+        Raises:
+            CorruptionError: bytes read are not those written; names chunk, part and section.
+            TransferError: the system reported an error.
+            DeadlineError: it is not complete within `timeout` seconds (it goes on, and may be
+                waited for again), or not within the ring's deadline (it failed).
+        """
+        if not self.complete(timeout):
+            raise DeadlineError(
+                f"the {self.name} is not complete",
+                path=self.path,
+                offset=self.extent.offset,
+                nbytes=self.extent.nbytes,
+                expected=f"{timeout} s at most",
+                found="still under way",
+                cure="wait longer",
+            )
+        if self.error is not None:
+            self.seen = True
+            raise again(self.error)
+
+    def take(self) -> None:
+        """Hold the lease for the time of the transfer; see [Note: one owner]."""
+        self.lease = self.lease.retain()
+        self.lease.begin_io(self.offset, self.extent.nbytes, into=not self.is_write)
+
+    def give_back(self) -> None:
+        """Undo `take`; what a transfer may still reach never goes home."""
+        if self.ticket is not None and self.ticket.quarantined:
+            self.lease.quarantine()
+        else:
+            self.lease.end_io(self.offset, self.extent.nbytes, into=not self.is_write)
+        self.lease.release()
+
+    def complete(self, timeout: float | None) -> bool:
+        """Wait for the end, and see to it. Return whether it was reached within `timeout`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.finished:
+            with self._order.lock:
+                first = self
+                while first.waits_for:
+                    first = next(iter(first.waits_for))
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not first.reap(left):
+                return False
+        return True
+
+    def reap(self, timeout: float | None, *, blocking: bool = True) -> bool:
+        """See to the end of this transfer, which was started; return whether it was reached."""
+        if self.finished:
+            return True
+        if not blocking:
+            if not self._gate.acquire(blocking=False):
+                return False
+        elif not self._gate.acquire(timeout=-1 if timeout is None else timeout):
+            return False
+        try:
+            if self.finished:
+                return True
+            ticket = self.ticket
+            if ticket is None:  # an error of the store found it before it was started
+                return False
+            error: InfinityError | None = None
+            try:
+                ticket.wait(timeout)
+            except InfinityError as found:
+                if timeout is not None and not ticket.done:
+                    return False  # our timeout, not its deadline
+                error = named(found, self)
+            if error is None and not self.is_write:
+                error = self._check()
+            self._order.finish(self, error)
+            return True
+        finally:
+            self._gate.release()
+
+    def _check(self) -> CorruptionError | None:
+        """Compare what was read with the table; see [Note: every read is checked]."""
+        address = self.lease.io_address + self.offset
+        at = self.extent.offset
+        for section, size, expected in zip(self.sections, self.sizes, self.crcs, strict=True):
+            found = crc32c(address, size)
+            if found != expected:
+                return CorruptionError(
+                    f"section {section} of part {self.part!r} of chunk {self.chunk} is not what was written",
+                    path=self.path,
+                    offset=at,
+                    nbytes=size,
+                    expected=f"CRC32C {expected:08x} for {size} bytes at offset {at} of {self.path}",
+                    found=f"{found:08x}",
+                    cure="check the drive (smartctl, dmesg); start again from a saved state",
+                )
+            address += size
+            at += size
+        return None
+
+
+def named(error: InfinityError, transfer: Transfer) -> InfinityError:
+    """Return an error of the I/O engine with the name of the transfer that it happened to."""
+    result = again(error, f"the {transfer.name} failed: {error.what}")
+    if isinstance(result, StorageError):
+        result.path = result.path or transfer.path
+        if result.offset is None:
+            result.offset, result.nbytes = transfer.extent.offset, transfer.extent.nbytes
+    return result
+
+
+def again(error: InfinityError, what: str | None = None) -> InfinityError:
+    """Return a copy of an error, to be raised once more with a traceback of its own."""
+    if not isinstance(error, StorageError):
+        return type(error)(what or error.what, expected=error.expected, found=error.found, cure=error.cure)
+    return type(error)(
+        what or error.what,
+        errno=error.errno,
+        path=error.path,
+        offset=error.offset,
+        nbytes=error.nbytes,
+        expected=error.expected,
+        found=error.found,
+        cure=error.cure,
+    )
