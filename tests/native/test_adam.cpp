@@ -1,0 +1,263 @@
+// The native core of the CPU Adam without Python, for the sanitizers. Buffers are heap blocks of
+// exactly the size that is said, so one element too far is an error. Exit status 0: all is well.
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "adam.h"
+
+using namespace infinity;
+
+namespace {
+
+std::atomic<int> failures{0};
+
+#define CHECK(what, ...)                                      \
+  do {                                                        \
+    if (!(what)) {                                            \
+      ++failures;                                             \
+      std::fprintf(stderr, "line %d: %s: ", __LINE__, #what); \
+      std::fprintf(stderr, __VA_ARGS__);                      \
+      std::fputc('\n', stderr);                               \
+    }                                                         \
+  } while (0)
+
+const Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
+size_t width(Dtype d) { return d == Dtype::none ? 0 : d == Dtype::f32 ? 4 : 2; }
+
+// `n` elements that begin `shift` elements into a block, and end at its end.
+struct Block {
+  std::unique_ptr<unsigned char[]> memory;
+  size_t size, skip;
+  Block(int64_t n, size_t element, int64_t shift)
+      : memory(new unsigned char[(n + shift) * element]), size(n * element), skip(shift * element) {
+    std::memset(memory.get(), 0, size + skip);
+  }
+  void* data() const { return memory.get() + skip; }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data());
+  }
+  bool operator==(const Block& b) const { return size == b.size && !std::memcmp(data(), b.data(), size); }
+};
+
+void fill(float* p, int64_t n, uint32_t seed, bool positive = false) {
+  for (int64_t i = 0; i < n; ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    p[i] = static_cast<float>(static_cast<int32_t>(seed)) * 0x1p-30f;
+    if ((seed >> 8) % 50 == 0) p[i] *= 1e-40f;
+    if (positive) p[i] = p[i] * p[i];
+  }
+}
+
+Segment whole(int64_t n) { return {0, n, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, 0.5, 1, 0, {}}; }
+
+struct State {
+  Block master, exp_avg, exp_avg_sq, grad, out;
+  Dtype grad_dtype, out_dtype;
+  State(int64_t n, Dtype g, Dtype o, int64_t shift)
+      : master(n, 4, shift),
+        exp_avg(n, 4, shift),
+        exp_avg_sq(n, 4, shift),
+        grad(n, width(g), shift),
+        out(n, width(o), shift),
+        grad_dtype(g),
+        out_dtype(o) {
+    fill(master.as<float>(), n, 1);
+    fill(exp_avg.as<float>(), n, 2);
+    fill(exp_avg_sq.as<float>(), n, 3, true);
+    std::vector<float> wide(n);
+    fill(wide.data(), n, 4);
+    convert(grad.data(), g, wide.data(), Dtype::f32, n);
+  }
+  Buffers buffers() const {
+    return {master.as<float>(), exp_avg.as<float>(), exp_avg_sq.as<float>(), grad.data(),
+            out_dtype == Dtype::none ? nullptr : out.data(), grad_dtype, out_dtype};
+  }
+  bool operator==(const State& s) const {
+    return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out;
+  }
+};
+
+void every_isa_gives_the_same_bits() {
+  const char* names[3];
+  int count = available_isas(names);
+  for (int64_t n : {0, 1, 7, 16, 33, 64, 1000, 10007})
+    for (Dtype g : kDtypes)
+      for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
+        for (int option = 0; option < 2; ++option) {
+          Segment s = whole(n);
+          if (option) s.decoupled = 0, s.maximize = 1, s.beta1 = 0.2;
+          CHECK(use_isa("scalar"), "scalar");
+          State expected(n, g, o, 0);
+          update(expected.buffers(), &s, 1);
+          for (int i = 0; i < count; ++i)
+            for (int64_t shift : {0, 1, 3}) {
+              CHECK(use_isa(names[i]), "%s", names[i]);
+              State found(n, g, o, shift);
+              update(found.buffers(), &s, 1);
+              CHECK(found == expected, "%s n=%d grad=%d out=%d", names[i], int(n), int(g), int(o));
+            }
+        }
+  CHECK(!use_isa("sse9"), "an unknown name is accepted");
+}
+
+void writes_past_the_caches_end_where_they_should() {
+  const int64_t n = (1 << 20) + 13;
+  const char* names[3];
+  int count = available_isas(names);
+  Segment s = whole(n);
+  State expected(n, Dtype::bf16, Dtype::bf16, 0);
+  use_isa("scalar");
+  update(expected.buffers(), &s, 1);
+  for (int i = 0; i < count; ++i)
+    for (int64_t shift : {0, 7}) {
+      use_isa(names[i]);
+      State found(n, Dtype::bf16, Dtype::bf16, shift);
+      update(found.buffers(), &s, 1);
+      CHECK(found == expected, "%s", names[i]);
+    }
+  State moved(n, Dtype::bf16, Dtype::bf16, 0), as_it_was(n, Dtype::bf16, Dtype::bf16, 0);
+  measure(moved.buffers(), n, true);
+  CHECK(moved.out == moved.grad, "the traffic of an update copies the gradient");
+  CHECK(moved.master == as_it_was.exp_avg, "the traffic of an update turns the state round");
+}
+
+void gaps_are_not_touched() {
+  const int64_t n = 50021;
+  State found(n, Dtype::f32, Dtype::bf16, 0), before(n, Dtype::f32, Dtype::bf16, 0);
+  std::vector<Segment> segments;
+  std::vector<bool> covered(n, false);
+  std::mt19937 random(5);
+  for (int64_t at = 0; at < n;) {
+    Segment s = whole(static_cast<int64_t>(random() % 90));
+    s.start = at;
+    s.step = 1 + segments.size() % 5;
+    if (at + s.numel > n) break;
+    segments.push_back(s);
+    for (int64_t k = 0; k < s.numel; ++k) covered[at + k] = true;
+    at += s.numel + static_cast<int64_t>(random() % 3);
+  }
+  int64_t index = -1;
+  CHECK(!check(segments.data(), segments.size(), n, &index), "segment %d", int(index));
+  update(found.buffers(), segments.data(), segments.size());
+  State apart(n, Dtype::f32, Dtype::bf16, 0);
+  for (const Segment& s : segments) update(apart.buffers(), &s, 1);
+  CHECK(found == apart, "one call and many calls differ");
+  for (int64_t i = 0; i < n; ++i) {
+    if (covered[i]) continue;
+    CHECK(found.master.as<float>()[i] == before.master.as<float>()[i], "element %d", int(i));
+    CHECK(found.out.as<uint16_t>()[i] == 0, "element %d", int(i));
+  }
+  segments[1].start = n;
+  segments[1].numel = 1;
+  CHECK(check(segments.data(), segments.size(), n, &index) && index == 1, "segment %d", int(index));
+  segments[1].numel = INT64_MAX;
+  CHECK(check(segments.data(), segments.size(), n, &index), "an overflow is accepted");
+}
+
+void sums_and_conversions_agree() {
+  const char* names[3];
+  int count = available_isas(names);
+  for (int64_t n : {0, 1, 127, 128, 129, 65535, 65536, 65537, 150001})
+    for (Dtype d : kDtypes)
+      for (int64_t shift : {0, 1}) {
+        State s(n, d, Dtype::none, shift);
+        std::vector<double> expected((n + kSpan - 1) / kSpan), found(expected.size());
+        Block first(n, 4, 0), sum(n, 4, shift);
+        use_isa("scalar");
+        sum_of_squares(s.grad.data(), d, n, expected.data());
+        convert(first.data(), Dtype::f32, s.grad.data(), d, n);
+        accumulate(first.as<float>(), s.grad.data(), d, n);
+        for (int i = 0; i < count; ++i) {
+          use_isa(names[i]);
+          sum_of_squares(s.grad.data(), d, n, found.data());
+          CHECK(found == expected, "%s n=%d", names[i], int(n));
+          convert(sum.data(), Dtype::f32, s.grad.data(), d, n);
+          accumulate(sum.as<float>(), s.grad.data(), d, n);
+          CHECK(sum == first, "%s n=%d", names[i], int(n));
+        }
+      }
+  // Every float32 pattern of a stride that meets all exponents and all low bits.
+  std::vector<uint32_t> patterns;
+  for (uint64_t bits = 0; bits < (1ull << 32); bits += 9973) patterns.push_back(static_cast<uint32_t>(bits));
+  int64_t n = static_cast<int64_t>(patterns.size());
+  for (Dtype d : {Dtype::bf16, Dtype::f16}) {
+    std::vector<uint16_t> expected(n), found(n);
+    use_isa("scalar");
+    convert(expected.data(), d, patterns.data(), Dtype::f32, n);
+    for (int i = 0; i < count; ++i) {
+      use_isa(names[i]);
+      convert(found.data(), d, patterns.data(), Dtype::f32, n);
+      CHECK(found == expected, "%s", names[i]);
+    }
+  }
+}
+
+void several_threads_share_the_pool() {
+  const int64_t n = 200003;
+  Segment s = whole(n);
+  State expected(n, Dtype::bf16, Dtype::bf16, 0);
+  update(expected.buffers(), &s, 1);
+  std::vector<std::thread> callers;
+  for (int k = 0; k < 4; ++k)
+    callers.emplace_back([&, k] {
+      for (int round = 0; round < 6; ++round) {
+        if (k == 0) set_threads(1 + round);
+        State found(n, Dtype::bf16, Dtype::bf16, k);
+        update(found.buffers(), &s, 1);
+        CHECK(found == expected, "caller %d", k);
+        Block copy(n, 4, 0);
+        copy_bytes(copy.data(), found.master.data(), n * 4);
+        CHECK(!std::memcmp(copy.data(), expected.master.data(), n * 4), "caller %d", k);
+      }
+    });
+  for (std::thread& caller : callers) caller.join();
+  std::atomic<int64_t> sum{0};
+  for (int64_t tasks : {0, 1, 2, 1000}) {
+    sum = 0;
+    parallel(tasks, [&](int64_t i) { sum += i + 1; });
+    CHECK(sum == tasks * (tasks + 1) / 2, "%d tasks", int(tasks));
+  }
+}
+
+void a_forked_child_has_its_own_pool() {
+  set_threads(3);
+  const int64_t n = 100003;
+  Segment s = whole(n);
+  State expected(n, Dtype::f32, Dtype::bf16, 0);
+  update(expected.buffers(), &s, 1);
+  pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    State found(n, Dtype::f32, Dtype::bf16, 0);
+    update(found.buffers(), &s, 1);
+    _exit(found == expected ? 0 : 3);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0, "status %d", status);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool with_fork = argc > 1 && !std::strcmp(argv[1], "fork");
+  set_threads(3);
+  every_isa_gives_the_same_bits();
+  writes_past_the_caches_end_where_they_should();
+  gaps_are_not_touched();
+  sums_and_conversions_agree();
+  several_threads_share_the_pool();
+  if (with_fork) a_forked_child_has_its_own_pool();
+  if (!failures) std::puts("ok");
+  return failures ? 1 : 0;
+}

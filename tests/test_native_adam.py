@@ -1,0 +1,59 @@
+"""The native core of the CPU Adam under AddressSanitizer, UBSan and ThreadSanitizer."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "csrc" / "cpu_adam"
+SOURCES = {
+    "adam_scalar": [],
+    "adam_avx2": ["-mavx2", "-mf16c"],
+    "adam_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
+    "dispatch": [],
+    "pool": [],
+}
+COMMON = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread", f"-I{CORE}"]
+
+
+def run(command: list[str], timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def build(folder: Path, sanitizer: str) -> Path:
+    """Compile the core and its test with a sanitizer; return the program."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    flags = [*COMMON, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    objects = []
+    for name, isa in {**SOURCES, "test_adam": []}.items():
+        source = (ROOT / "tests" / "native" if name == "test_adam" else CORE) / f"{name}.cpp"
+        target = folder / f"{name}.o"
+        extra = isa if x86 else []
+        done = run([*compiler, *flags, *extra, "-c", str(source), "-o", str(target)], 240)
+        assert done.returncode == 0, done.stderr
+        objects.append(str(target))
+    program = folder / "test_adam"
+    done = run([*compiler, *flags, *objects, "-o", str(program)], 120)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_the_native_core_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
+    program = build(tmp_path, sanitizer)
+    # ThreadSanitizer cannot start threads in a forked child.
+    command = [str(program)] + ([] if sanitizer == "thread" else ["fork"])
+    done = run(command, 120)
+    if "unexpected memory mapping" in done.stderr:  # its shadow wants less address randomization
+        done = run(["setarch", "-R", *command], 120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == "ok\n"
