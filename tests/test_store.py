@@ -370,6 +370,22 @@ def test_ranges_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Path
             store.read(0, "state", lease)
 
 
+def test_a_short_gradient_is_padded_so_that_it_stays_direct(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        store.write(0, "gradient", fill(lease, 1), nbytes=PAGE + 10).wait()
+        assert get(store, lease, 0, "gradient") == b"\1" * (PAGE + 10)
+        assert (store.stats()[0].bytes_written, store.stats()[0].bytes_read) == (2 * PAGE, 2 * PAGE)
+        with pytest.raises(ValueError, match="does not hold all"):
+            store.write(0, "gradient", lease, sections=range(1))
+        store.drop(0, "gradient")
+        assert store.nbytes(0, "gradient") == 0
+        with pytest.raises(StorageError, match="was dropped"):
+            store.read(0, "gradient", lease)
+        store.write(0, "gradient", fill(lease, 2)).wait()
+        assert get(store, lease, 0, "gradient") == b"\2" * 4 * PAGE
+
+
 def test_the_table_is_small() -> None:
     chunk = {**CHUNK, "gradient": CHUNK["gradient"]._replace(tier=HOST)}
     with tempfile.TemporaryDirectory() as place:
@@ -409,6 +425,46 @@ def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp
         assert set(a.tensor()[: 2 * PAGE].tolist()) == {3}
         other.wait(20)
         store.flush()
+
+
+def test_polling_begins_what_waited(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool, delay_seed=1) as store:
+        a, b = fill(pool.lease("a", ROOM), 1), pool.lease("a", ROOM)
+        store.write(0, "copy", a)
+        store.write(0, "copy", a)
+        read = store.read(0, "copy", b)
+        deadline = time.monotonic() + 20
+        while not read.done:
+            assert time.monotonic() < deadline
+        read.wait(0)
+        assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
+
+
+def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store:
+        lease = pool.lease("a", ROOM)
+        store._rings[0].hold(True)
+        first = store.write(0, "copy", lease)
+        second = store.write(0, "copy", lease)
+
+        def interrupt(*args: object, **kwargs: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._rings[0], "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.read(1, "copy", lease)
+        store._rings[0].hold(False)
+        with pytest.raises(StorageError, match="read of part 'copy' of chunk 1 was interrupted"):
+            store.flush()
+        first.wait(20)
+        with pytest.raises(StorageError, match="was interrupted"):
+            second.wait(20)
+        store.close()
+        assert pool.stats()["a"].quarantined == ROOM
 
 
 def test_a_newer_generation_does_not_wait_for_a_read_of_the_older_slot(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class Order:
         self._start = start
         self._lanes: dict[tuple[int, str], _Lane] = {}
         self._versions: dict[int, Version] = {}
+        self._version_of: dict[Transfer, Version] = {}  # of pending writes
         self._pending: dict[Transfer, None] = {}  # in the order of the calls
 
     # The caller of the next five holds the lock.
@@ -125,6 +126,13 @@ class Order:
 
     def submit(self, transfer: Transfer) -> None:
         """Begin a transfer when all that must come before it is complete."""
+        try:
+            self._submit(transfer)
+        except BaseException as error:
+            self._poison(transfer, error)
+            raise
+
+    def _submit(self, transfer: Transfer) -> None:
         lane = self._lanes.setdefault((transfer.chunk, transfer.part), _Lane())
         before: list[Transfer | None] = [lane.write]
         if transfer.is_write:
@@ -135,7 +143,7 @@ class Order:
                 before += version.after
                 version.missing.discard(transfer.part)
                 version.pending.add(transfer)
-                transfer.version = version
+                self._version_of[transfer] = version
         else:
             lane.reads[transfer.slot].add(transfer)
         self._pending[transfer] = None
@@ -150,8 +158,25 @@ class Order:
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
         """See to the end of a transfer, and begin those that waited for it."""
         with self.lock:
-            self._settle(transfer, error)
-            self._begin(self._freed(transfer))
+            try:
+                self._settle(transfer, error)
+                self._begin(self._freed(transfer))
+            except BaseException as interrupt:
+                self._poison(transfer, interrupt)
+                raise
+
+    def _poison(self, transfer: Transfer, error: BaseException) -> None:
+        """An interrupt (Ctrl-C) came in the middle: nobody knows how far this transfer is, so its
+        lease never goes home, and nothing begins any more."""
+        if not transfer.finished:
+            transfer.error = StorageError(
+                f"the {transfer.name} was interrupted", found=repr(error), cure="start again"
+            )
+            self.failed = self.failed or transfer
+            transfer.lease.quarantine()
+            self._pending.pop(transfer, None)
+            transfer.finished = True
+        self._begin(self._freed(transfer))
 
     def _begin(self, transfers: Iterable[Transfer]) -> None:
         todo = deque(transfers)
@@ -165,7 +190,7 @@ class Order:
     def _freed(self, transfer: Transfer) -> list[Transfer]:
         for later in transfer.waited_by:
             later.waits_for.discard(transfer)
-        return [later for later in transfer.waited_by if not later.waits_for]
+        return [t for t in transfer.waited_by if not t.waits_for and t.ticket is None and not t.finished]
 
     def _settle(self, transfer: Transfer, error: InfinityError | None) -> None:
         key = transfer.chunk, transfer.part
@@ -188,7 +213,7 @@ class Order:
     def _flip(self, transfer: Transfer) -> None:
         """Put the slot of a generation to use with its last write; see
         [Note: a slot flips as a whole]."""
-        version = transfer.version
+        version = self._version_of.pop(transfer, None)
         if version is None:
             return
         version.pending.discard(transfer)

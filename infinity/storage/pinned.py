@@ -119,6 +119,7 @@ class Lease:
 
     def retain(self) -> Lease:
         """Return a handle for a second user; the slot goes home after the last `release`."""
+        self._pool._check_process()
         with self._pool._lock:
             if self._released:
                 raise ClosedError("this lease was released", cure="`retain` it before you release it")
@@ -128,6 +129,8 @@ class Lease:
     def release(self) -> None:
         """Give this handle up. A second call does nothing."""
         pool, slot = self._pool, self._slot
+        if pool._pid != os.getpid():  # in a child the lock may be held, for good
+            return
         with pool._lock:
             if self._released:
                 return
@@ -251,6 +254,7 @@ class PinnedPool:
             BudgetError: no slot of the quota is so large, or there is no such quota.
             ClosedError: the pool was closed, or belongs to another process.
         """
+        self._check_process()
         share = self._quota(quota, nbytes)
         with self._lock:
             lease = self._take(share, nbytes)
@@ -269,8 +273,9 @@ class PinnedPool:
             StorageError: none ever will: every slot is quarantined.
             BudgetError, ClosedError: as `try_lease`.
         """
+        self._check_process()
+        share = self._quota(quota, nbytes)
         with self._lock:
-            share = self._quota(quota, nbytes)
             lease = self._take(share, nbytes)
             if lease is not None:
                 return lease
@@ -326,7 +331,6 @@ class PinnedPool:
         return quota
 
     def _take(self, quota: _Quota, nbytes: int) -> Lease | None:
-        self._check_process()
         if self._closed:
             raise ClosedError("the pinned pool was closed")
         if quota.quarantined == quota.slots or quota.mapping is None:
@@ -370,13 +374,15 @@ class PinnedPool:
 
     def close(self) -> None:
         """Lend nothing more, unpin, and let go of the memory (leases still out keep theirs)."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             self._closed = True
             self._home.notify_all()
             registered, self._registered = self._registered, []
             for quota in self._quotas.values():
                 quota.mapping = None
-        if self._unregister is not None and self._pid == os.getpid():
+        if self._unregister is not None:
             for mapping in registered:
                 if not any(mapping is kept for kept in _KEPT):
                     self._unregister(mapping.address, mapping.nbytes)

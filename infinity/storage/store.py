@@ -11,7 +11,7 @@ import torch
 
 from infinity.core.errors import ClosedError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, Tier, ceil_to
-from infinity.hardware.aio import Priority, Ring, RingStats, crc32c
+from infinity.hardware.aio import Priority, Ring, RingStats
 
 from .arena import Arena
 from .layout import ChunkSpec, Extent, Layout, PartSpec
@@ -19,7 +19,7 @@ from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import DROPPED, ChunkTable
-from .transfer import Transfer, again, named
+from .transfer import Transfer, again, check_room, crcs_of, named
 
 __all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
 
@@ -222,12 +222,12 @@ class Store:
             if spec.versioned or sections is not None or not 0 <= nbytes < spec.nbytes:
                 raise ValueError(f"{nbytes} of {sum(sizes)} bytes of part {part!r} cannot be written")
             sizes = spec.clamp(chosen, nbytes)
-        _check_room(lease, offset, sum(sizes))
+        check_room(lease, offset, sum(sizes))
         if spec.tier is Tier.HOST:
             target = self._host_bytes(chunk, part, chosen, sum(sizes))
             target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
         elif crcs is None:
-            crcs = _crcs(lease.io_address + offset, sizes)
+            crcs = crcs_of(lease.io_address + offset, sizes)
         elif len(crcs) != len(sizes):
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
@@ -352,7 +352,7 @@ class Store:
     ) -> Transfer:
         """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
         nbytes = ceil_to(sum(sizes), ALIGNMENT)
-        _check_room(lease, offset, nbytes)
+        check_room(lease, offset, nbytes)
         if self.tier(chunk, part) is Tier.NVME:
             extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)
             path = self._arenas[extent.directory].path
@@ -419,18 +419,3 @@ class Store:
                 stack.callback(arena.close)
             for ring in self._rings:
                 stack.callback(ring.close)
-
-
-def _check_room(lease: Lease, offset: int, nbytes: int) -> None:
-    if lease.released:
-        raise ClosedError("this lease was released", cure="hold it until the transfer is complete")
-    if offset < 0 or offset % ALIGNMENT or offset + nbytes > lease.room:
-        raise ValueError(f"{nbytes} bytes at {offset} do not fit a lease with room for {lease.room}")
-
-
-def _crcs(address: int, sizes: Sequence[int]) -> list[int]:
-    result = []
-    for size in sizes:
-        result.append(crc32c(address, size))
-        address += size
-    return result

@@ -9,16 +9,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from infinity.core.errors import CorruptionError, DeadlineError, InfinityError, StorageError
+from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
+from infinity.core.sizes import ALIGNMENT
 from infinity.hardware.aio import Priority, Ticket, crc32c
 
 from .layout import Extent
 from .pinned import Lease
 
-if TYPE_CHECKING:
-    from .order import Order, Version
+
+class Owner(Protocol):
+    """What decides when transfers begin; see [Note: the order of transfers]."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards `Transfer.waits_for` and `Transfer.waited_by`."""
+
+    def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
+        """See to the end of a transfer whose ticket is complete."""
+
+    def sweep(self) -> None:
+        """See to the end of what is complete, and so begin what waited for it."""
 
 
 class Transfer:
@@ -53,7 +65,6 @@ class Transfer:
         "sizes",
         "slot",
         "ticket",
-        "version",
         "waited_by",
         "waits_for",
     )
@@ -73,7 +84,7 @@ class Transfer:
         lease: Lease,
         offset: int,
         priority: Priority,
-        order: Order,
+        order: Owner,
     ) -> None:
         self.is_write = is_write
         self.chunk = chunk
@@ -88,7 +99,6 @@ class Transfer:
         self.lease = lease
         self.offset = offset
         self.priority = priority
-        self.version: Version | None = None
         self._order = order
         self._gate = threading.Lock()  # held by the one that completes it
         self.ticket: Ticket | None = None
@@ -110,6 +120,8 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether `wait` would return, or raise, without waiting for a drive."""
+        if self.ticket is None and not self.finished:
+            self._order.sweep()
         return self.finished or (self.ticket is not None and self.ticket.done)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -174,8 +186,8 @@ class Transfer:
             if self.finished:
                 return True
             ticket = self.ticket
-            if ticket is None:  # an error of the store found it before it was started
-                return False
+            if ticket is None:
+                raise StorageError(f"the {self.name} was never begun")
             error: InfinityError | None = None
             try:
                 ticket.wait(timeout)
@@ -209,6 +221,23 @@ class Transfer:
             address += size
             at += size
         return None
+
+
+def check_room(lease: Lease, offset: int, nbytes: int) -> None:
+    """Raise ValueError if a transfer of `nbytes` at byte `offset` does not fit the lease."""
+    if lease.released:
+        raise ClosedError("this lease was released", cure="hold it until the transfer is complete")
+    if offset < 0 or offset % ALIGNMENT or offset + nbytes > lease.room:
+        raise ValueError(f"{nbytes} bytes at {offset} do not fit a lease with room for {lease.room}")
+
+
+def crcs_of(address: int, sizes: Sequence[int]) -> list[int]:
+    """Return the CRC32C of each of neighbouring pieces of memory; `sizes` in bytes."""
+    result = []
+    for size in sizes:
+        result.append(crc32c(address, size))
+        address += size
+    return result
 
 
 def named(error: InfinityError, transfer: Transfer) -> InfinityError:
