@@ -1,0 +1,88 @@
+"""The engine's counterpart of reference.py: the same loop through `wrap`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.surface.engine import engine_of
+
+from .models import Case
+from .reference import Groups, Run, all_parameters, batches_of
+
+ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
+ON_HOST = {"parameters": "host", "optimizer_state": "host", "gradients": "host"}
+
+
+def config_for(folder: Path, **settings: Any) -> infinity.Config:
+    """A configuration for small models on a CPU, with everything on NVMe unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "nvme": folder,
+        "device": "cpu",
+        "dtype": "fp32",
+        "device_memory": "8MiB",
+        "host_memory": "64MiB",
+        "chunk_elements": 65536,
+        **ON_NVME,
+    }
+    return infinity.Config(**{**defaults, **settings})
+
+
+def train_offloaded(
+    case: Case,
+    config: infinity.Config,
+    *,
+    steps: int = 30,
+    accumulate: int = 1,
+    groups: Groups = all_parameters,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    before_step: Any = None,
+    **options: Any,
+) -> Run:
+    """Train with the engine. Clipping is the configuration's `max_grad_norm`."""
+    model, run = case.model, Run()
+    model, adam = infinity.wrap(model, optimizer(groups(model), **{"lr": 1e-3, **options}), config)
+    try:
+        for step in range(steps):
+            total = 0.0
+            for batch in batches_of(case, step, accumulate):
+                loss = case.loss(model, batch) / accumulate
+                adam.scale(loss).backward()
+                total += loss.item()
+            if step == 0:
+                run.first_gradients = {n: infinity.gradient(p) for n, p in model.named_parameters()}
+            if before_step is not None:
+                before_step(adam, step)
+            run.scales.append(adam.loss_scale)
+            adam.step()
+            adam.zero_grad()
+            run.losses.append(total)
+            run.norms.append(infinity.metrics(adam)["grad_norm"])
+        engine = engine_of(model)
+        run.buffers = {n: b.clone() for n, b in model.named_buffers()}
+        for name, param in model.named_parameters():
+            sharded = engine.params[param]
+            run.copies[name] = engine.states.copy_of(sharded)
+            state = engine.states.read(sharded)
+            run.params[name] = state.get("master", run.copies[name])
+            if sharded.step:
+                run.exp_avg[name] = state["exp_avg"]
+                run.exp_avg_sq[name] = state["exp_avg_sq"]
+    finally:
+        infinity.close(adam)
+    return run
+
+
+def assert_same(found: Run, wanted: Run) -> None:
+    """Bit for bit."""
+    assert found.losses == wanted.losses
+    assert found.norms == wanted.norms
+    assert found.scales == wanted.scales
+    for kind in ("params", "copies", "exp_avg", "exp_avg_sq", "buffers"):
+        a, b = getattr(found, kind), getattr(wanted, kind)
+        assert a.keys() == b.keys(), kind
+        for name, value in b.items():
+            assert torch.equal(a[name], value), (kind, name)
