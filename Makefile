@@ -17,8 +17,12 @@ BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
 TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
-# What `make train` runs.
-TRAIN := $(BIN)/infinity train
+# What `make train` runs: state of several times the host memory that it is given, all of it on disk.
+RUN := runs/train
+TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
+         --parameters nvme --optimizer-state nvme --gradients nvme \
+         --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
+         --batch 4 --sequence 256 --steps 100 --max-grad-norm 1.0
 
 # Debian packages that some tests use; without them those tests say so.
 PACKAGES := e2fsprogs fio fuse3 libaio1 libfuse3-dev pkg-config strace
@@ -77,6 +81,7 @@ $(VENV)/.packages: $(VENV)/.python Makefile
 	@touch $@
 
 train: $(VENV)/.built
+	mkdir -p $(RUN)
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages

@@ -26,7 +26,8 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it costs seconds
+        torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(state)
 
 

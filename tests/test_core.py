@@ -1,0 +1,259 @@
+"""Errors, sizes and the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.core import errors, sizes
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError, InfinityError
+from infinity.core.sizes import Tier, ceil_to, dtype_name, format_size, parse_dtype, parse_size
+
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, InfinityError)]
+
+
+# -- errors ---------------------------------------------------------------------------------
+
+
+def test_every_error_is_exported_and_drawn_in_the_tree() -> None:
+    assert sorted(c.__name__ for c in CLASSES) == sorted(errors.__all__)
+    for c in CLASSES:
+        assert f" {c.__name__} " in f" {errors.__doc__} ".replace("\n", " "), c
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_an_error_says_what_was_expected_found_and_what_to_change(cls: type[InfinityError]) -> None:
+    error = cls("a thing is wrong", expected="this", found="that", cure="change it")
+    assert str(error).splitlines() == [
+        "a thing is wrong",
+        "  expected: this",
+        "  found: that",
+        "  to change: change it",
+    ]
+    assert (error.what, error.expected, error.found, error.cure) == (
+        "a thing is wrong",
+        "this",
+        "that",
+        "change it",
+    )
+    assert str(cls("only this")) == "only this"
+    assert isinstance(error, InfinityError)
+
+
+def test_errors_are_also_what_python_calls_them() -> None:
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.ReleasedParameterError, RuntimeError)
+    assert issubclass(errors.BuildError, ImportError)
+    full = errors.DirectoryError("full", errno=28, path="/x", offset=4096, nbytes=10)
+    assert isinstance(full, OSError)
+    assert (full.errno, full.path, full.offset, full.nbytes) == (28, "/x", 4096, 10)
+
+
+# -- sizes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (1234, 1234),
+        ("1234", 1234),
+        ("1KiB", 1024),
+        ("1.5 kib", 1536),
+        ("20GiB", 20 << 30),
+        ("2 GB", 2 * 10**9),
+        (" 3tb ", 3 * 10**12),
+        ("7B", 7),
+    ],
+)
+def test_parse_size(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1 XB", "1e9", "1,5GiB", "1GiB/s"])
+def test_parse_size_refuses(text: Any) -> None:
+    with pytest.raises(ConfigError, match="host_memory is not a size") as caught:
+        parse_size(text, "host_memory")
+    assert caught.value.found == repr(text)
+
+
+@given(st.integers(0, 1 << 55))
+def test_a_size_is_written_as_it_is_read(nbytes: int) -> None:
+    back = parse_size(format_size(nbytes))
+    assert back == nbytes if nbytes < 1024 else abs(back - nbytes) <= 0.005 * nbytes + 1
+
+
+def test_format_size() -> None:
+    assert [format_size(n) for n in (0, 1023, 1024, 1536, -(1 << 30), 1 << 62)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 KiB",
+        "-1.00 GiB",
+        "4096.00 PiB",
+    ]
+
+
+@given(st.integers(0, 1 << 60), st.integers(1, 1 << 30))
+def test_ceil_to(value: int, multiple: int) -> None:
+    result = ceil_to(value, multiple)
+    assert result % multiple == 0
+    assert 0 <= result - value < multiple
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16])
+def test_parse_dtype(name: Any) -> None:
+    assert parse_dtype(name) is torch.bfloat16
+    assert dtype_name(parse_dtype(name)) == "bf16"
+
+
+@pytest.mark.parametrize("name", ["int8", "fp64", "", torch.float64, 3, None])
+def test_parse_dtype_refuses(name: Any) -> None:
+    with pytest.raises(ConfigError, match="unknown compute dtype"):
+        parse_dtype(name)
+
+
+def test_runs_and_spans_fit_the_alignment() -> None:
+    assert sizes.RUN_ELEMENTS * torch.bfloat16.itemsize % sizes.ALIGNMENT == 0
+    assert sizes.SPAN % sizes.RUN_ELEMENTS == 0
+    assert [str(t) for t in Tier] == ["device", "host", "nvme"]
+
+
+# -- config ---------------------------------------------------------------------------------
+
+
+def test_defaults_are_a_configuration() -> None:
+    config = Config()
+    assert config.directories == ()
+    assert config.compute_dtype is torch.bfloat16
+    assert config.placements == {
+        "parameters": {Tier.DEVICE: 1.0},
+        "optimizer_state": {Tier.HOST: 1.0},
+        "gradients": {Tier.HOST: 1.0},
+    }
+
+
+def test_every_field_has_a_line_in_the_docstring() -> None:
+    for field in dataclasses.fields(Config):
+        if field.init:
+            assert f"        {field.name}: " in (Config.__doc__ or ""), field.name
+
+
+def test_values_are_parsed(tmp_path: Path) -> None:
+    config = Config(
+        nvme=[tmp_path / "a", str(tmp_path / "b")],
+        device="cpu",
+        device_memory="1GiB",
+        host_memory=5,
+        dtype="fp32",
+        output_dtype=None,
+        parameters="nvme",
+        optimizer_state={"host": 0.25, "nvme": 0.75},
+        units="Block",
+    )
+    assert config.directories == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (config.device_memory, config.host_memory) == (1 << 30, 5)
+    assert config.compute_dtype is torch.float32
+    assert config.output_dtype is None
+    assert config.placements["optimizer_state"] == {Tier.HOST: 0.25, Tier.NVME: 0.75}
+    assert config.units == ("Block",)
+    assert config.replace(host_memory="6B").host_memory == 6
+
+
+def test_it_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().dtype = "fp32"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config("/nvme")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "cure"),
+    [
+        ({"host_memroy": 1}, "unknown setting 'host_memroy'", "did you mean 'host_memory'?"),
+        ({"zzz": 1}, "unknown setting 'zzz'", "remove it"),
+        ({"parameters": "nvme"}, "no directory is named", "nvme="),
+        ({"optimizer_state": {"host": 0.5, "nvme": 0.5}}, "no directory is named", "nvme="),
+        ({"parameters": "nmve"}, "unknown tier", "did you mean 'nvme'?"),
+        ({"parameters": {"host": 0.5}}, "shares of parameters", "0.3"),
+        ({"parameters": {"host": -0.5, "device": 1.5}}, "shares of parameters", "0.3"),
+        ({"parameters": {"host": True}}, "shares of parameters", "0.3"),
+        ({"parameters": 3}, "unknown tier", "host"),
+        ({"durable": True}, "durable commits are not available", "durable=False"),
+        ({"update": "delayed"}, "update mode", "sync"),
+        ({"device": "tpu"}, "unknown device", "cuda"),
+        ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
+        ({"aio_backend": "libaoi"}, "unknown I/O backend", "libaio"),
+        ({"max_grad_norm": 0}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
+        ({"loss_scale": 3.0}, "loss_scale cannot be used", "65536"),
+        ({"chunk_elements": 65_537}, "chunk_elements cannot be used", "chunk_elements="),
+        ({"block_bytes": 1000}, "block_bytes cannot be used", "block_bytes="),
+        ({"queue_depth": 0}, "queue_depth cannot be used", "queue_depth=32"),
+        ({"update_depth": 1.0}, "update_depth cannot be used", "update_depth=3"),
+        ({"threads": 0}, "threads cannot be used", "threads="),
+        ({"durable": 0}, "durable cannot be used", "durable=False"),
+        ({"nvme": []}, "names no directory", "nvme="),
+        ({"nvme": [3]}, "names no directory", "nvme="),
+        ({"nvme": ["/x", "/x/../x"]}, "named twice", "once"),
+        ({"host_memory": "lots"}, "host_memory is not a size", "20GiB"),
+    ],
+)
+def test_refused(settings: dict[str, Any], what: str, cure: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**settings)
+    assert what in str(caught.value)
+    assert caught.value.cure is not None
+    assert cure in caught.value.cure
+    assert caught.value.expected is not None
+    assert caught.value.found is not None
+
+
+@given(st.text(min_size=1).filter(lambda s: s not in {f.name for f in dataclasses.fields(Config)}))
+def test_any_unknown_setting_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="unknown setting"):
+        Config(**{name: 1})
+
+
+@given(st.floats(0, 1))
+def test_any_split_of_two_shares(share: float) -> None:
+    placement = Config(parameters={"device": share, "host": 1 - share}).placements["parameters"]
+    assert all(0 < s <= 1 for s in placement.values())
+    assert sum(placement.values()) == pytest.approx(1)
+
+
+def test_a_file_says_the_same_as_keywords(tmp_path: Path) -> None:
+    settings = {"nvme": str(tmp_path), "parameters": {"host": 0.3, "nvme": 0.7}, "dtype": "fp16"}
+    body = f"nvme: {tmp_path}\nparameters: {{host: 0.3, nvme: 0.7}}\ndtype: fp16\n"
+    plain, section = tmp_path / "plain.yaml", tmp_path / "section.yaml"
+    plain.write_text(body)
+    section.write_text("model: {width: 8}\nengine:\n" + "".join(f"  {line}\n" for line in body.splitlines()))
+    assert Config.load(plain) == Config.load(section) == Config(**settings)
+    (tmp_path / "empty.yaml").touch()
+    assert Config.load(tmp_path / "empty.yaml") == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (None, "cannot read"),
+        ("a: [", "cannot read"),
+        ("- 1", "has no settings"),
+        ("dtyp: fp32", "unknown setting"),
+    ],
+)
+def test_a_file_that_cannot_be_used(text: str | None, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        Config.load(path)
