@@ -1,0 +1,99 @@
+"""`infinity`: the command line. A verb's module is imported when the verb is used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import click
+
+from infinity.core.errors import InfinityError
+from infinity.version import __version__
+
+#: verb → (module, command in it, one line of help). A new verb is one more line.
+VERBS: Final[dict[str, tuple[str, str, str]]] = {
+    "train": ("infinity.tools.train", "train_command", "Train a GPT or a Hugging Face model on text."),
+    "plan": ("infinity.tools.plan", "plan_command", "Say what a run would take, building nothing."),
+}
+
+
+class _Verbs(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, attribute, _ = VERBS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="infinity")
+def cli() -> None:
+    """Train PyTorch models whose state does not fit on the device or in host memory."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt.
+
+    An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except InfinityError as error:
+        if "--json" in arguments:
+            click.echo(json.dumps({"error": error_as_dict(error)}))
+        show_error(error)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        return 141  # whoever read our output has gone; what a shell reports for that
+
+
+def error_as_dict(error: InfinityError) -> dict[str, Any]:
+    """Return an error as values that JSON has."""
+    texts = {name: getattr(error, name) for name in ("expected", "found")}
+    return {
+        "type": type(error).__name__,
+        "what": error.what,
+        **{name: None if text is None else str(text) for name, text in texts.items()},
+        "cure": error.cure,
+    }
+
+
+def show_error(error: InfinityError) -> None:
+    """Show an error on stderr: in a panel on a terminal, as plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        click.echo(f"error: {error}", err=True)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    Console(stderr=True).print(Panel(Text(str(error)), title=type(error).__name__, border_style="red"))
+
+
+def main() -> None:
+    """The entry point of `infinity` and `python -m infinity`."""
+    sys.exit(run())

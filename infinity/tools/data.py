@@ -1,0 +1,289 @@
+"""Real text as batches of tokens, without ever holding it in memory.
+
+A `Corpus` is a list of text files, read as one long stream. Tokens are its bytes, or what a
+tokenizer makes of them, which is written once to a nameless file. A batch is a function of
+(seed, step, micro-batch) alone: a run can be repeated from any step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fnmatch
+import glob
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.core.errors import DataError
+from infinity.core.sizes import format_size
+
+#: A file whose first bytes hold a NUL is taken to be binary.
+_HEAD: Final = 8192
+#: The share of the stream, at its end, that is kept for validation.
+VALIDATION: Final = 0.05
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+class Stream(Protocol):
+    """A long sequence of tokens."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def vocab(self) -> int:
+        """Number of different tokens that may occur."""
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Return `count` tokens from `start` on, 1-d."""
+
+
+def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the text files of `source`: a file, a directory (searched whole, hidden files left
+    out), a glob, or None for the sources of Python's standard library.
+
+    The order does not follow the names, so that the end of the stream is no one part of it.
+
+    Raises:
+        DataError: nothing is there, or none of it is text.
+    """
+    if source is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [p for p in _walk(root) if p.suffix == ".py" and not _outside_stdlib(p.relative_to(root))]
+    else:
+        name = os.path.expanduser(os.fspath(source))
+        path = Path(name)
+        if path.is_file():
+            if _is_binary(path):
+                raise DataError(
+                    f"{name!r} is not text",
+                    expected="a text file (UTF-8, or any encoding without NUL bytes)",
+                    found="NUL bytes",
+                    cure="name a text file, or a directory or glob of them",
+                )
+            return [path]
+        root = path if path.is_dir() else Path(os.path.dirname(name.split("*")[0].split("?")[0]) or ".")
+        if path.is_dir():
+            found = list(_walk(path))
+        elif glob.has_magic(name):
+            found = [Path(p) for p in glob.glob(name, recursive=True) if os.path.isfile(p)]
+        else:
+            raise DataError(
+                f"there is no data at {name!r}",
+                expected="a file, a directory or a glob",
+                found="nothing",
+                cure="check --data; leave it out for Python's standard library",
+            )
+    texts = [p for p in found if p.stat().st_size and not _is_binary(p)]
+    if not texts:
+        raise DataError(
+            f"there is no text in {os.fspath(source) if source is not None else 'the standard library'!r}",
+            expected="text files that are not empty",
+            found=f"{len(found)} files, all empty or binary" if found else "no files",
+            cure="name a file, a directory or a glob with text: --data 'texts/**/*.txt'",
+        )
+
+    def mixed(path: Path) -> tuple[bytes, str]:
+        inside = os.path.relpath(path, root)
+        return hashlib.sha256(inside.encode("utf-8", "surrogateescape")).digest(), inside
+
+    return sorted(texts, key=mixed)
+
+
+def _walk(root: Path) -> Iterable[Path]:
+    for folder, names, files in os.walk(root):
+        names[:] = [n for n in names if not n.startswith(".")]
+        for name in files:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _outside_stdlib(inside: Path) -> bool:
+    return any(fnmatch.fnmatch(part, "*-packages") for part in inside.parts)
+
+
+def _is_binary(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"\0" in file.read(_HEAD)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{str(path)!r} cannot be read",
+        expected="a readable file",
+        found=os.strerror(error.errno or 0),
+        cure="change its permissions, or leave it out of --data",
+    )
+
+
+class ByteStream:
+    """The bytes of files, one after the other. Windows are read from disk when they are asked for."""
+
+    vocab = 256
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self._starts: list[int] = []
+        self.length = 0
+        for path in self.files:
+            self._starts.append(self.length)
+            self.length += path.stat().st_size
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.uint8]:
+        """Return `count` bytes from `start` on.
+
+        Raises:
+            DataError: a file cannot be read, or is shorter than it was.
+        """
+        out = np.empty(count, np.uint8)
+        done = 0
+        index = bisect.bisect_right(self._starts, start) - 1
+        while done < count:
+            path = self.files[index]
+            offset = start + done - self._starts[index]
+            end = self._starts[index + 1] if index + 1 < len(self.files) else self.length
+            want = min(count - done, end - self._starts[index] - offset)
+            if want:
+                try:
+                    with open(path, "rb", buffering=0) as file:
+                        got = os.preadv(file.fileno(), [out[done : done + want].data], offset)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                if got != want:
+                    raise DataError(
+                        f"{str(path)!r} changed while it was read",
+                        expected=f"{want} bytes at offset {offset}",
+                        found=f"{got} bytes",
+                        cure="train on files that nothing writes to",
+                    )
+                done += want
+            index += 1
+        return out
+
+
+class TokenStream:
+    """The tokens of files, made once and kept in a nameless file that is mapped.
+
+    Args:
+        encode: text → token ids.
+        vocab: number of token ids.
+        separator: a token between files, or None.
+        directory: where the nameless file is made; None: the system's directory for such files.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        encode: Callable[[str], Sequence[int]],
+        vocab: int,
+        *,
+        separator: int | None = None,
+        directory: str | None = None,
+    ) -> None:
+        self.files = tuple(files)
+        self.vocab = vocab
+        dtype = np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            for path in self.files:
+                try:
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                ids = list(encode(text))
+                if separator is not None:
+                    ids.append(separator)
+                file.write(np.asarray(ids, dtype).tobytes())
+            self.length = file.tell() // dtype.itemsize
+            file.flush()
+            # The mapping keeps the file alive; its pages are the kernel's to drop.
+            self._tokens: Tokens = (
+                np.memmap(file, dtype, mode="r", shape=(self.length,)) if self.length else np.empty(0, dtype)
+            )
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Return `count` tokens from `start` on."""
+        return self._tokens[start : start + count]
+
+
+class Corpus:
+    """Windows of a stream, in two parts: for training, and for validation.
+
+    Args:
+        stream: the tokens.
+        sequence: tokens of a window.
+        seed: chooses which windows make a batch.
+        validation: share of the stream, at its end, that is never trained on.
+
+    Raises:
+        DataError: a part is too short for a single window.
+    """
+
+    def __init__(
+        self, stream: Stream, sequence: int, *, seed: int = 0, validation: float = VALIDATION
+    ) -> None:
+        self.stream = stream
+        self.sequence = sequence
+        self.seed = seed
+        split = stream.length - int(stream.length * validation)
+        self._parts = {"train": (0, split), "validation": (split, stream.length)}
+        for name, (begin, end) in self._parts.items():
+            if (name == "train" or validation > 0) and end - begin < sequence + 1:
+                raise DataError(
+                    f"the text is too short for its {name} part",
+                    expected=f"at least {sequence + 1} tokens (a sequence and the token after it)",
+                    found=f"{end - begin} of {stream.length} tokens",
+                    cure="more --data, or a shorter --sequence",
+                )
+
+    def batch(
+        self, size: int, step: int, micro: int = 0, *, part: str = "train"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and the tokens that follow them, each (size, sequence), int64.
+
+        The same arguments give the same batch, whatever was asked for before.
+        """
+        begin, end = self._parts[part]
+        key = [self.seed, step, micro, list(self._parts).index(part)]
+        starts = np.random.default_rng(key).integers(begin, end - self.sequence, size=size)
+        rows = np.stack([self.stream.read(int(s), self.sequence + 1) for s in starts]).astype(np.int64)
+        tokens = torch.from_numpy(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        files = len(getattr(self.stream, "files", ()))
+        kind = (
+            format_size(self.stream.length) if self.stream.vocab == 256 else f"{self.stream.length:,} tokens"
+        )
+        return f"{kind} of text in {files} file{'s' if files != 1 else ''}"
+
+
+def open_stream(
+    source: str | os.PathLike[str] | None, tokenizer: Any = None, *, directory: str | None = None
+) -> ByteStream | TokenStream:
+    """Return the stream of `source` (see `find_files`): bytes, or a Hugging Face tokenizer's tokens.
+
+    Raises:
+        DataError: there is no text, or it cannot be read.
+    """
+    files = find_files(source)
+    if tokenizer is None:
+        return ByteStream(files)
+
+    def encode(text: str) -> Sequence[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
+
+    return TokenStream(files, encode, len(tokenizer), separator=tokenizer.eos_token_id, directory=directory)

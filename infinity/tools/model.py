@@ -1,0 +1,311 @@
+"""The built-in GPT, and its sizes in closed form.
+
+A decoder-only transformer: pre-norm blocks, causal attention, rotary or learned positions, a
+GELU or SwiGLU MLP, no biases, a tied or untied head. It is an ordinary `nn.Module` that knows
+nothing of offloading. `units_of` and `activations_of` compute its parameters and activations
+without building it; tests hold them equal to the real model's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from infinity.core.errors import ConfigError
+from infinity.core.sizes import ceil_to
+
+MLPS = ("gelu", "swiglu")
+POSITIONS = ("rotary", "learned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTShape:
+    """The dimensions of a GPT.
+
+    Raises:
+        ConfigError: a dimension is not positive, or `width` is not a multiple of `heads` (of
+            twice that for rotary positions).
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 256
+    context: int = 1024
+    mlp: str = "gelu"
+    positions: str = "rotary"
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocab", "context"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"the model's {name} cannot be used",
+                    expected="an integer ≥ 1",
+                    found=repr(value),
+                    cure=f"--{name} 8",
+                )
+        for name, known in (("mlp", MLPS), ("positions", POSITIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"the model's {name} is unknown",
+                    expected=", ".join(known),
+                    found=repr(getattr(self, name)),
+                    cure=f"--{name} {known[0]}",
+                )
+        step = self.heads * (2 if self.positions == "rotary" else 1)
+        if self.width % step:
+            raise ConfigError(
+                "the model's width does not divide among its heads",
+                expected=f"a multiple of {step}" + (" (rotary pairs)" if step != self.heads else ""),
+                found=self.width,
+                cure=f"--width {ceil_to(self.width, step)}, or fewer --heads",
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP: 4 × width, or for SwiGLU (three matrices) 8/3 × width in steps of 64."""
+        return 4 * self.width if self.mlp == "gelu" else ceil_to(8 * self.width // 3, 64)
+
+
+#: Depth, width and heads whose parameters, with a vocabulary of 256 bytes, are what the name says.
+PRESETS: dict[str, GPTShape] = {
+    name: GPTShape(layers=layers, width=width, heads=heads)
+    for name, (layers, width, heads) in {
+        "10m": (6, 384, 6),
+        "30m": (10, 512, 8),
+        "125m": (18, 768, 12),
+        "350m": (28, 1024, 16),
+        "760m": (27, 1536, 16),
+        "1.5b": (48, 1600, 25),
+        "2.7b": (34, 2560, 32),
+        "6.7b": (33, 4096, 32),
+        "13b": (41, 5120, 40),
+    }.items()
+}
+
+
+def units_of(shape: GPTShape) -> list[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """Return (unit, [(parameter, shape)]) of the GPT, in registration order, without building it."""
+    w, h = shape.width, shape.hidden
+    units: list[tuple[str, list[tuple[str, tuple[int, ...]]]]] = [
+        ("embed", [("embed.weight", (shape.vocab, w))])
+    ]
+    if shape.positions == "learned":
+        units.append(("position", [("position.weight", (shape.context, w))]))
+    for i in range(shape.layers):
+        weights = {
+            "norm1": (w,),
+            "qkv": (3 * w, w),
+            "proj": (w, w),
+            "norm2": (w,),
+            "up": ((h if shape.mlp == "gelu" else 2 * h), w),
+            "down": (w, h),
+        }
+        units.append((f"blocks.{i}", [(f"blocks.{i}.{n}.weight", s) for n, s in weights.items()]))
+    units.append(("norm", [("norm.weight", (w,))]))
+    if not shape.tied:
+        units.append(("head", [("head.weight", (shape.vocab, w))]))
+    return units
+
+
+def parameters_of(shape: GPTShape) -> int:
+    """Return the number of parameters of the GPT, without building it."""
+    return sum(math.prod(s) for _, params in units_of(shape) for _, s in params)
+
+
+class Activations(NamedTuple):
+    """Bytes that autograd keeps, and the most there are at once (with temporaries)."""
+
+    saved: int
+    peak: int
+
+
+def activations_of(
+    shape: GPTShape, batch: int, sequence: int, itemsize: int, *, recompute: bool
+) -> Activations:
+    """Return the activations of one forward and backward, in bytes.
+
+    [Note: activations] Counted in tensors of N·w elements (N = batch × sequence tokens) of the
+    compute dtype, a block keeps for its backward: its input, what each norm returns, the joint
+    qkv (3; v is a view of it), the rotated q and k (2, rotary only), what attention returns, the
+    input of the second norm; and of N·h: the MLP's input to its activation and what it returns
+    (GELU 2; SwiGLU 2 + 1 + 1); and per token the fp32 log-sum-exp of each head and two statistics
+    of each norm. The root keeps the tokens, the positions, the input of the last norm, what it
+    returns, and the log-softmax of the logits in fp32.
+    With recomputation every block keeps its input only, and one block at a time is whole.
+    The peak adds what a backward needs at once: at the loss, two tensors of logits in fp32; in a
+    block, gradients of the MLP's hidden layer (twice) and of the residual stream (three times).
+
+    Args:
+        itemsize: bytes of an element of the compute dtype.
+        recompute: whether blocks are computed again in the backward.
+    """
+    n = batch * sequence
+    w, h = shape.width, shape.hidden
+    stream = n * w * itemsize
+    hidden = n * h * itemsize
+    statistics = n * (4 * shape.heads + 4 * itemsize)
+    rotated = 2 if shape.positions == "rotary" else 0
+    interior = (7 + rotated) * stream + (2 if shape.mlp == "gelu" else 4) * hidden + statistics
+    block = stream + interior  # the input is counted with the block that reads it
+    logits = n * shape.vocab
+    where = 8 * sequence if shape.positions == "learned" else 4 * sequence * w // shape.heads
+    root = 2 * stream + logits * 4 + 2 * n * itemsize + 2 * 8 * n + where + 4
+    if recompute:
+        saved = shape.layers * stream + root
+        temporary = interior
+    else:
+        saved = shape.layers * block + root
+        temporary = 0
+    backward = temporary + 2 * hidden + 3 * stream
+    loss = 2 * logits * 4 + (logits * itemsize if itemsize != 4 else 0)
+    return Activations(saved, saved + max(backward, loss))
+
+
+class GPTOutput(NamedTuple):
+    """What the model returns. `loss` is None without targets; `logits` is (batch, sequence, vocab)."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class _Linear(nn.Linear):
+    """A linear layer without bias, drawn from N(0, std²) at once (not first from another law)."""
+
+    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Return x, (batch, sequence, heads, size), rotated pairwise by rope, (2, sequence, 1, size / 2)."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        w, h = shape.width, shape.hidden
+        # Residual branches are drawn smaller, so that the stream's variance does not grow with depth.
+        residual = 0.02 / math.sqrt(2 * shape.layers)
+        self.heads = shape.heads
+        self.gated = shape.mlp == "swiglu"
+        self.norm1 = nn.LayerNorm(w, bias=False)
+        self.qkv = _Linear(w, 3 * w, 0.02)
+        self.proj = _Linear(w, w, residual)
+        self.norm2 = nn.LayerNorm(w, bias=False)
+        self.up = _Linear(w, 2 * h if self.gated else h, 0.02)
+        self.down = _Linear(h, w, residual)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
+        """Return the stream, (batch, sequence, width), after this block."""
+        batch, sequence, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.heads, width // self.heads)
+        q, k, v = qkv.unbind(2)
+        if rope is not None:
+            q, k = _rotate(q, rope), _rotate(k, rope)
+        # Transposed after the rotation: what attention returns then needs no copy to be flat.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        up = self.up(self.norm2(x))
+        if self.gated:
+            gate, up = up.chunk(2, -1)
+            up = F.silu(gate) * up
+        else:
+            up = F.gelu(up)
+        out: torch.Tensor = x + self.down(up)
+        return out
+
+
+class GPT(nn.Module):
+    """The model of a `GPTShape`.
+
+    Args:
+        recompute: compute each block again in the backward instead of keeping its activations.
+    """
+
+    def __init__(self, shape: GPTShape, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.recompute = recompute
+        self.embed = _Embedding(shape.vocab, shape.width)
+        if shape.positions == "learned":
+            self.position = _Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = _Linear(shape.width, shape.vocab, 0.02)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> GPTOutput:
+        """Return logits, and the mean cross-entropy against `targets`.
+
+        Args:
+            tokens: (batch, sequence), int64, values below `vocab`.
+            targets: (batch, sequence), int64: the token that follows each; -100 is not counted.
+        """
+        sequence = tokens.shape[1]
+        if sequence > self.shape.context:
+            raise ValueError(
+                f"a sequence of {sequence} tokens is longer than the context {self.shape.context}"
+            )
+        x = self.embed(tokens)
+        rope = None
+        if self.shape.positions == "learned":
+            x = x + self.position(torch.arange(sequence, device=tokens.device))
+        else:
+            rope = self._rope(sequence, tokens.device)
+        again = self.recompute and torch.is_grad_enabled()
+        for block in self.blocks:
+            if again:
+                x = checkpoint(block, x, rope, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rope)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return GPTOutput(None, logits)
+        return GPTOutput(F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), logits)
+
+    def _rope(self, sequence: int, device: torch.device) -> torch.Tensor:
+        size = self.shape.width // self.shape.heads
+        frequency = 10000.0 ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+        angle = torch.arange(sequence, device=device, dtype=torch.float32)[:, None] * frequency
+        return torch.stack((angle.cos(), angle.sin()))[:, :, None]
+
+
+def shape_from(preset: str, **dimensions: int | str | bool | None) -> GPTShape:
+    """Return the shape of a preset with single dimensions replaced (None: the preset's).
+
+    Raises:
+        ConfigError: the preset is unknown, or a dimension cannot be used.
+    """
+    base = PRESETS.get(preset.lower())
+    if base is None:
+        raise ConfigError(
+            f"unknown preset {preset!r}",
+            expected=", ".join(PRESETS),
+            found=repr(preset),
+            cure="--preset 30m, with --layers, --width and --heads for sizes in between",
+        )
+    return replace(base, **{k: v for k, v in dimensions.items() if v is not None})  # type: ignore[arg-type]

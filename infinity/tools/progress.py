@@ -1,0 +1,105 @@
+"""What a person sees while a run is under way: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from infinity.core.errors import DataError
+from infinity.core.sizes import format_size
+
+
+class Reporter:
+    """Shows steps, and writes each of them to the JSON log.
+
+    Args:
+        total: number of steps.
+        every: steps between plain lines.
+        json_log: path of a file that gets one JSON object per line, or None.
+        to_stderr: leave stdout to a machine.
+
+    Raises:
+        DataError: the log cannot be written.
+    """
+
+    def __init__(self, total: int, *, every: int = 1, json_log: str | None = None, to_stderr: bool = False):
+        self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self._total = total
+        self._every = every
+        self._log = _open_log(json_log)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Reporter:
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=self.console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pause()
+        if self._log is not None:
+            self._log.close()
+
+    def pause(self) -> None:
+        """End the bar; lines still work."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """Show one line as it is."""
+        self.console.print(text, style=style, markup=False)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show one step and write it to the log."""
+        if self._log is not None:
+            self._log.write(json.dumps(record) + "\n")
+            self._log.flush()
+        text = step_text(record)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record["step"], description=text)
+        elif record["step"] % self._every == 0 or record["step"] in (1, self._total):
+            self.line(f"step {record['step']}/{self._total}  {text}")
+
+
+def step_text(record: Mapping[str, Any]) -> str:
+    """Return the figures of a step for a person."""
+    memory = record["memory"]
+    parts = [
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        "memory " + " + ".join(f"{format_size(memory[t])} {t}" for t in ("device", "host", "nvme")),
+        f"read {format_size(record['nvme_read'])}",
+        f"written {format_size(record['nvme_written'])}",
+    ]
+    if record.get("skipped"):
+        parts.append("skipped (overflow)")
+    return "  ".join(parts)
+
+
+def _open_log(path: str | None) -> TextIO | None:
+    if path is None:
+        return None
+    try:
+        return open(os.path.expanduser(path), "w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"the log {path!r} cannot be written",
+            expected="a file in a directory that exists",
+            found=os.strerror(error.errno or 0),
+            cure="change --json-log",
+        ) from error

@@ -1,0 +1,393 @@
+"""What `train` and `plan` are told: by options, by a YAML file, or both.
+
+A file has the sections ``model``, ``data``, ``train`` and ``engine``; its names are those of the
+options with underscores, and an option on the command line wins. The defaults of the first three
+sections are the fields of the dataclasses here, those of ``engine`` are `Config`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
+
+from .data import VALIDATION
+
+SCHEDULES = ("constant", "cosine")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model: a preset with dimensions of one's own, or a Hugging Face directory."""
+
+    preset: str = "30m"
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    context: int | None = None
+    mlp: str | None = None
+    positions: str | None = None
+    tied: bool | None = None
+    init_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Which text."""
+
+    path: str | None = None
+    validation: float = VALIDATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How to train. Sizes in tokens and sequences; `warmup` None: a tenth of the steps, at most 100."""
+
+    steps: int = 100
+    batch: int = 8
+    sequence: int = 256
+    accumulation: int = 1
+    lr: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int | None = None
+    min_lr: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    seed: int = 0
+    recompute: bool = False
+    sample_tokens: int = 160
+    prompt: str | None = None
+    log_every: int = 1
+    json_log: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
+        for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                _wrong("train", name, f"at least {low}", value)
+        if self.schedule not in SCHEDULES:
+            _unknown("schedule", self.schedule, SCHEDULES)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                _wrong("train", name, "a number from 0 to below 1", getattr(self, name))
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch * self.sequence * self.accumulation
+
+    def lr_factor(self, step: int) -> float:
+        """Return what the learning rate is multiplied with in step `step` (from 0)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        span = max(1, self.steps - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / span)
+        return self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run is told. `engine` holds what is not left to `Config`'s defaults."""
+
+    model: ModelSettings
+    data: DataSettings
+    train: TrainSettings
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, **changes: Any) -> Config:
+        """Return the engine's configuration.
+
+        Raises:
+            ConfigError: a setting is unknown, or contradicts another.
+        """
+        return Config(**{**self.engine, **changes})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the run as a YAML file would say it."""
+        return {
+            **{name: dataclasses.asdict(getattr(self, name)) for name in ("model", "data", "train")},
+            "engine": dict(self.engine),
+        }
+
+
+class Option(NamedTuple):
+    """One setting: its section and name, its kind, and what `--help` says."""
+
+    section: str
+    name: str
+    kind: str  # int, float, str, flag, size, place, dirs or names
+    help: str
+    flag: str | None = None  # where it is not the name with dashes
+
+    @property
+    def flags(self) -> str:
+        """The option on the command line."""
+        return self.flag or "--" + self.name.replace("_", "-")
+
+
+_PLACE = "device, host, nvme, or shares such as host:0.3,nvme:0.7."
+OPTIONS: tuple[Option, ...] = (
+    Option("model", "preset", "str", "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters."),
+    Option("model", "layers", "int", "Number of blocks."),
+    Option("model", "width", "int", "Width of the residual stream."),
+    Option("model", "heads", "int", "Attention heads."),
+    Option("model", "vocab", "int", "Size of the vocabulary (bytes need 256)."),
+    Option("model", "context", "int", "Longest sequence that the model can take."),
+    Option("model", "mlp", "str", "gelu or swiglu."),
+    Option("model", "positions", "str", "rotary or learned."),
+    Option("model", "tied", "flag", "Use the embedding as the head.", "--tied/--untied"),
+    Option("model", "init_from", "str", "A Hugging Face directory (config, safetensors, tokenizer)."),
+    Option("data", "path", "str", "A file, directory or glob; default: Python's standard library.", "--data"),
+    Option("data", "validation", "float", "Share of the text that is kept for validation."),
+    Option("train", "steps", "int", "Optimizer steps."),
+    Option("train", "batch", "int", "Sequences in one forward."),
+    Option("train", "sequence", "int", "Tokens in a sequence."),
+    Option("train", "accumulation", "int", "Forwards and backwards per step."),
+    Option("train", "lr", "float", "Highest learning rate."),
+    Option("train", "schedule", "str", "constant or cosine."),
+    Option("train", "warmup", "int", "Steps in which the rate rises; default: a tenth, at most 100."),
+    Option("train", "min_lr", "float", "What cosine ends at, as a share of --lr."),
+    Option("train", "weight_decay", "float", "Of matrices; vectors do not decay."),
+    Option("train", "beta1", "float", "Of AdamW."),
+    Option("train", "beta2", "float", "Of AdamW."),
+    Option("train", "seed", "int", "Of the weights and of the batches."),
+    Option(
+        "train", "recompute", "flag", "Compute blocks again in the backward.", "--recompute/--no-recompute"
+    ),
+    Option("train", "sample_tokens", "int", "Tokens of text to generate at the end."),
+    Option("train", "prompt", "str", "What that text begins with."),
+    Option("train", "log_every", "int", "Steps between lines, where there is no terminal."),
+    Option("train", "json_log", "str", "A file that gets one JSON object per step."),
+    Option("engine", "device", "str", "cpu, cuda or cuda:N."),
+    Option("engine", "dtype", "str", "fp32, bf16 or fp16."),
+    Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),
+    Option("engine", "optimizer_state", "place", "Where fp32 masters and moments are."),
+    Option("engine", "gradients", "place", "Where gradients wait for the update."),
+    Option("engine", "nvme", "dirs", "A directory on an NVMe drive; may be given again.", "--nvme"),
+    Option("engine", "device_memory", "size", "What the engine may place on the device."),
+    Option("engine", "host_memory", "size", "What the engine may take of host memory."),
+    Option("engine", "prefetch_memory", "size", "What units fetched ahead may take on the device."),
+    Option("engine", "max_grad_norm", "float", "Clip the global norm of the gradients to this."),
+    Option("engine", "units", "names", "A module or class that is a unit; may be given again.", "--unit"),
+    Option("engine", "chunk_elements", "int", "Elements of a chunk, a multiple of 65,536."),
+    Option("engine", "update_depth", "int", "Chunks in the update at once."),
+    Option("engine", "block_bytes", "size", "Largest single I/O request."),
+    Option("engine", "queue_depth", "int", "Requests in the kernel at once, per directory."),
+    Option("engine", "aio_backend", "str", "auto, libaio, syscall, uring or threads."),
+    Option("engine", "io_deadline", "float", "Seconds after which a transfer is an error."),
+    Option("engine", "threads", "int", "Threads of the CPU's Adam."),
+    Option("engine", "loss_scale", "float", "fp16: the first loss scale."),
+)
+_SECTIONS: dict[str, Any] = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
+
+
+def run_options(function: F) -> F:
+    """Decorate a command with `--config` and every option of a run, all of them unset by default."""
+    types: dict[str, Any] = {"int": click.INT, "float": click.FLOAT, "flag": None}
+    for option in reversed(OPTIONS):
+        text = option.help + _default_text(option)
+        if option.kind == "flag":
+            decorate = click.option(option.flags, _variable(option), default=None, help=text)
+        else:
+            decorate = click.option(
+                option.flags,
+                _variable(option),
+                type=types.get(option.kind, click.STRING),
+                metavar={"place": "PLACE", "dirs": "DIR", "size": "SIZE"}.get(option.kind),
+                multiple=option.kind in ("dirs", "names"),
+                default=None,
+                help=text,
+            )
+        function = decorate(function)
+    return click.option("--config", "config_file", metavar="FILE", help="A YAML file; options win over it.")(
+        function
+    )
+
+
+class RunCommand(click.Command):
+    """A command whose `--help` shows the options of a run section by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of the sections."""
+        section = {_variable(o): o.section for o in OPTIONS}
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                rows.setdefault(section.get(param.name or "", "options"), []).append(record)
+        for name in ("model", "data", "train", "engine", "options"):
+            if name in rows:
+                with formatter.section(name.capitalize()):
+                    formatter.write_dl(rows[name])
+
+
+def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
+    """Return the run that a file and options describe.
+
+    Args:
+        given: the parameters of a command that `run_options` decorated.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown or wrong.
+    """
+    values: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "train": {}, "engine": {}}
+    if config_file is not None:
+        for section, content in _load(config_file).items():
+            values[section].update(content)
+    for option in OPTIONS:
+        value = given.get(_variable(option))
+        if value is None or value == ():
+            continue
+        values[option.section][option.name] = list(value) if isinstance(value, tuple) else value
+    for option in OPTIONS:
+        settings = values[option.section]
+        if option.name in settings:
+            settings[option.name] = _coerce(option, settings[option.name])
+    run = Run(
+        ModelSettings(**values["model"]),
+        DataSettings(**values["data"]),
+        TrainSettings(**values["train"]),
+        values["engine"],
+    )
+    if run.model.init_from is not None:
+        clash = [k for k, v in values["model"].items() if k != "init_from" and v is not None]
+        if clash:
+            raise ConfigError(
+                "a model cannot be read from a directory and have dimensions of its own",
+                expected="init_from alone",
+                found=", ".join(["init_from", *clash]),
+                cure=f"leave out --{clash[0].replace('_', '-')}, or --init-from",
+            )
+    return run
+
+
+def parse_placement(value: Any) -> Any:
+    """Return ``"host:0.3,nvme:0.7"`` as a mapping; anything else as it is (`Config` checks it).
+
+    Raises:
+        ConfigError: a share is not a number.
+    """
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    shares: dict[str, float] = {}
+    for part in value.split(","):
+        tier, _, share = part.partition(":")
+        try:
+            shares[tier.strip()] = float(share)
+        except ValueError:
+            raise ConfigError(
+                f"the placement {value!r} cannot be read",
+                expected="a tier, or shares that sum to 1: host:0.3,nvme:0.7",
+                found=repr(part),
+                cure="host:0.3,nvme:0.7",
+            ) from None
+    return shares
+
+
+def _load(path: str) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"cannot read {path!r}",
+            expected="a YAML file with the sections model, data, train and engine",
+            found=str(error),
+            cure="name a readable YAML file",
+        ) from error
+    known = [*_SECTIONS, "engine"]
+    result: dict[str, dict[str, Any]] = {}
+    for name, section in content.items() if isinstance(content, dict) else [(type(content).__name__, {})]:
+        if name not in known:
+            _unknown(f"section of {path!r}", str(name), known)
+        if not isinstance(section or {}, dict):
+            _wrong(path, name, "lines of `name: value`", section)
+        result[name] = dict(section or {})
+        fields = dataclasses.fields(_SECTIONS.get(name, Config))
+        names = [f.name for f in fields if f.init]
+        for key in result[name]:
+            if key not in names:
+                _unknown(f"setting in section {name!r}", str(key), names)
+    return result
+
+
+def _coerce(option: Option, value: Any) -> Any:
+    """Return a value from YAML or the command line as the kind that the option wants."""
+    if value is None:
+        return None
+    if option.kind == "place":
+        return parse_placement(value)
+    if option.kind in ("dirs", "names"):
+        return [value] if isinstance(value, str) else value
+    wanted = {"int": "an integer", "float": "a number", "flag": "true or false", "str": "text"}
+    right = True
+    if option.kind == "int":
+        right = isinstance(value, int) and not isinstance(value, bool)
+    elif option.kind == "float":
+        try:
+            value = value if isinstance(value, bool) else float(value)  # YAML reads 3e-4 as text
+        except (TypeError, ValueError):
+            right = False
+        right = right and not isinstance(value, bool)
+    elif option.kind == "flag":
+        right = isinstance(value, bool)
+    elif option.kind == "str":
+        value = str(value)
+    if not right:
+        _wrong(option.section, option.name, wanted[option.kind], value)
+    return value
+
+
+def _variable(option: Option) -> str:
+    return "data_path" if option.section == "data" and option.name == "path" else option.name
+
+
+def _default_text(option: Option) -> str:
+    fields = {f.name: f.default for f in dataclasses.fields(_SECTIONS.get(option.section, Config))}
+    default = fields[option.name]
+    if default is None or default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, bool):
+        return ""
+    return f" [{default}]"
+
+
+def _wrong(section: str, name: str, expected: str, found: object) -> None:
+    raise ConfigError(
+        f"{name} in {section!r} cannot be used",
+        expected=expected,
+        found=repr(found),
+        cure=f"change {name.replace('_', '-')}",
+    )
+
+
+def _unknown(what: str, found: str, known: Any) -> None:
+    close = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
+    raise ConfigError(
+        f"unknown {what}",
+        expected=", ".join(known),
+        found=repr(found),
+        cure=f"did you mean {close[0]!r}?" if close else "remove it",
+    )

@@ -1,0 +1,349 @@
+"""`infinity train`: a language model on text, with its state on the tiers that have room.
+
+The run of a few minutes, whose state is a multiple of the host memory that it is given::
+
+    mkdir -p runs/train && infinity train --device cpu --dtype fp32 --preset 30m --nvme runs/train \
+        --parameters nvme --optimizer-state nvme --gradients nvme \
+        --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
+        --batch 4 --sequence 256 --steps 100 --max-grad-norm 1.0
+
+The loop is the one that a user would write (see `_loop`); what surrounds it plans, measures and reports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
+from infinity.core.sizes import GiB, Tier, format_size
+from infinity.planning.planner import Plan
+from infinity.surface.engine import close, engine_of, metrics, wrap
+from infinity.surface.init import init
+from infinity.training.optimizer import OffloadOptimizer
+
+from .data import Corpus, open_stream
+from .measure import Peak, bytes_on_disk
+from .plan import plan_run
+from .progress import Reporter
+from .sample import generate
+from .settings import Run, RunCommand, TrainSettings, read_run, run_options
+from .workload import Workload, param_groups, workload_of
+
+_VALIDATION_BATCHES = 4
+_PROMPT = "def "
+
+
+@dataclass
+class _Trained:
+    """What the loop leaves behind."""
+
+    losses: list[float]
+    validation: float
+    seconds: float
+    nvme_read: int  # in all steps
+    nvme_written: int
+
+
+@click.command("train", cls=RunCommand)
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; the rest on stderr.")
+def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
+    """Train the built-in GPT, or a Hugging Face model, on text.
+
+    Without arguments: 30 million parameters on the sources of Python's standard library.
+    """
+    result = train(read_run(config_file, given), to_stderr=as_json)
+    if as_json:
+        click.echo(json.dumps(result))
+    return 0
+
+
+def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
+    """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes).
+
+    Raises:
+        ConfigError, BudgetError: the run contradicts itself or does not fit; nothing was built.
+        DataError: the text or the model cannot be read.
+    """
+    train = run.train
+    config = run.config()
+    workload = workload_of(run)
+    scratch = config.directories[0] if config.directories else None
+    stream = open_stream(run.data.path, workload.tokenizer, directory=scratch)
+    if stream.vocab > workload.vocab:
+        raise ConfigError(
+            "the tokenizer has more tokens than the model",
+            expected=f"at most {workload.vocab}",
+            found=stream.vocab,
+            cure="use the tokenizer that belongs to the model",
+        )
+    corpus = Corpus(stream, train.sequence, seed=train.seed, validation=run.data.validation)
+    plan = plan_run(run, config, workload)
+    plan.check()
+    before = bytes_on_disk(config.directories)
+    importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
+    with (
+        Reporter(train.steps, every=train.log_every, json_log=train.json_log, to_stderr=to_stderr) as report,
+        Peak() as peak,
+    ):
+        report.line(f"{workload.name}: {plan.parameters:,} parameters; {corpus.describe()}")
+        _promise(report, plan)
+        model, optimizer = _build(run, config, workload)
+        try:
+            on_disk = bytes_on_disk(config.directories) - before
+            trained = _loop(run, workload, corpus, model, optimizer, report)
+            measured = _measure(run, config, workload, model, optimizer, plan, trained, peak, on_disk)
+            report.pause()
+            fell = _summary(report, trained)
+            _table(report, measured)
+            text = _sample(run, workload, corpus, model, report)
+        finally:
+            close(optimizer)
+    return {
+        "run": run.as_dict(),
+        "parameters": plan.parameters,
+        "steps": len(trained.losses),
+        "first_loss": _ends(trained.losses)[0],
+        "last_loss": _ends(trained.losses)[1],
+        "validation_loss": trained.validation,
+        "loss_fell": fell,
+        "seconds": trained.seconds,
+        "tokens_per_second": train.tokens_per_step * train.steps / trained.seconds,
+        "planned_and_measured": measured,
+        "sample": text,
+    }
+
+
+def _build(run: Run, config: Config, workload: Workload) -> tuple[nn.Module, OffloadOptimizer]:
+    train = run.train
+    torch.manual_seed(train.seed)
+    with init(config):
+        model = workload.build(train.recompute)
+    optimizer = torch.optim.AdamW(
+        param_groups(model, train.weight_decay), lr=train.lr, betas=(train.beta1, train.beta2)
+    )
+    return wrap(model, optimizer, config)
+
+
+def _loop(
+    run: Run,
+    workload: Workload,
+    corpus: Corpus,
+    model: nn.Module,
+    optimizer: OffloadOptimizer,
+    report: Reporter,
+) -> _Trained:
+    train = run.train
+    device = engine_of(optimizer).device.torch_device
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
+    losses: list[float] = []
+    start = metrics(optimizer)
+    began = time.perf_counter()
+    try:
+        for step in range(train.steps):
+            step_began, step_start = time.perf_counter(), metrics(optimizer)
+            total = 0.0
+            for micro in range(train.accumulation):
+                tokens, targets = corpus.batch(train.batch, step, micro)
+                loss = workload.loss(model, tokens.to(device), targets.to(device)) / train.accumulation
+                optimizer.scale(loss).backward()
+                total += loss.item()
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(total)
+            figures = metrics(optimizer)
+            seconds = time.perf_counter() - step_began
+            report.step(_record(train, step, total, lr, seconds, figures, step_start))
+    except KeyboardInterrupt:
+        report.pause()
+        last = f", last loss {losses[-1]:.4f}" if losses else ""
+        report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
+        raise
+    end = metrics(optimizer)
+    seconds = time.perf_counter() - began
+    validation = _validate(run, workload, corpus, model, device)
+    return _Trained(
+        losses,
+        validation,
+        seconds,
+        _read(end) - _read(start),
+        _written(end) - _written(start),
+    )
+
+
+def _record(
+    train: TrainSettings,
+    step: int,
+    loss: float,
+    lr: float,
+    seconds: float,
+    now: Mapping[str, float],
+    before: Mapping[str, float],
+) -> dict[str, Any]:
+    tokens = train.tokens_per_step
+    return {
+        "step": step + 1,
+        "loss": loss,
+        "grad_norm": now["grad_norm"],
+        "lr": lr,
+        "tokens": tokens * (step + 1),
+        "seconds": seconds,
+        "update_seconds": now["time_metrics/update(s)"],
+        "tokens_per_second": tokens / seconds,
+        "memory": {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier},
+        "nvme_read": _read(now) - _read(before),
+        "nvme_written": _written(now) - _written(before),
+        "loss_scale": now["loss_scale"],
+        "skipped": now["skipped_steps"] > before["skipped_steps"],
+    }
+
+
+def _read(figures: Mapping[str, float]) -> int:
+    return round(figures["nvme/read(GiB)"] * GiB)
+
+
+def _written(figures: Mapping[str, float]) -> int:
+    return round(figures["nvme/written(TB)"] * 1e12)
+
+
+def _validate(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, device: torch.device) -> float:
+    """Return the mean loss of batches that were not trained on; NaN if none are kept."""
+    if not run.data.validation:
+        return math.nan
+    model.eval()
+    losses = []
+    with torch.no_grad():
+        for index in range(_VALIDATION_BATCHES):
+            tokens, targets = corpus.batch(run.train.batch, index, part="validation")
+            losses.append(workload.loss(model, tokens.to(device), targets.to(device)).item())
+    model.train()
+    return sum(losses) / len(losses)
+
+
+# -- what is said before and after ----------------------------------------------------------
+
+
+def _promise(report: Reporter, plan: Plan) -> None:
+    taken = plan.footprint
+    tiers = " + ".join(f"{format_size(taken.total(t))} {t}" for t in Tier if taken.total(t))
+    report.line(f"planned: {tiers}; NVMe per step: {format_size(plan.traffic.nvme_written)} written")
+
+
+def _ends(losses: list[float]) -> tuple[float, float]:
+    """Return the mean of the first and of the last losses: a tenth of the steps, at most 10."""
+    window = max(1, min(10, len(losses) // 10))
+    return sum(losses[:window]) / window, sum(losses[-window:]) / window
+
+
+def _summary(report: Reporter, trained: _Trained) -> bool:
+    first, last = _ends(trained.losses)
+    fell = last < first
+    validation = (
+        "" if math.isnan(trained.validation) else f"; on text not trained on: {trained.validation:.4f}"
+    )
+    report.line()
+    if fell:
+        report.line(f"The loss fell from {first:.4f} to {last:.4f}{validation}.", style="green")
+    else:
+        report.line(
+            f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{validation}. "
+            "Train for more steps, or try another --lr.",
+            style="bold yellow",
+        )
+    return fell
+
+
+def _measure(
+    run: Run,
+    config: Config,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: OffloadOptimizer,
+    plan: Plan,
+    trained: _Trained,
+    peak: Peak,
+    on_disk: int,
+) -> list[dict[str, Any]]:
+    """Return rows of what was planned and measured, in bytes."""
+    train = run.train
+    taken = plan.footprint
+    figures = metrics(optimizer)
+    activations = workload.activations(config, train.batch, train.sequence, train.recompute).peak
+    device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
+    leases = sum(q.nbytes for q in taken.quotas.values())
+    rows: list[tuple[str, int, int]] = []
+    on_cuda = engine_of(optimizer).device.staged
+    if on_cuda:
+        rows.append(("device, with activations", device + activations, peak.device_nbytes or 0))
+        rows.append(("host", host, peak.nbytes))
+    else:
+        rows.append(("memory (device + host + activations)", device + host + activations, peak.nbytes))
+    rows.append(
+        (
+            "device: units in use and ahead",
+            taken.working_nbytes + taken.prefetch_nbytes,
+            round(figures["memory/device_units_peak(GiB)"] * GiB),
+        )
+    )
+    rows.append(("host: leases", leases, round(figures["memory/host_leases_peak(GiB)"] * GiB)))
+    if config.directories:
+        steps = len(trained.losses)
+        rows.append(("nvme", taken.total(Tier.NVME), on_disk))
+        rows.append(("nvme: read per step", plan.traffic.nvme_read, trained.nvme_read // steps))
+        rows.append(("nvme: written per step", plan.traffic.nvme_written, trained.nvme_written // steps))
+    return [{"what": what, "planned": planned, "measured": measured} for what, planned, measured in rows]
+
+
+def _table(report: Reporter, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table("", "planned (at most)", "measured", title="Bytes", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(row["what"], format_size(row["planned"]), format_size(row["measured"]))
+    report.console.print(table)
+
+
+def _sample(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, report: Reporter) -> str:
+    """Generate text, shown as it comes; return it with its prompt."""
+    train = run.train
+    if not train.sample_tokens:
+        return ""
+    prompt = train.prompt if train.prompt is not None else _PROMPT
+    tokenizer = workload.tokenizer
+    ids = tokenizer(prompt)["input_ids"] if tokenizer is not None else list(prompt.encode())
+    if not ids:
+        ids = [int(corpus.batch(1, 0, part="train")[0][0, 0])]
+    device = engine_of(model).device.torch_device
+    model.eval()
+    made = generate(
+        lambda tokens: workload.logits(model, tokens),
+        torch.tensor(ids, device=device),
+        train.sample_tokens,
+        context=min(train.sequence, workload.context),
+        seed=train.seed,
+    )
+    report.line()
+    report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
+    tokens = [*ids, *made]
+    model.train()
+    if tokenizer is not None:
+        text = str(tokenizer.decode(tokens))
+    else:
+        text = bytes(t if t < 256 else 0x3F for t in tokens).decode("utf-8", "replace")
+    report.line(text)
+    return text

@@ -1,0 +1,165 @@
+"""Plans: bytes, traffic and wear in closed form, and cures that cure."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.core.config import Config
+from infinity.core.errors import BudgetError
+from infinity.core.sizes import GiB, MiB, Tier, parse_size
+from infinity.planning.footprint import Budget
+from infinity.planning.partition import ParamSpec
+from infinity.planning.planner import Bandwidths, Model, Plan, Problem, make_plan, step_bounds, wear
+
+DIMENSION = 1024
+BLOCKS = 6
+PARAMETERS = BLOCKS * DIMENSION * DIMENSION  # sizes that need no padding
+ROOMY = Budget(device=64 * GiB, host=64 * GiB)
+
+
+def model_of(dtype: torch.dtype) -> Model:
+    units = [
+        (f"blocks.{i}", [ParamSpec(f"blocks.{i}.weight", (DIMENSION, DIMENSION), dtype, True, 0)])
+        for i in range(BLOCKS)
+    ]
+    return Model(units, [(i,) for i in range(BLOCKS)])
+
+
+def config_of(places: str = "nvme", **changes: Any) -> Config:
+    settings = {"parameters": places, "optimizer_state": places, "gradients": places, "nvme": "/nvme"}
+    return Config(**{**settings, "device": "cpu", "chunk_elements": 1 << 19, **changes})
+
+
+def plan_of(config: Config, budget: Budget = ROOMY, **options: Any) -> Plan:
+    return make_plan(model_of(config.compute_dtype), config, budget, **{"staged": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at_rest", "read", "written"),
+    # bf16: copy 2, state 12, gradient 4 (room for fp32, 2 used); fp32: the copy is the master
+    [("bf16", 2 + 12 + 4, 2 * 2 + 12 + 2, 12 + 2 + 2), ("fp32", 12 + 4, 2 * 4 + 12 + 4, 12 + 4)],
+)
+def test_bytes_per_parameter_on_nvme(dtype: str, at_rest: int, read: int, written: int) -> None:
+    plan = plan_of(config_of(dtype=dtype))
+    assert plan.parameters == plan.trainable == PARAMETERS
+    assert plan.footprint.total(Tier.NVME) == at_rest * PARAMETERS
+    assert plan.traffic.nvme_read == read * PARAMETERS
+    assert plan.traffic.nvme_written == written * PARAMETERS
+
+
+def test_durable_has_two_slots_of_all_but_gradients() -> None:
+    plan = plan_of(config_of(dtype="bf16"))
+    assert plan.durable_nvme == {
+        "parameters": 2 * 2 * PARAMETERS,
+        "optimizer state": 2 * 12 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,
+    }
+
+
+def test_accumulation_fetches_again_and_adds_in_fp32() -> None:
+    once, four = (plan_of(config_of(dtype="bf16"), accumulation=a).traffic for a in (1, 4))
+    assert four.nvme_read - once.nvme_read == 3 * (2 * 2 + 4) * PARAMETERS
+    assert four.nvme_written - once.nvme_written == 3 * 4 * PARAMETERS
+
+
+def test_the_link_carries_six_bytes_when_parameters_are_off_the_device() -> None:
+    assert plan_of(config_of(dtype="bf16")).traffic.link == 6 * PARAMETERS
+    on_device = config_of("host", dtype="bf16", parameters="device")
+    assert plan_of(on_device).traffic.link == 4 * PARAMETERS
+
+
+def test_nothing_on_nvme_wears_nothing() -> None:
+    plan = plan_of(config_of("host"))
+    assert plan.footprint.total(Tier.NVME) == 0
+    assert wear(plan.traffic, steps=10, tbw=600, drives=0).steps_rated is None
+
+
+def test_wear() -> None:
+    plan = plan_of(config_of(dtype="bf16"))
+    worn = wear(plan.traffic, steps=1000, tbw=1, drives=2)
+    assert worn.run_bytes == 16 * PARAMETERS * 1000
+    assert worn.share == pytest.approx(worn.run_bytes / 2e12)
+    assert worn.steps_rated == pytest.approx(2e12 / (16 * PARAMETERS))
+
+
+def test_bounds_are_bytes_over_bandwidth() -> None:
+    plan = plan_of(config_of(dtype="bf16"))
+    bounds = step_bounds(plan, Bandwidths(nvme_read=2, tflops=1), tokens=100, recompute=True)
+    assert bounds == {
+        "compute": pytest.approx(8 * PARAMETERS * 100 / 1e12),
+        "nvme read": pytest.approx(18 * PARAMETERS / 2e9),
+    }
+
+
+PLACES = ["device", "host", "nvme"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("places", PLACES)
+def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: bool) -> None:
+    config = config_of(places, dtype=dtype)
+    needed = {p.tier: p.needed for p in plan_of(config, Budget(device=0, host=0), staged=staged).problems}
+    enough = Budget(device=needed.get(Tier.DEVICE, 0), host=needed.get(Tier.HOST, 0))
+    assert plan_of(config, enough, staged=staged).fits
+    for tier in needed:
+        short = Budget(
+            device=enough.device - 4096 * (tier is Tier.DEVICE), host=enough.host - 4096 * (tier is Tier.HOST)
+        )
+        [problem] = plan_of(config, short, staged=staged).problems
+        assert problem.tier is tier
+
+
+def apply_cure(config: Config, problem: Problem) -> Config:
+    """Return the configuration after the last alternative of a cure."""
+    words = shlex.split(problem.cure.replace("(a directory)", "").rpartition(", or ")[2])
+    changes: dict[str, Any] = {}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        key = name.removeprefix("--").replace("-", "_")
+        changes[key] = int(value) if value.isdigit() else value
+    return config.replace(**changes)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(device=20 * MiB, host=GiB),
+        Budget(device=GiB, host=60 * MiB),
+        Budget(device=20 * MiB, host=60 * MiB),
+    ],
+)
+def test_cures_cure(places: str, budget: Budget) -> None:
+    config = config_of(places, dtype="bf16")
+    plan = plan_of(config, budget)
+    for problem in plan.problems:
+        changed = apply_cure(config, problem)
+        assert plan_of(changed, budget).fits, problem.cure
+    if not plan.fits:
+        with pytest.raises(BudgetError) as caught:
+            plan.check()
+        assert str(plan.problems[0].needed) in str(caught.value)
+
+
+def test_a_budget_that_only_a_larger_one_cures() -> None:
+    config = config_of(dtype="bf16")
+    [problem] = plan_of(config, Budget(device=MiB, host=GiB)).problems
+    assert problem.tier is Tier.DEVICE
+    size = problem.cure.split()[1]
+    assert plan_of(config, Budget(device=parse_size(size), host=GiB)).fits
+
+
+def test_a_full_drive_is_a_problem() -> None:
+    config = config_of(dtype="bf16")
+    assert plan_of(config, nvme_free=18 * PARAMETERS).fits
+    [problem] = plan_of(config, nvme_free=18 * PARAMETERS - 1).problems
+    assert problem.tier is Tier.NVME
+    assert "--optimizer-state host" in problem.cure
+
+
+def test_check_is_silent_when_all_fits() -> None:
+    plan_of(config_of("host")).check()
