@@ -194,7 +194,7 @@ class HuggingFace:
             ) from error
         model.config.use_cache = False
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _recompute(model)
         model.train()
         return model  # type: ignore[no-any-return]
 
@@ -207,6 +207,14 @@ class HuggingFace:
         """See `Workload`."""
         logits = self.logits(model, tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _recompute(model: Any) -> None:
+    arguments = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable(arguments)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
 def workload_of(run: Run) -> Workload:

@@ -1,0 +1,204 @@
+"""The command line: verbs, settings from options and files, errors as a person meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.core.errors import ConfigError
+from infinity.tools.cli import VERBS, run
+from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
+from infinity.version import __version__
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_help_imports_no_verb() -> None:
+    code = (
+        "import sys; from infinity.tools.cli import run; assert run(['--help']) == 0; "
+        f"assert not [m for m in sys.modules if m in {[v[0] for v in VERBS.values()]!r}]"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    for verb, (_, _, line) in VERBS.items():
+        assert verb in done.stdout
+        assert line in done.stdout
+
+
+def test_python_m_infinity() -> None:
+    done = python("-m", "infinity", "--version")
+    assert done.returncode == 0
+    assert __version__ in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_train_and_plan_take_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("train", "plan"):
+        run([verb, "--help"])
+        text = capsys.readouterr().out
+        for option in OPTIONS:
+            assert option.flags.split("/")[0] in text
+
+
+def test_unknown_things_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--optimizer-stat", "nvme"]) == 2
+    assert "--optimizer-state" in capsys.readouterr().err
+    assert run(["plann"]) == 2
+    assert "plan" in capsys.readouterr().err
+
+
+def test_an_error_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--preset", "7t", "--device", "cpu", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert "unknown preset" in shown.err
+    error = json.loads(shown.out)["error"]
+    assert error["type"] == "ConfigError"
+    assert error["cure"]
+
+
+SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--heads", "2", "--host-memory", "1GiB"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = run(["plan", "--json", *SMALL, "--device-memory", "1GiB", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    places = ("--parameters", "nvme", "--optimizer-state", "host:0.5,nvme:0.5", "--gradients", "host")
+    code, result = plan(capsys, *places, "--steps", "1000", "--nvme-write", "2")
+    assert code == 0
+    assert result["fits"]
+    assert result["nvme"]["parameters"] > 0
+    assert result["host"]["optimizer state"] > 0
+    assert result["nvme_durable"]["optimizer state"] == 2 * result["nvme"]["optimizer state"]
+    assert result["wear"]["run_bytes"] == 1000 * result["per_step"]["nvme_written"]
+    assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
+
+
+def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = plan(capsys, "--host-memory", "100KB")
+    assert code == 1
+    assert not result["fits"]
+    assert result["problems"][0]["tier"] == "host"
+    assert "--host-memory" in result["problems"][0]["cure"]
+    assert run(["plan", *SMALL, "--host-memory", "100KB"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_plan_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
+    budgets = ["--device-memory", "20GiB", "--host-memory", "2GiB"]
+    code = run(["plan", "--json", "--device", "cuda", "--preset", "13b", *everything, *budgets])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert result["parameters"] == pytest.approx(13e9, rel=0.01)
+    # copy 2, state 12, room for a gradient 4
+    assert sum(result["nvme"].values()) == pytest.approx(18 * result["parameters"], rel=1e-3)
+
+
+FILE = """
+model: {preset: 10m, layers: 3}
+data: {path: /some/where}
+train: {steps: 7, lr: 3e-4, recompute: true}
+engine:
+  parameters: nvme
+  optimizer_state: {host: 0.25, nvme: 0.75}
+  nvme: [/a, /b]
+  host_memory: 1GiB
+"""
+
+
+def test_a_file_says_what_options_say_and_options_win(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    from_file = read_run(str(path), {"steps": 9, "nvme": ("/c",)})
+    assert (from_file.model.preset, from_file.model.layers) == ("10m", 3)
+    assert from_file.data.path == "/some/where"
+    assert from_file.train.steps == 9
+    assert from_file.train.lr == 3e-4
+    assert from_file.train.recompute is True
+    config = from_file.config()
+    assert config.directories == ("/c",)
+    assert config.host_memory == 1 << 30
+    by_options = read_run(
+        None,
+        {
+            "preset": "10m",
+            "layers": 3,
+            "data_path": "/some/where",
+            "steps": 9,
+            "lr": 3e-4,
+            "recompute": True,
+            "parameters": "nvme",
+            "optimizer_state": "host:0.25,nvme:0.75",
+            "nvme": ("/c",),
+            "host_memory": "1GiB",
+        },
+    )
+    assert by_options == from_file
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("trian: {steps: 3}", "train"),
+        ("train: {step: 3}", "steps"),
+        ("engine: {optimiser_state: nvme}", "optimizer_state"),
+        ("train: {steps: many}", "an integer"),
+        ("train: [3]", "name: value"),
+        ("train: {schedule: cosin}", "cosine"),
+        ("train: {steps: 0}", "at least 1"),
+        ("[1]", "list"),
+        ("a: b: c", "YAML"),
+    ],
+)
+def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_run(str(path), {})
+    assert suggestion in str(caught.value)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_run("/nowhere/run.yaml", {})
+
+
+def test_a_directory_and_dimensions_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="dimensions of its own"):
+        read_run(None, {"init_from": "/model", "layers": 3})
+
+
+def test_placements() -> None:
+    assert parse_placement("nvme") == "nvme"
+    assert parse_placement("host:0.3, nvme:0.7") == {"host": 0.3, "nvme": 0.7}
+    with pytest.raises(ConfigError):
+        parse_placement("host:most")
+
+
+def test_learning_rates() -> None:
+    cosine = TrainSettings(steps=100, warmup=10, min_lr=0.1)
+    rates = [cosine.lr_factor(s) for s in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+    constant = TrainSettings(steps=100, warmup=0, schedule="constant")
+    assert {constant.lr_factor(s) for s in range(100)} == {1.0}

@@ -1,0 +1,382 @@
+"""`infinity train`, from text to a sample, with its state on the tiers that were asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infinity.core.errors import BudgetError, ConfigError, DataError
+from infinity.tools.cli import run
+from infinity.tools.data import ByteStream, Corpus, TokenStream, find_files, open_stream
+from infinity.tools.sample import generate
+from infinity.tools.settings import read_run
+from infinity.tools.train import train
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(4):
+        part = TEXT[i * len(TEXT) // 4 : (i + 1) * len(TEXT) // 4]
+        (folder / f"{i}.py").write_text(part)
+    return str(folder)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> str:
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    return str(folder)
+
+
+def settings(text: str, nvme: str, **changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "layers": 2,
+        "width": 64,
+        "heads": 2,
+        "data_path": text,
+        "batch": 4,
+        "sequence": 32,
+        "steps": 12,
+        "lr": 3e-3,
+        "sample_tokens": 5,
+        "device": "cpu",
+        "dtype": "fp32",
+        "nvme": (nvme,),
+        "parameters": "nvme",
+        "optimizer_state": "nvme",
+        "gradients": "nvme",
+        "chunk_elements": 65536,
+        "host_memory": "8MiB",
+        "device_memory": "4MiB",
+        "max_grad_norm": 1.0,
+        **changes,
+    }
+    return {k: v for k, v in given.items() if v is not None}
+
+
+def options(given: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in given.items():
+        flag = "--data" if name == "data_path" else "--" + name.replace("_", "-")
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [flag] if one is True else [flag, str(one)]
+    return words
+
+
+# -- data -----------------------------------------------------------------------------------
+
+
+def test_a_stream_is_the_files_one_after_the_other(text: str) -> None:
+    stream = ByteStream(find_files(text))
+    whole = b"".join(p.read_bytes() for p in stream.files)
+    assert stream.length == len(whole) == len(TEXT)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        start = int(rng.integers(0, stream.length - 20_000))
+        count = int(rng.integers(1, 20_000))
+        assert stream.read(start, count).tobytes() == whole[start : start + count]
+
+
+def test_batches_are_a_function_of_seed_and_step(text: str) -> None:
+    stream = open_stream(text)
+    corpus, same, other = (Corpus(stream, 32, seed=s) for s in (1, 1, 2))
+    tokens, targets = corpus.batch(8, 5)
+    assert tokens.shape == targets.shape == (8, 32)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    same.batch(8, 4)
+    assert torch.equal(same.batch(8, 5)[0], tokens)
+    assert not torch.equal(other.batch(8, 5)[0], tokens)
+    assert not torch.equal(corpus.batch(8, 6)[0], tokens)
+    assert not torch.equal(corpus.batch(8, 5, 1)[0], tokens)
+
+
+def test_validation_is_never_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "bytes.txt"
+    file.write_bytes(bytes([65] * 9000 + [66] * 1000))
+    corpus = Corpus(open_stream(file), 16, validation=0.1)
+    assert all(set(corpus.batch(32, s)[1].unique().tolist()) == {65} for s in range(20))
+    assert set(corpus.batch(32, 0, part="validation")[0].unique().tolist()) == {66}
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    files = find_files(None)
+    assert len(files) > 300
+    assert {p.suffix for p in files} == {".py"}
+    assert not any("site-packages" in str(p) for p in files)
+    assert any(p.name == "argparse.py" for p in files)
+
+
+def test_globs_and_binary_files(text: str, tmp_path: Path) -> None:
+    Path(text, "image.bin").write_bytes(b"\x00\x01\x02")
+    Path(text, "empty.py").write_bytes(b"")
+    Path(text, ".hidden").write_text("no")
+    assert len(find_files(text)) == 4
+    assert len(find_files(text + "/[01].py")) == 2
+    assert len(find_files(str(tmp_path) + "/**/*.py")) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (None, "there is no data"),
+        (b"", "there is no text|too short"),
+        (b"abc", "too short"),
+        (b"a\0b", "not text"),
+    ],
+)
+def test_data_that_cannot_be_used(content: bytes | None, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=word) as caught:
+        Corpus(open_stream(path), 32)
+    assert caught.value.cure
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no text"):
+        find_files(tmp_path)
+
+
+def test_a_file_that_shrinks(text: str) -> None:
+    stream = ByteStream(find_files(text))
+    os.truncate(stream.files[0], 10)
+    with pytest.raises(DataError, match="changed"):
+        stream.read(0, 100)
+
+
+def test_tokens_are_those_of_the_tokenizer(text: str) -> None:
+    files = find_files(text)
+    stream = TokenStream(files, lambda s: [ord(c) + 1000 for c in s], 70_000, separator=7)
+    expected = [t for p in files for t in [*(ord(c) + 1000 for c in p.read_text()), 7]]
+    assert stream.length == len(expected)
+    assert stream.read(0, stream.length).tolist() == expected
+
+
+# -- training -------------------------------------------------------------------------------
+
+
+def test_a_run_from_text_to_sample(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    code = run(["train", *options(settings(text, nvme, json_log=str(log), steps=25))])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "The loss fell from" in out
+    assert "planned (at most)" in out
+    assert "def " in out
+    assert "step 25/25" in out
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [s["step"] for s in steps] == list(range(1, 26))
+    for step in steps:
+        assert step["nvme_read"] > 0
+        assert step["nvme_written"] > 0
+        assert step["memory"]["host"] <= 8 << 20
+        assert step["memory"]["device"] <= 4 << 20
+        assert step["grad_norm"] > 0
+        assert step["tokens_per_second"] > 0
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert not list(Path(nvme).rglob("*arena*")), "the arena goes with the run"
+
+
+def test_planned_bytes_are_the_measured_ones(text: str, nvme: str) -> None:
+    result = train(read_run(None, settings(text, nvme, recompute=True)))
+    rows = {r["what"]: r for r in result["planned_and_measured"]}
+    for exact in ("nvme", "nvme: written per step"):
+        assert rows[exact]["measured"] == rows[exact]["planned"], exact
+    for most in ("nvme: read per step", "host: leases", "device: units in use and ahead"):
+        assert 0 < rows[most]["measured"] <= rows[most]["planned"], most
+    assert result["loss_fell"]
+    assert result["steps"] == 12
+    assert len(result["sample"]) >= len("def ")
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_placement_and_accumulation_change_no_loss(text: str, nvme: str, tmp_path: Path) -> None:
+    logs = []
+    everywhere = {"parameters": "host", "optimizer_state": "host:0.5,nvme:0.5", "gradients": "device"}
+    for index, changes in enumerate(({}, everywhere)):
+        log = tmp_path / f"{index}.jsonl"
+        given = settings(text, nvme, steps=4, accumulation=2, sample_tokens=0, **changes)
+        train(
+            read_run(None, {**given, "json_log": str(log), "device_memory": "32MiB", "host_memory": "32MiB"})
+        )
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        logs.append([(s["loss"], s["grad_norm"], s["lr"]) for s in lines])
+    assert logs[0] == logs[1]
+
+
+def test_the_loop_is_torchs(text: str, nvme: str, tmp_path: Path) -> None:
+    """The same model, batches and schedule in a plain torch loop give the same losses."""
+    log = tmp_path / "steps.jsonl"
+    run_ = read_run(None, settings(text, nvme, steps=6, sample_tokens=0, json_log=str(log)))
+    train(run_)
+    ours = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+    from infinity.tools.workload import param_groups, workload_of
+
+    workload = workload_of(run_)
+    torch.manual_seed(run_.train.seed)
+    model = workload.build(recompute=False)
+    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, run_.train.lr_factor)
+    corpus = Corpus(open_stream(text), 32, seed=run_.train.seed)
+    theirs = []
+    for step in range(6):
+        loss = workload.loss(model, *corpus.batch(4, step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_loss_that_does_not_fall_is_said_so(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", *options(settings(text, nvme, steps=2, lr=0.0, sample_tokens=0))]) == 0
+    out = capsys.readouterr().out
+    assert "did NOT fall" in out or "fell from" in out
+    result = train(read_run(None, settings(text, nvme, steps=1, sample_tokens=0)))
+    assert result["loss_fell"] is False
+
+
+def test_json_is_all_that_stdout_gets(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--json", *options(settings(text, nvme, steps=2, sample_tokens=0))]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["steps"] == 2
+    assert "step 2/2" in shown.err
+
+
+def test_a_run_that_cannot_fit_builds_nothing(text: str, nvme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: Any) -> None:
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr("infinity.tools.train._build", built)
+    with pytest.raises(BudgetError) as caught:
+        train(read_run(None, settings(text, nvme, host_memory="100KB")))
+    assert "--host-memory" in str(caught.value)
+    with pytest.raises(ConfigError, match="sequence"):
+        train(read_run(None, settings(text, nvme, sequence=64, context=32)))
+    assert list(Path(nvme).iterdir()) == []
+
+
+def test_an_interrupt_ends_a_run_cleanly(text: str, nvme: str) -> None:
+    words = options(settings(text, nvme, steps=100_000))
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "infinity", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        deadline = time.monotonic() + 90
+        while "step 3/" not in child.stdout.readline():
+            assert time.monotonic() < deadline
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 130, err
+    assert "interrupted after" in out
+    assert "Traceback" not in err
+
+
+# -- Hugging Face ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=300, bos_token_id=0, eos_token_id=0
+    )
+    path = tmp_path / "gpt2"
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def give_tokenizer(path: Path, text: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_fine_tuning_a_hugging_face_model(with_tokenizer: bool, gpt2: Path, text: str, nvme: str) -> None:
+    if with_tokenizer:
+        give_tokenizer(gpt2, TEXT)
+    given = settings(
+        text, nvme, init_from=str(gpt2), layers=None, width=None, heads=None, steps=15, recompute=True
+    )
+    run_ = read_run(None, given)
+    result = train(run_)
+    rows = {r["what"]: r for r in result["planned_and_measured"]}
+    assert rows["nvme"]["measured"] == rows["nvme"]["planned"]
+    assert result["loss_fell"]
+    assert result["sample"].startswith("def")
+
+
+def test_weights_are_read_and_not_drawn(gpt2: Path, text: str, nvme: str) -> None:
+    from transformers import GPT2LMHeadModel
+
+    from infinity.tools.workload import HuggingFace
+
+    loaded = HuggingFace(str(gpt2), 32).build(recompute=False)
+    original = GPT2LMHeadModel.from_pretrained(gpt2)
+    for (name, ours), theirs in zip(loaded.named_parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("remove", ["config.json", "model.safetensors"])
+def test_a_model_directory_that_is_not_whole(remove: str, gpt2: Path, text: str, nvme: str) -> None:
+    (gpt2 / remove).unlink()
+    if remove == "model.safetensors":  # a pickle is not read in its place
+        torch.save({}, gpt2 / "pytorch_model.bin")
+    given = settings(text, nvme, init_from=str(gpt2), layers=None, width=None, heads=None)
+    with pytest.raises(DataError) as caught:
+        train(read_run(None, given))
+    assert caught.value.cure
+
+
+def test_generate_looks_back_no_further_than_the_context() -> None:
+    seen: list[int] = []
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens.shape[1])
+        scores = torch.full((1, tokens.shape[1], 10), -1e9)
+        scores[0, -1, (int(tokens[0, -1]) + 1) % 10] = 0
+        return scores
+
+    made = list(generate(logits, torch.tensor([3]), 12, context=4))
+    assert made == [(4 + i) % 10 for i in range(12)]
+    assert max(seen) == 4
