@@ -14,12 +14,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define AIO_ALIGN 4096u           /* of offset, length and address of a direct block */
-#define AIO_PRIORITIES 3          /* 0 background, 1 normal, 2 urgent */
-#define AIO_WRITE_STARVATION 16u  /* reads that may pass a waiting write */
-#define AIO_READ_RETRIES 3u       /* of one block after EIO, and of a write that moved nothing */
-#define AIO_MAX_WAIT_MS 100       /* no wait of a caller is longer */
-#define AIO_HISTOGRAM 24          /* bucket i: submit calls of less than 2^i microseconds */
+#define AIO_ALIGN 4096u          /* of offset, length and address of a direct block */
+#define AIO_PRIORITIES 3         /* 0 background, 1 normal, 2 urgent */
+#define AIO_WRITE_STARVATION 16u /* reads that may pass a waiting write */
+#define AIO_READ_RETRIES 3u      /* of one block after EIO, and of a write that moved nothing */
+#define AIO_MAX_WAIT_MS 100      /* no wait of a caller is longer */
+#define AIO_HISTOGRAM 24         /* bucket i: submit calls of less than 2^i microseconds */
 #define AIO_MAX_DEPTH 4096u
 #define AIO_MAX_BLOCK (1u << 30)
 
@@ -29,30 +29,30 @@ typedef struct aio_ticket aio_ticket;
 /* ---- tickets -------------------------------------------------------------------------------- */
 
 enum aio_state {
-    AIO_PENDING = 0,  /* some block is queued or in the kernel */
-    AIO_DONE = 1,     /* every byte was moved */
-    AIO_FAILED = 2,   /* an error; no block is queued or in the kernel any more */
-    AIO_EXPIRED = 3   /* past its deadline; the kernel may still touch the buffer, for good */
+    AIO_PENDING = 0, /* some block is queued or in the kernel */
+    AIO_DONE = 1,    /* every byte was moved */
+    AIO_FAILED = 2,  /* an error; no block is queued or in the kernel any more */
+    AIO_EXPIRED = 3  /* past its deadline; the kernel may still touch the buffer, for good */
 };
 
 typedef struct {
-    int state;             /* enum aio_state */
-    int error;             /* negative errno of the first error, 0 if none */
-    int short_transfer;    /* 1: the end of the file, or a write that moves nothing more */
-    uint64_t offset;       /* of the block that failed, in the file, in bytes */
-    uint64_t moved;        /* bytes that were moved in all */
-    uint64_t order;        /* number of its first block in the order of submission; 0: not yet */
+    int state;          /* enum aio_state */
+    int error;          /* negative errno of the first error, 0 if none */
+    int short_transfer; /* 1: the end of the file, or a write that moves nothing more */
+    uint64_t offset;    /* of the block that failed, in the file, in bytes */
+    uint64_t moved;     /* bytes that were moved in all */
+    uint64_t order;     /* number of its first block in the order of submission; 0: not yet */
     uint64_t queued_ns, started_ns, finished_ns; /* CLOCK_MONOTONIC; 0: not yet */
 } aio_ticket_info;
 
 /* ---- rings ---------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint64_t block_bytes;  /* a multiple of AIO_ALIGN, at most AIO_MAX_BLOCK */
-    uint32_t queue_depth;  /* blocks in the kernel at once, at most AIO_MAX_DEPTH */
-    uint32_t threads;      /* of the backend `threads` */
-    uint64_t deadline_ns;  /* age at which a block in the kernel expires its ticket */
-    uint64_t delay_seed;   /* not 0: random delays and completions out of order (for tests) */
+    uint64_t block_bytes; /* a multiple of AIO_ALIGN, at most AIO_MAX_BLOCK */
+    uint32_t queue_depth; /* blocks in the kernel at once, at most AIO_MAX_DEPTH */
+    uint32_t threads;     /* of the backend `threads` */
+    uint64_t deadline_ns; /* age at which a block in the kernel expires its ticket */
+    uint64_t delay_seed;  /* not 0: random delays and completions out of order (for tests) */
 } aio_options;
 
 typedef struct {
@@ -62,12 +62,12 @@ typedef struct {
     uint64_t short_transfers;           /* completions that moved less than asked */
     uint64_t busy;                      /* times the kernel took none of the blocks (EAGAIN) */
     uint64_t failed_tickets, expired_tickets;
-    uint64_t submits;                   /* calls of the backend's submit */
+    uint64_t submits; /* calls of the backend's submit */
     uint64_t submit_max_ns;
     uint64_t submit_histogram[AIO_HISTOGRAM];
-    uint64_t cpu_ns;                    /* of the ring's thread and its workers */
+    uint64_t cpu_ns; /* of the ring's thread and its workers */
     uint32_t queued_tickets, blocks_in_flight;
-    int failed;                         /* 1: a deadline was missed; it takes no more tickets */
+    int failed; /* 1: a deadline was missed; it takes no more tickets */
 } aio_stats;
 
 int aio_ring_open(const char *backend, const aio_options *options, aio_ring **out);
@@ -104,14 +104,14 @@ void aio_ticket_release(aio_ticket *ticket);
 
 /* ---- checksums ------------------------------------------------------------------------------ */
 
-uint32_t aio_crc32c(uintptr_t address, uint64_t nbytes, uint32_t crc); /* crc: of what precedes */
+uint32_t aio_crc32c(uintptr_t address, uint64_t nbytes, uint32_t crc);  /* crc: of what precedes */
 uint32_t aio_crc32c_combine(uint32_t a, uint32_t b, uint64_t nbytes_b); /* of a's bytes then b's */
-uint32_t aio_crc32c_zeros(uint64_t nbytes);                            /* without reading any */
+uint32_t aio_crc32c_zeros(uint64_t nbytes);                             /* without reading any */
 int aio_crc32c_force_table(int on); /* for tests; returns 1 if the hardware path exists */
 
 /* ---- probing -------------------------------------------------------------------------------- */
 
-int64_t aio_filesystem(int fd); /* f_type of statfs(2), or a negative errno */
+int64_t aio_filesystem(int fd);                                /* f_type of statfs(2), or a negative errno */
 int aio_dio_align(int fd, uint32_t *memory, uint32_t *offset); /* statx(2), STATX_DIOALIGN */
 
 /* ---- backends: a table of functions each, so that a test can plug in its own ---------------- */
@@ -130,7 +130,7 @@ typedef struct {
 } aio_event;
 
 typedef struct {
-    uint32_t depth;    /* most blocks in it at once */
+    uint32_t depth; /* most blocks in it at once */
     uint32_t threads;
     int completion_fd; /* an eventfd to signal, unless `wake_fd` of the state is used */
 } aio_backend_options;
@@ -152,8 +152,7 @@ typedef struct {
     void (*forked)(void *state);
 } aio_backend;
 
-extern const aio_backend aio_backend_libaio, aio_backend_syscall, aio_backend_uring,
-    aio_backend_threads;
+extern const aio_backend aio_backend_libaio, aio_backend_syscall, aio_backend_uring, aio_backend_threads;
 int aio_ring_open_with(const aio_backend *backend, const aio_options *options, aio_ring **out);
 
 #endif

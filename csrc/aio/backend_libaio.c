@@ -24,9 +24,7 @@ static int call_setup(int depth, aio_context_t *context) {
     return syscall(SYS_io_setup, depth, context) < 0 ? -errno : 0;
 }
 
-static int call_destroy(aio_context_t context) {
-    return syscall(SYS_io_destroy, context) < 0 ? -errno : 0;
-}
+static int call_destroy(aio_context_t context) { return syscall(SYS_io_destroy, context) < 0 ? -errno : 0; }
 
 static int call_submit(aio_context_t context, long count, struct iocb **blocks) {
     long n = syscall(SYS_io_submit, context, count, blocks);
@@ -70,7 +68,8 @@ static int bind_library(state_libaio *s) {
     int error = bind_call(s->library, "io_setup", &s->calls.setup, sizeof s->calls.setup);
     if (error == 0) error = bind_call(s->library, "io_destroy", &s->calls.destroy, sizeof s->calls.destroy);
     if (error == 0) error = bind_call(s->library, "io_submit", &s->calls.submit, sizeof s->calls.submit);
-    if (error == 0) error = bind_call(s->library, "io_getevents", &s->calls.getevents, sizeof s->calls.getevents);
+    if (error == 0)
+        error = bind_call(s->library, "io_getevents", &s->calls.getevents, sizeof s->calls.getevents);
     return error;
 }
 

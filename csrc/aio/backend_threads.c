@@ -22,10 +22,9 @@ typedef struct {
 } state_threads;
 
 static int64_t transfer(const aio_block *block) {
-    ssize_t n = block->write ? pwrite(block->fd, (const void *)block->address, block->nbytes,
-                                      (off_t)block->offset)
-                             : pread(block->fd, (void *)block->address, block->nbytes,
-                                     (off_t)block->offset);
+    ssize_t n = block->write
+                    ? pwrite(block->fd, (const void *)block->address, block->nbytes, (off_t)block->offset)
+                    : pread(block->fd, (void *)block->address, block->nbytes, (off_t)block->offset);
     return n < 0 ? -errno : n;
 }
 

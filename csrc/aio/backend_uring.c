@@ -91,7 +91,7 @@ typedef struct {
     _Atomic uint32_t *sq_head, *sq_tail, *cq_head, *cq_tail;
     uint32_t *sq_array, sq_mask, cq_mask, sq_entries;
     cqe *cqes;
-    int has_buffers, has_files; /* the kernel has made the (sparse) tables */
+    int has_buffers, has_files;         /* the kernel has made the (sparse) tables */
     struct iovec buffers[MOST_BUFFERS]; /* length 0: free */
     int files[MOST_FILES];              /* -1: free */
 } state_uring;

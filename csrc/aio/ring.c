@@ -142,9 +142,9 @@ static void submit(aio_ring *ring, aio_lane *lane) {
 static int back_off(aio_lane *lane, int timeout_ms) {
     if (!lane->paused) return timeout_ms;
     lane->paused = 0;
-    lane->backoff_ms = lane->backoff_ms == 0                     ? 1
+    lane->backoff_ms = lane->backoff_ms == 0                ? 1
                        : lane->backoff_ms < MOST_BACKOFF_MS ? 2 * lane->backoff_ms
-                                                                 : MOST_BACKOFF_MS;
+                                                            : MOST_BACKOFF_MS;
     int pause = (int)lane->backoff_ms;
     return timeout_ms < 0 || timeout_ms > pause ? pause : timeout_ms;
 }
@@ -220,9 +220,7 @@ static void *run(void *argument) {
 }
 
 /* Only when the thread sleeps, and has room for what was queued. */
-int aio_bell_needed(aio_ring *ring) {
-    return ring->asleep && (ring->closing || aio_can_stage(ring));
-}
+int aio_bell_needed(aio_ring *ring) { return ring->asleep && (ring->closing || aio_can_stage(ring)); }
 
 void aio_bell(aio_ring *ring) {
     uint64_t one = 1;
@@ -256,7 +254,8 @@ static int start(aio_ring *ring, const aio_backend *backend) {
     ring->slots = calloc(depth, sizeof *ring->slots);
     ring->events = calloc(depth, sizeof *ring->events);
     ring->limbo = calloc(depth, sizeof *ring->limbo);
-    if (ring->free == NULL || ring->slots == NULL || ring->events == NULL || ring->limbo == NULL) return -ENOMEM;
+    if (ring->free == NULL || ring->slots == NULL || ring->events == NULL || ring->limbo == NULL)
+        return -ENOMEM;
     for (uint32_t k = 0; k < depth; k++) {
         ring->slots[k].block.slot = k;
         ring->free[ring->free_count++] = depth - 1 - k;
@@ -308,7 +307,8 @@ int aio_ring_open_with(const aio_backend *backend, const aio_options *options, a
 }
 
 int aio_ring_open(const char *backend, const aio_options *options, aio_ring **out) {
-    static const aio_backend *const known[] = {&aio_backend_libaio, &aio_backend_syscall, &aio_backend_uring, &aio_backend_threads};
+    static const aio_backend *const known[] = {&aio_backend_libaio, &aio_backend_syscall, &aio_backend_uring,
+                                               &aio_backend_threads};
     for (size_t k = 0; k < sizeof known / sizeof *known; k++) {
         if (strcmp(backend, known[k]->name) == 0) return aio_ring_open_with(known[k], options, out);
     }
