@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import subprocess
@@ -28,14 +29,21 @@ OPTIONS: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight
 
 @pytest.fixture(autouse=True)
 def _restore() -> Iterator[None]:
-    isa, threads = cpu_adam.isa(), cpu_adam.threads()
+    isa, threads, of_torch = cpu_adam.isa(), cpu_adam.threads(), torch.get_num_threads()
+    torch.set_num_threads(1)  # its small operations would spin on cores that others need
     yield
+    torch.set_num_threads(of_torch)
     cpu_adam.set_isa(isa)
     cpu_adam.set_threads(threads)
 
 
 def values(n: int, seed: int = 0) -> torch.Tensor:
     """Return (n,) float32 from subnormal to large, zeros among them."""
+    return made(n, seed).clone()
+
+
+@functools.lru_cache(maxsize=64)
+def made(n: int, seed: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=g) * 10.0 ** torch.randint(-6, 3, (n,), generator=g).float()
     x[torch.rand(n, generator=g) < 0.02] = 0.0
@@ -107,7 +115,7 @@ def test_every_instruction_set_gives_the_bits_of_plain_torch(
         for options in VARIANTS:
             expected = run(n, grad, out, isa=None, **options)
             for isa in ISAS:
-                for shift in (0, 1, 3):
+                for shift in (0, 1, 3) if n < 1000 else (1,):
                     found = run(n, grad, out, isa=isa, shift=shift, **options)
                     for a, b in zip(found, expected, strict=True):
                         assert same(a, b), (n, options, isa, shift)
@@ -170,9 +178,17 @@ def torch_update(parts: list[torch.Tensor], options: dict[str, Any]) -> list[tor
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("eps", [1e-8, 1e-3])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5), (0.0, 0.0), (0.5, 0.99)])
-@pytest.mark.parametrize("lr", [1e-3, 0.5, torch.tensor(0.01)])
+@pytest.mark.parametrize(
+    ("lr", "betas", "eps"),
+    [
+        (1e-3, (0.9, 0.999), 1e-8),
+        (torch.tensor(0.01), (0.9, 0.95), 1e-3),
+        (0.5, (0.3, 0.5), 1e-8),
+        (0.5, (0.0, 0.0), 1e-3),
+        (1e-3, (0.5, 0.99), 1e-3),
+        (0.0, (0.9, 0.999), 1e-8),
+    ],
+)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_a_hundred_steps_equal_torch(
     kind: type[torch.optim.Adam],

@@ -6,13 +6,14 @@ import os
 import platform
 import shlex
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "csrc" / "cpu_adam"
-SOURCES = {
+SOURCES: dict[str, list[str]] = {
     "adam_scalar": [],
     "adam_avx2": ["-mavx2", "-mf16c"],
     "adam_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
@@ -33,14 +34,18 @@ def build(folder: Path, sanitizer: str) -> Path:
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     flags = [*COMMON, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    objects = []
-    for name, isa in {**SOURCES, "test_adam": []}.items():
+    sources = {**SOURCES, "test_adam": []}
+
+    def compile_one(name: str) -> str:
         source = (ROOT / "tests" / "native" if name == "test_adam" else CORE) / f"{name}.cpp"
         target = folder / f"{name}.o"
-        extra = isa if x86 else []
-        done = run([*compiler, *flags, *extra, "-c", str(source), "-o", str(target)], 240)
+        isa = sources[name] if x86 else []
+        done = run([*compiler, *flags, *isa, "-c", str(source), "-o", str(target)], 240)
         assert done.returncode == 0, done.stderr
-        objects.append(str(target))
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
     program = folder / "test_adam"
     done = run([*compiler, *flags, *objects, "-o", str(program)], 120)
     assert done.returncode == 0, done.stderr

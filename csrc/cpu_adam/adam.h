@@ -26,16 +26,16 @@ static_assert(sizeof(Segment) == 80, "Python packs 80 bytes");
 
 // The constants of one segment's arithmetic: computed in double, rounded to float once.
 struct Scalars {
-  float grad_scale;    // negative to maximize
-  float decay;         // 1 - lr * weight_decay, or 1
-  float l2;            // weight_decay where it is not decoupled, or 0
-  float lerp;          // 1 - beta1, or -beta1 if `from_grad`
+  float grad_scale;  // negative to maximize
+  float decay;       // 1 - lr * weight_decay, or 1
+  float l2;          // weight_decay where it is not decoupled, or 0
+  float lerp;        // 1 - beta1, or -beta1 if `from_grad`
   float beta2;
   float square;        // 1 - beta2
   float inverse_root;  // 1 / sqrt(1 - beta2^step)
   float eps;
-  float step_size;     // -lr / (1 - beta1^step)
-  bool from_grad;      // the lerp starts from the gradient (torch: weight >= 0.5)
+  float step_size;  // -lr / (1 - beta1^step)
+  bool from_grad;   // the lerp starts from the gradient (torch: weight >= 0.5)
 };
 
 struct Buffers {
@@ -95,8 +95,7 @@ void parallel(int64_t tasks, void (*work)(void* context, int64_t task), void* co
 
 template <class F>
 void parallel(int64_t tasks, F&& work) {
-  parallel(
-      tasks, [](void* context, int64_t task) { (*static_cast<F*>(context))(task); }, &work);
+  parallel(tasks, [](void* context, int64_t task) { (*static_cast<F*>(context))(task); }, &work);
 }
 
 }  // namespace infinity

@@ -64,7 +64,8 @@ static inline float from_f16(uint16_t half) {
   if (exponent) return as_float(sign | ((exponent + 112) << 23) | (fraction << 13));
   if (!fraction) return as_float(sign);
   int shift = __builtin_clz(fraction) - 21;  // brings the leading bit to bit 10
-  return as_float(sign | (static_cast<uint32_t>(113 - shift) << 23) | ((fraction << (shift + 13)) & 0x7fffffu));
+  return as_float(sign | (static_cast<uint32_t>(113 - shift) << 23) |
+                  ((fraction << (shift + 13)) & 0x7fffffu));
 }
 
 static inline uint16_t to_f16(float value) {
@@ -251,10 +252,8 @@ static void update_typed(const Buffers& b, int64_t begin, int64_t end, const Sca
   const Constants<One> narrow(s);
   sweep<Grad, Out>(b, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
     using L = decltype(lane);
-    if constexpr (L::width == 1)
-      return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, narrow);
-    else
-      return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, wide);
+    if constexpr (L::width == 1) return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, narrow);
+    else return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, wide);
   });
 }
 
@@ -375,15 +374,15 @@ struct Pointee<const T*> {
 
 static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
   with_buffers(b, [&](auto* grad, auto* out) {
-    update_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end, s,
-                                                                                            stream);
+    update_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end,
+                                                                                                s, stream);
   });
 }
 
 static void traffic_any(const Buffers& b, int64_t begin, int64_t end, bool stream) {
   with_buffers(b, [&](auto* grad, auto* out) {
-    traffic_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end,
-                                                                                             stream);
+    traffic_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin,
+                                                                                                 end, stream);
   });
 }
 

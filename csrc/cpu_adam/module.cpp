@@ -21,8 +21,13 @@ T* at(uintptr_t address) {
 
 Buffers buffers(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
                 uintptr_t out, int out_dtype) {
-  return {at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<void>(grad), at<void>(out),
-          static_cast<Dtype>(grad_dtype), static_cast<Dtype>(out_dtype)};
+  return {at<float>(master),
+          at<float>(exp_avg),
+          at<float>(exp_avg_sq),
+          at<void>(grad),
+          at<void>(out),
+          static_cast<Dtype>(grad_dtype),
+          static_cast<Dtype>(out_dtype)};
 }
 
 // The segments, unpacked; throws ValueError for the first one that is wrong.

@@ -149,8 +149,7 @@ int default_threads() {
   int cores = 1;
 #ifdef __linux__
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    cores = CPU_COUNT(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
   else  // more than 1024 processors
 #endif
     cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));

@@ -227,21 +227,24 @@ def adamw_reference_segments(
         if tensor.device != master.device:
             raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
     _check_disjoint(named)
-    derived = []
-    for index, segment in enumerate(segments):
-        try:
-            derived.append(_native.derive(_pack((segment,))))
-        except ValueError as error:
-            raise _bad_segment(error, index) from error
+    runs: list[
+        tuple[int, int, tuple[float, float, float, float, float, float, float, float, float, bool]]
+    ] = []  # neighbours with equal scalars are one
     end = 0
     for index, segment in enumerate(segments):
+        try:
+            scalars = _native.derive(_pack((segment,)))
+        except ValueError as error:
+            raise _bad_segment(error, index) from error
         if segment.start < end or segment.start + segment.numel > master.numel():
-            where = ValueError(f"segment {index} lies outside the chunk or is out of order")
-            raise _bad_segment(where)
-        end = segment.start + segment.numel
-    for segment, scalars in zip(segments, derived, strict=True):
-        for start in range(segment.start, segment.start + segment.numel, _SLICE):
-            part = slice(start, min(start + _SLICE, segment.start + segment.numel))
+            raise _bad_segment(ValueError(f"segment {index} is outside the chunk or out of order"))
+        start, end = segment.start, segment.start + segment.numel
+        if runs and runs[-1][1:] == (start, scalars):
+            start = runs.pop()[0]
+        runs.append((start, end, scalars))
+    for first, last, scalars in runs:
+        for start in range(first, last, _SLICE):
+            part = slice(start, min(start + _SLICE, last))
             _reference_slice(
                 master[part],
                 exp_avg[part],

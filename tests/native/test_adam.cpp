@@ -80,8 +80,13 @@ struct State {
     convert(grad.data(), g, wide.data(), Dtype::f32, n);
   }
   Buffers buffers() const {
-    return {master.as<float>(), exp_avg.as<float>(), exp_avg_sq.as<float>(), grad.data(),
-            out_dtype == Dtype::none ? nullptr : out.data(), grad_dtype, out_dtype};
+    return {master.as<float>(),
+            exp_avg.as<float>(),
+            exp_avg_sq.as<float>(),
+            grad.data(),
+            out_dtype == Dtype::none ? nullptr : out.data(),
+            grad_dtype,
+            out_dtype};
   }
   bool operator==(const State& s) const {
     return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out;
