@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
-from infinity.core.sizes import ALIGNMENT, ceil_to
+from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
 
 #: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
 _LEAST_NBYTES: Final = 4096
@@ -43,6 +43,8 @@ _FALLOC_FL_PUNCH_HOLE: Final = 2
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 #: transformers' loader otherwise copies parameters ahead in threads, as many as it likes.
 _HF_ONE_BY_ONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+#: Bytes moved between two calls of malloc_trim(3).
+_TRIM_EVERY: Final = 32 * MiB
 
 # Python's own mmap keeps a file descriptor for each mapping, and a model has thousands.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -220,6 +222,7 @@ class _Backing:
     def __init__(self, file: ScratchFile) -> None:
         self.file = file
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._untrimmed = 0
         # Bytes that were moved already. A weak reference keeps the storage's identity from being
         # used again, so an entry can be stale but never wrong.
         self._moved: dict[tuple[int, int, int], tuple[StorageWeakRef, ScratchExtent]] = {}
@@ -261,7 +264,17 @@ class _Backing:
             extent, room = self.file.new_extent(nbytes)
             room.copy_(torch.empty(0, dtype=torch.uint8).set_(source, begin, (nbytes,), (1,)))
             self._moved[key] = (StorageWeakRef(source), extent)
+            self._trim(nbytes)
         return room.untyped_storage()
+
+    def _trim(self, nbytes: int) -> None:
+        # glibc seldom finds room for torch's aligned blocks among those that were freed, so the
+        # heap would grow with the model after all: give its free pages back now and then.
+        self._untrimmed += nbytes
+        if self._untrimmed >= _TRIM_EVERY:
+            self._untrimmed = 0
+            if hasattr(_libc, "malloc_trim"):  # another libc may lack it
+                _libc.malloc_trim(0)
 
 
 def _tensor_over(owner: ctypes.Array[ctypes.c_char]) -> torch.Tensor:
