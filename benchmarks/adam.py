@@ -184,9 +184,11 @@ def contestants(numel: int, threads: int, python: str | None) -> tuple[dict[str,
         )
 
     def traffic(stream: bool) -> Callable[[], None]:
-        p, m, v = moved.master.data_ptr(), moved.exp_avg.data_ptr(), moved.exp_avg_sq.data_ptr()
-        grad, copy = moved.grad.data_ptr(), moved.copy.data_ptr()
-        return lambda: _cpu_adam.measure(p, m, v, grad, 1, copy, 1, numel, stream)
+        def move() -> None:
+            p, m, v = moved.master.data_ptr(), moved.exp_avg.data_ptr(), moved.exp_avg_sq.data_ptr()
+            _cpu_adam.measure(p, m, v, moved.grad.data_ptr(), 1, moved.copy.data_ptr(), 1, numel, stream)
+
+        return move
 
     steps: dict[str, Callable[[], None]] = {
         "kernel": kernel,
