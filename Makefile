@@ -52,14 +52,20 @@ $(VENV)/.torch: $(VENV)/.python
 	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(BUILD),'$(p)')
 	touch $@
 
-# Editable: a change of Python needs nothing; pyproject.toml names what else to install.
+# Editable: a change of Python needs nothing. This builds the native parts too, the first time.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	$(BIN)/python -m pip install -q --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(NATIVE)
-	$(BIN)/python setup.py -q build_ext --inplace --force
-	touch $@
+	@for so in infinity/_aio*.so infinity/_cpu_adam*.so; do \
+	  if [ ! -e "$$so" ] || [ -n "$$(find csrc setup.py -type f -newer "$$so" -print -quit)" ]; then \
+	    echo "building the native parts"; \
+	    $(BIN)/python setup.py -q build_ext --inplace --force; \
+	    break; \
+	  fi; \
+	done
+	@touch $@
 
 $(VENV)/.tools: $(VENV)/.torch Makefile
 	$(BIN)/python -m pip install -q $(foreach p,$(TOOLS),'$(p)')
