@@ -8,6 +8,9 @@ wait shows on a machine without a GPU.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
 import queue
 import random
@@ -19,12 +22,33 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.core.errors import ClosedError, ConfigError
+from infinity.core.errors import ClosedError, ConfigError, StorageError
+from infinity.core.sizes import MiB
 
 from . import cpu_adam
 
 #: No wait is longer than this, so that an interrupt arrives (seconds).
 POLL = 0.1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of mallinfo(3), glibc 2.33 and later; `fordblks`: bytes in free blocks."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_mallinfo = getattr(_libc, "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _MallocInfo
 
 
 class Event(Protocol):
@@ -149,6 +173,57 @@ def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | No
         del task
 
 
+class PagedMemory:
+    """The storage of one unit on a CPU device: a mapping whose pages come and go.
+
+    Not torch's allocator: blocks of some megabytes that come and go between small ones leave the
+    C heap in pieces, and the process then holds far more than was planned. A mapping gives its
+    pages back at once, and without them it is protected, so a stray use is a fault and not a
+    zero. The address range stays reserved (it costs nothing), so views stay valid.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        # The mapping is never closed: the storage holds it, and the last of its tensors unmaps it.
+        self._map = mmap.mmap(-1, nbytes, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.storage = whole.untyped_storage()
+        self._address, self._nbytes = whole.data_ptr(), nbytes
+        self._protect(0)
+
+    def fill(self) -> None:
+        """Make it usable."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def drop(self) -> None:
+        """Give the pages back."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._protect(0)
+
+    def _protect(self, protection: int) -> None:
+        if _libc.mprotect(self._address, self._nbytes, protection):
+            number = ctypes.get_errno()
+            raise StorageError(f"mprotect failed: {os.strerror(number)}", errno=number)
+
+
+class ResizedMemory:
+    """The storage of one unit on a device with an allocator of its own: resized to 0 and back."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes = nbytes
+
+    def fill(self) -> None:
+        """Make it usable."""
+        self.storage.resize_(self._nbytes)
+
+    def drop(self) -> None:
+        """Give the memory back to torch's allocator."""
+        self.storage.resize_(0)
+
+
 class HostDevice:
     """The CPU as the device."""
 
@@ -157,6 +232,7 @@ class HostDevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.slack = 8 * MiB  # what the C heap may keep for reuse
         self._h2d = HostStream("h2d")
 
     def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
@@ -168,6 +244,10 @@ class HostDevice:
             cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), nbytes)
 
         return self._h2d.submit(copy)
+
+    def memory(self, nbytes: int) -> PagedMemory:
+        """Return the storage of a unit, empty."""
+        return PagedMemory(nbytes)
 
     def mark(self) -> Event | None:
         """Return an event of all device work so far; None: the host itself has done it."""
@@ -183,6 +263,12 @@ class HostDevice:
         task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
         task.run()
         return task
+
+    def tidy(self) -> None:
+        """Give back what the C heap holds in free blocks, if that is more than `slack` bytes
+        (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces."""
+        if _mallinfo is not None and _mallinfo().fordblks > self.slack:
+            _libc.malloc_trim(0)
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin memory for the device (nothing to do)."""
@@ -234,6 +320,7 @@ class CudaDevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.slack = 0
         with torch.cuda.device(torch_device):
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
@@ -245,6 +332,10 @@ class CudaDevice:
                 self._h2d.wait_event(after.event)
             target.copy_(source, non_blocking=True)
             return _record(self._h2d)
+
+    def memory(self, nbytes: int) -> ResizedMemory:
+        """Return the storage of a unit, empty."""
+        return ResizedMemory(nbytes, self.torch_device)
 
     def mark(self) -> Event | None:
         """Return an event of the compute stream as it stands."""
@@ -266,6 +357,9 @@ class CudaDevice:
             event = _record(self._d2h)
         source.record_stream(self._d2h)
         return event
+
+    def tidy(self) -> None:
+        """Nothing to do: torch's allocator keeps what it has."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin `nbytes` at `address` with cudaHostRegister.

@@ -112,7 +112,9 @@ class Engine:
         self.units = units
         self.fetcher = Fetcher(store, pool, device, plans)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
-        self.residency = Residency(units, self.fetcher, capacity)
+        # Gradients of a unit are freed and made again all the time: that much the heap may keep.
+        device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
+        self.residency = Residency(units, self.fetcher, capacity, device)
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(units, plans, store, pool, device, slots=quota.slots if quota else 0)
         self.places = Places(units, plans, store, pool, device, self.gradients)

@@ -111,6 +111,7 @@ class Gradients:
             return
         while self._tasks:
             self._tasks.popleft().wait()
+        self._device.tidy()
         after = self._device.mark()
         self._tasks.append(self._stream.submit(lambda: self._take(unit, arrivals, after)))
 

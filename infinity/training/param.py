@@ -2,8 +2,9 @@
 
 `ShardedParam` is what the engine knows of one `nn.Parameter`; nothing is hung on the parameter.
 
-[Note: released parameters] Released storage has size 0 while the shape stays; torch would crash
-on any operator and `torch.save` would silently write nothing. So while a parameter is released
+[Note: released parameters] Released storage has no memory (on CUDA its size is 0, on a CPU its
+pages are protected) while the shape stays: any operator would crash, and `torch.save` might
+silently write nothing. So while a parameter is released
 its `__class__` is `ReleasedParameter`, whose `__torch_function__` raises with the cure
 (torch's `UninitializedParameter` is the precedent). Metadata stays readable. `unshard` restores
 the class. Storage is refilled in place and without a version bump, so graphs that saved the

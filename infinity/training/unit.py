@@ -47,7 +47,8 @@ class ParamUnit:
         self.state = ParamState.SHARDED
         self.users: set[object] = set()
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
-        self.storage = torch.UntypedStorage(0, device=device.torch_device)
+        self._memory = device.memory(layout.copy_nbytes)
+        self.storage = self._memory.storage
         self._device = device
         self._fetch: Fetch | None = None
 
@@ -63,14 +64,14 @@ class ParamUnit:
         return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
 
     def make_resident(self) -> None:
-        """Give the storage its size for good."""
-        self.storage.resize_(self.layout.copy_nbytes)
+        """Give the storage its memory for good."""
+        self._memory.fill()
         self.state = ParamState.UNSHARDED
 
     def prefetch(self, fetcher: Fetcher, *, urgent: bool = False) -> None:
         """SHARDED → FETCHING. Never waits."""
         after = self._device.mark()
-        self.storage.resize_(self.layout.copy_nbytes)
+        self._memory.fill()
         self.state = ParamState.FETCHING
         target = self.view(0, self.layout.copy_nbytes)
         self._fetch = fetcher.start(target, self.layout.chunks, after, urgent=urgent)
@@ -113,7 +114,7 @@ class ParamUnit:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.
                 self._device.wait_on_device(fetch.event)
-        self.storage.resize_(0)
+        self._memory.drop()
         self.state = ParamState.SHARDED
 
     @property
@@ -133,7 +134,7 @@ class Residency:
     use is farthest away goes first.
     """
 
-    def __init__(self, units: Sequence[ParamUnit], fetcher: Fetcher, capacity: int) -> None:
+    def __init__(self, units: Sequence[ParamUnit], fetcher: Fetcher, capacity: int, device: Device) -> None:
         self.units = units
         self.schedule = Schedule()
         self.fetches = 0
@@ -142,6 +143,7 @@ class Residency:
         self.peak = 0
         self._capacity = capacity
         self._fetcher = fetcher
+        self._device = device
         self._warned = False
 
     def acquire(self, indices: Iterable[int], user: object, *, note: bool = True, keep: bool = False) -> None:
@@ -209,6 +211,7 @@ class Residency:
         self.held += unit.layout.copy_nbytes
         self.peak = max(self.peak, self.held)
         self.fetches += 1
+        self._device.tidy()
         unit.prefetch(self._fetcher, urgent=urgent)
 
     def _drop(self, unit: ParamUnit) -> None:
