@@ -18,7 +18,7 @@ import torch
 
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import SPAN
-from infinity.hardware import cpu_adam
+from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +92,7 @@ def run(
     g = shifted(values(n, 9).to(grad), shift)
     o = None if out is None else shifted(torch.zeros(n, dtype=out), shift)
     if isa is None:
-        cpu_adam.adamw_reference(*tensors, g, o, **{**OPTIONS, **options})
+        adam_reference.adamw_reference(*tensors, g, o, **{**OPTIONS, **options})
     else:
         cpu_adam.set_isa(isa)
         cpu_adam.adamw_update(*tensors, g, o, **{**OPTIONS, **options})
@@ -274,7 +274,7 @@ def test_one_call_for_many_segments_equals_many_calls(isa: str, count: int) -> N
         options = s._asdict()
         del options["start"], options["numel"]
         cpu_adam.adamw_update(*(t[part] for t in apart), grad[part], outs[1][part], **options)
-    cpu_adam.adamw_reference_segments(*reference, grad, outs[2], segments)
+    adam_reference.adamw_reference_segments(*reference, grad, outs[2], segments)
     touched = torch.zeros(n, dtype=torch.bool)
     for s in segments:
         touched[s.start : s.start + s.numel] = True
@@ -412,7 +412,7 @@ def test_flushing_denormals_in_torch_changes_nothing() -> None:
 def test_sums_of_squares_are_one_fixed_tree(dtype: torch.dtype) -> None:
     for n in (*SIZES, 127, 128, 129, SPAN - 1, SPAN, SPAN + 1, 3 * SPAN + 1000):
         x = values(n).to(dtype)
-        expected = cpu_adam.sum_of_squares_reference(x)
+        expected = adam_reference.sum_of_squares_reference(x)
         assert expected.shape == (-(-n // SPAN),)
         padded = torch.cat([x, torch.zeros(-n % SPAN, dtype=dtype)])
         for isa in ISAS:
@@ -491,7 +491,7 @@ def bad_calls() -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("message", "changed"), bad_calls(), ids=lambda v: str(v)[:40])
-@pytest.mark.parametrize("call", [cpu_adam.adamw_update, cpu_adam.adamw_reference])
+@pytest.mark.parametrize("call", [cpu_adam.adamw_update, adam_reference.adamw_reference])
 def test_errors_come_before_anything_is_written(call: Any, message: str, changed: dict[str, Any]) -> None:
     tensors: dict[str, Any] = dict(zip(("master", "exp_avg", "exp_avg_sq"), state(64), strict=True))
     tensors |= {"grad": values(64, 9), "out": torch.zeros(64, dtype=torch.bfloat16)}
@@ -518,7 +518,7 @@ def test_errors_come_before_anything_is_written(call: Any, message: str, changed
         [(0, 4)],
     ],
 )
-@pytest.mark.parametrize("call", [cpu_adam.adamw_update_segments, cpu_adam.adamw_reference_segments])
+@pytest.mark.parametrize("call", [cpu_adam.adamw_update_segments, adam_reference.adamw_reference_segments])
 def test_bad_segments_are_refused(call: Any, segments: Any) -> None:
     tensors = state(64)
     with pytest.raises(ParameterError, match="segment"):
@@ -556,7 +556,9 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_environment_forces_an_instruction_set() -> None:
-    found = python("from infinity.hardware import cpu_adam; print(cpu_adam.isa())", INFINITY_ISA="scalar")
+    found = python(
+        "from infinity.hardware import adam_reference, cpu_adam; print(cpu_adam.isa())", INFINITY_ISA="scalar"
+    )
     assert found.stdout.strip() == "scalar", found.stderr
 
 
@@ -594,7 +596,7 @@ def test_threads_follow_affinity_and_local_world_size() -> None:
 
 FORK = """
 import os, signal, torch
-from infinity.hardware import cpu_adam
+from infinity.hardware import adam_reference, cpu_adam
 cpu_adam.set_threads(3)
 x = torch.randn(500_000)
 def update():

@@ -143,13 +143,13 @@ class _Worker:
             chunk = fetch.chunks[0]
             plan = self._plans[chunk.id]
             lease = transfer = None
-            if plan.copy_tier is Tier.NVME:
-                self._bring_home(wait=False)
-                lease = self._pool.try_lease("fetch", plan.copy_nbytes)
-                if lease is None:
-                    return
-            fetch.chunks.popleft()
             try:
+                if plan.copy_tier is Tier.NVME:
+                    self._bring_home(wait=False)
+                    lease = self._pool.try_lease("fetch", plan.copy_nbytes)
+                    if lease is None:
+                        return
+                fetch.chunks.popleft()
                 if lease is not None:
                     transfer = self._store.read(chunk.id, "copy", lease)
             except BaseException as error:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from infinity.core.sizes import Tier, ceil_to
-from infinity.hardware import cpu_adam
+from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.planning.partition import Chunk, ChunkPlan, Segment
 from infinity.storage.pinned import Lease, PinnedPool
@@ -340,7 +340,7 @@ class _Work:
         if target.is_cpu:
             entry.spans[:] = cpu_adam.sum_of_squares(target)
         else:
-            entry.spans[:] = cpu_adam.sum_of_squares_reference(target)
+            entry.spans[:] = adam_reference.sum_of_squares_reference(target)
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
             transfer = owner._store.write(self._chunk.id, "gradient", self._lease, nbytes=nbytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from infinity.core.sizes import ceil_to
-from infinity.hardware import cpu_adam
+from infinity.hardware import adam_reference, cpu_adam
 from infinity.planning.partition import Chunk
 
 from .visit import ChunkVisit, Places
@@ -113,7 +113,7 @@ def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit) -> None:
             cpu_adam.convert(out, master)
         cpu_adam.adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, segments)
         return
-    cpu_adam.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
+    adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
     if out is not None:
         resident = places.units[update.chunk.unit].resident
         (visit.device_copy if resident else out).copy_(master)

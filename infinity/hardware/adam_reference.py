@@ -1,0 +1,157 @@
+"""AdamW and Adam in plain torch, for tensors of any device: the bits of the native kernel.
+
+It serves what is placed on a CUDA device. Single multiplications and additions, each rounded once:
+[Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.core.sizes import SPAN
+
+from .cpu_adam import _CODES, Segment, _bad_segment, _check, _check_disjoint, _native, _pack, _state, _wrong
+
+_COLUMNS: Final = 16  # of a span's tree: [Note: the halving tree] in adam_lane.inl
+
+
+def adamw_reference(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """`adamw_update` in plain torch, for tensors of any one device: the same bits.
+
+    See [Note: one rounding per operation]. Temporary memory: a few slices of 2 Mi float32.
+    """
+    scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
+    segment = Segment(0, master.numel(), *scalars)
+    adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
+
+
+@torch.no_grad()
+def adamw_reference_segments(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    segments: Sequence[Segment],
+) -> None:
+    """`adamw_update_segments` in plain torch, for tensors of any one device: the same bits."""
+    named = _state(master, exp_avg, exp_avg_sq, grad, out)
+    for name, tensor in named:
+        if tensor.device != master.device:
+            raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
+    _check_disjoint(named)
+    runs: list[
+        tuple[int, int, tuple[float, float, float, float, float, float, float, float, float, bool]]
+    ] = []  # neighbours with equal scalars are one
+    end = 0
+    for index, segment in enumerate(segments):
+        try:
+            scalars = _native.derive(_pack((segment,)))
+        except ValueError as error:
+            raise _bad_segment(error, index) from error
+        if segment.start < end or segment.start + segment.numel > master.numel():
+            raise _bad_segment(ValueError(f"segment {index} is outside the chunk or out of order"))
+        start, end = segment.start, segment.start + segment.numel
+        if runs and runs[-1][1:] == (start, scalars):
+            start = runs.pop()[0]
+        runs.append((start, end, scalars))
+    for first, last, scalars in runs:
+        for start in range(first, last, _SLICE):
+            part = slice(start, min(start + _SLICE, last))
+            _reference_slice(
+                master[part],
+                exp_avg[part],
+                exp_avg_sq[part],
+                grad[part],
+                None if out is None else out[part],
+                *scalars,
+            )
+
+
+_SLICE: Final = 1 << 21  # elements
+
+
+def _reference_slice(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    grad_scale: float,
+    decay: float,
+    l2: float,
+    lerp: float,
+    beta2: float,
+    square: float,
+    inverse_root: float,
+    eps: float,
+    step_size: float,
+    from_grad: bool,
+) -> None:
+    # Single multiplications and additions only: addcmul, addcdiv, lerp and add(alpha=) may be
+    # contracted to fma, and torch on CUDA replaces a division by a number with a multiplication.
+    g = grad.float()
+    if grad_scale != 1.0:
+        g = g * grad_scale
+    if l2 != 0.0:
+        g = (p.double().mul_(l2).add_(g)).float()
+    if decay != 1.0:
+        p.mul_(decay)
+    way = (g - m).mul_(lerp)
+    if from_grad:
+        torch.add(g, way, out=m)
+    else:
+        m.add_(way)
+    v.mul_(beta2)
+    v.add_((g * square).mul_(g))
+    d = _sqrt(v).mul_(inverse_root).add_(eps)
+    p.add_((m * step_size).div_(d))
+    if out is not None:
+        out.copy_(p)
+
+
+def _sqrt(v: torch.Tensor) -> torch.Tensor:
+    # torch's float32 sqrt rounds correctly on CUDA, but with MKL it may be off by one. One ulp of
+    # float64 is nothing: the root of a float32 is never that close to halfway between two.
+    return v.double().sqrt_().float() if v.is_cpu else v.sqrt()
+
+
+@torch.no_grad()
+def sum_of_squares_reference(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
+    """`sum_of_squares` in plain torch, for a tensor of any device: the same bits."""
+    _check("tensor", tensor, tuple(_CODES))
+    sums = []
+    for start in range(0, tensor.numel(), 16 * SPAN):
+        part = tensor[start : start + 16 * SPAN].double()
+        spans = -(-part.numel() // SPAN)
+        part = torch.nn.functional.pad(part, (0, spans * SPAN - part.numel()))
+        rows = (part * part).view(spans, SPAN // _COLUMNS, _COLUMNS)
+        while rows.shape[1] > 1:  # neighbours first: the tree's halves from its leaves up
+            rows = rows[:, 0::2] + rows[:, 1::2]
+        columns = rows[:, 0]
+        while columns.shape[1] > 1:
+            half = columns.shape[1] // 2
+            columns = columns[:, :half] + columns[:, half:]
+        sums.append(columns[:, 0].cpu())
+    return torch.cat(sums).numpy() if sums else np.empty(0, dtype=np.float64)
