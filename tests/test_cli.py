@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infinity.core.errors import ConfigError
-from infinity.tools.cli import VERBS, run
+from infinity.tools.cli import VERBS, run, show_error
 from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
 from infinity.version import __version__
 
@@ -69,6 +69,17 @@ def test_an_error_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     error = json.loads(shown.out)["error"]
     assert error["type"] == "ConfigError"
     assert error["cure"]
+
+
+def test_an_error_on_a_terminal_is_a_panel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    show_error(ConfigError("this [is] wrong", expected="[b]right[/b]", found=1, cure="change it"))
+    shown = capsys.readouterr().err
+    assert "╭" in shown
+    assert "this [is] wrong" in shown
+    assert "[b]right[/b]" in shown
 
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--heads", "2", "--host-memory", "1GiB"]

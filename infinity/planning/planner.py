@@ -139,14 +139,15 @@ def make_plan(
         accumulation: backwards per step.
         nvme_free: bytes free in the NVMe directories; None: not known, not checked.
     """
-    layouts, plans = _cut(model, config)
+    layouts = partition(model.units, config.chunk_elements)
+    plans = _placed(layouts, config)
     args = (layouts, plans, model.working_sets, config)
+    problems: list[Problem] = []
     try:
         taken = footprint(*args, budget, staged=staged)
-        problems = []
     except BudgetError:
         taken = footprint(*args, Budget(device=_UNLIMITED, host=_UNLIMITED), staged=staged)
-        problems = _memory_problems(model, config, budget, staged)
+        problems = _Search(model, config, staged, taken).problems(budget)
     # One unlimited budget is enough: what is on NVMe does not depend on it.
     durable = footprint(*args, Budget(device=_UNLIMITED, host=_UNLIMITED), staged=staged, slots=2)
     on_nvme = taken.total(Tier.NVME)
@@ -204,13 +205,6 @@ def _rate(gigabytes: float | None) -> float | None:
     return None if gigabytes is None else gigabytes * 1e9
 
 
-def _cut(model: Model, config: Config) -> tuple[tuple[UnitLayout, ...], tuple[ChunkPlan, ...]]:
-    layouts = partition(model.units, config.chunk_elements)
-    places = config.placements
-    chosen = assign(layouts, *(places[kind] for kind in _KINDS))
-    return layouts, plan_chunks(layouts, chosen)
-
-
 def _traffic(
     layouts: Sequence[UnitLayout], plans: Sequence[ChunkPlan], taken: Footprint, accumulation: int
 ) -> Traffic:
@@ -242,85 +236,121 @@ def _traffic(
 # -- what does not fit, and what to change ---------------------------------------------------
 
 
-def _memory_problems(model: Model, config: Config, budget: Budget, staged: bool) -> list[Problem]:
-    problems = []
-    alone = {
-        Tier.HOST: Budget(device=_UNLIMITED, host=budget.host),
-        Tier.DEVICE: Budget(device=budget.device, host=_UNLIMITED),
-    }
-    for tier, available in ((Tier.HOST, budget.host), (Tier.DEVICE, budget.device)):
-        needed = _least(model, config, tier, staged)
-        if needed > available:
-            # Best a change after which everything fits, else one after which this tier does.
-            change = _smallest_change(model, config, budget, staged)
-            change = change or _smallest_change(model, config, alone[tier], staged)
-            setting = f"--{tier}-memory {_rounded_up(needed)}"
-            problems.append(
-                Problem(tier, needed, available, f"{setting}, or {change}" if change else setting)
+class _Search:
+    """Looks for the least budgets and the fewest changes with which a run fits."""
+
+    def __init__(self, model: Model, config: Config, staged: bool, largest: Footprint) -> None:
+        self._model = model
+        self._config = config
+        self._staged = staged
+        self._largest = largest  # what the run would like to have
+        self._layouts = {config.chunk_elements: partition(model.units, config.chunk_elements)}
+
+    def problems(self, budget: Budget) -> list[Problem]:
+        """Return what does not fit `budget`, with what to change."""
+        available = {Tier.HOST: budget.host, Tier.DEVICE: budget.device}
+        least = {tier: self._least(tier) for tier in available}
+        problems = []
+        for tier, nbytes in available.items():
+            if least[tier] <= nbytes:
+                continue
+            # Best is a change after which everything fits; else one after which this tier does,
+            # when the other one is given its least.
+            given = {t: n if t is tier else max(n, least[t]) for t, n in available.items()}
+            change = self._change(budget) or self._change(
+                Budget(device=given[Tier.DEVICE], host=given[Tier.HOST])
             )
-    return problems
+            setting = f"--{tier}-memory {_rounded_up(least[tier])}"
+            cure = f"{setting}, or {change}" if change else setting
+            problems.append(Problem(tier, least[tier], nbytes, cure))
+        return problems
+
+    def _fits(self, config: Config, budget: Budget) -> bool:
+        size = config.chunk_elements
+        if size not in self._layouts:
+            self._layouts[size] = partition(self._model.units, size)
+        layouts = self._layouts[size]
+        plans = _placed(layouts, config)
+        try:
+            footprint(layouts, plans, self._model.working_sets, config, budget, staged=self._staged)
+        except BudgetError:
+            return False
+        return True
+
+    def _least(self, tier: Tier) -> int:
+        """Return the smallest budget of `tier`, to 4096 bytes, with which the run can begin."""
+        layouts = self._layouts[self._config.chunk_elements]
+        plans = _placed(layouts, self._config)
+        low, high = 0, -(-self._largest.total(tier) >> 12) + 1
+        while low < high:
+            middle = (low + high) // 2
+            nbytes = middle << 12
+            budget = Budget(
+                device=nbytes if tier is Tier.DEVICE else _UNLIMITED,
+                host=nbytes if tier is Tier.HOST else _UNLIMITED,
+            )
+            try:
+                footprint(layouts, plans, self._model.working_sets, self._config, budget, staged=self._staged)
+                high = middle
+            except BudgetError:
+                low = middle + 1
+        return low << 12
+
+    def _change(self, budget: Budget) -> str | None:
+        """Return the fewest settings that make the run fit, faster tiers preferred."""
+        tiers = list(Tier)
+        options = []
+        for chosen in itertools.product(tiers, repeat=len(_KINDS)):
+            changed = {
+                kind: tier
+                for kind, tier in zip(_KINDS, chosen, strict=True)
+                if dict(self._config.placements[kind]) != {tier: 1.0}
+            }
+            options.append((len(changed), sum(tiers.index(t) for t in changed.values()), changed))
+        options.sort(key=lambda option: option[:2])
+        # Many small chunks are slow to plan: with them only the two ends are tried.
+        attempts = [(changed, self._config.chunk_elements) for _, _, changed in options]
+        for size in self._smaller_chunks(budget):
+            attempts += [({}, size), (dict.fromkeys(_KINDS, Tier.NVME), size)]
+        for changed, size in attempts:
+            found = self._try(changed, size, budget)
+            if found is not None:
+                return found
+        return None
+
+    def _try(self, changed: Mapping[str, Tier], chunk_elements: int, budget: Budget) -> str | None:
+        needs_directory = Tier.NVME in changed.values() and not self._config.directories
+        config = self._config.replace(
+            **{kind: tier.value for kind, tier in changed.items()},
+            chunk_elements=chunk_elements,
+            nvme=self._config.directories or (("(a directory)",) if needs_directory else None),
+        )
+        if not self._fits(config, budget):
+            return None
+        words = [f"--{kind.replace('_', '-')} {tier}" for kind, tier in changed.items()]
+        if needs_directory:
+            words.append("--nvme DIR")
+        if chunk_elements != self._config.chunk_elements:
+            words.append(f"--chunk-elements {chunk_elements}")
+        return " ".join(words)
+
+    def _smaller_chunks(self, budget: Budget) -> list[int]:
+        """Return the largest chunk whose leases the host budget would hold, if there is one."""
+        leases = sum(q.slot_nbytes * q.slots for q in self._largest.quotas.values())
+        room = budget.host - (self._largest.total(Tier.HOST) - leases)
+        size = self._config.chunk_elements // 2 // SPAN * SPAN
+        while size >= SPAN:
+            # The least leases are at most half of those that the run would like.
+            if leases * size // self._config.chunk_elements // 2 <= room:
+                return [size]
+            size = size // 2 // SPAN * SPAN
+        return [SPAN] if room > 0 and self._config.chunk_elements > SPAN else []
+
+
+def _placed(layouts: Sequence[UnitLayout], config: Config) -> tuple[ChunkPlan, ...]:
+    return plan_chunks(layouts, assign(layouts, *(config.placements[kind] for kind in _KINDS)))
 
 
 def _rounded_up(nbytes: int) -> str:
     mebibytes = -(-nbytes // (1 << 20))
     return f"{mebibytes}MiB" if mebibytes < 10_240 else f"{-(-mebibytes // 1024)}GiB"
-
-
-def _fits(model: Model, config: Config, budget: Budget, staged: bool) -> bool:
-    layouts, plans = _cut(model, config)
-    try:
-        footprint(layouts, plans, model.working_sets, config, budget, staged=staged)
-    except BudgetError:
-        return False
-    return True
-
-
-def _least(model: Model, config: Config, tier: Tier, staged: bool) -> int:
-    """Return the smallest budget of `tier`, to 4096 bytes, with which the run can begin."""
-    layouts, plans = _cut(model, config)
-    low, high = 0, _UNLIMITED >> 12
-    while low < high:
-        middle = (low + high) // 2
-        nbytes = middle << 12
-        budget = (
-            Budget(device=_UNLIMITED, host=nbytes)
-            if tier is Tier.HOST
-            else Budget(device=nbytes, host=_UNLIMITED)
-        )
-        try:
-            footprint(layouts, plans, model.working_sets, config, budget, staged=staged)
-            high = middle
-        except BudgetError:
-            low = middle + 1
-    return low << 12
-
-
-def _smallest_change(model: Model, config: Config, budget: Budget, staged: bool) -> str | None:
-    """Return the fewest settings that make the run fit within `budget`, faster tiers preferred."""
-    tiers = list(Tier)
-    options = []
-    for chosen in itertools.product(tiers, repeat=len(_KINDS)):
-        changed = {
-            kind: tier
-            for kind, tier in zip(_KINDS, chosen, strict=True)
-            if dict(config.placements[kind]) != {tier: 1.0}
-        }
-        options.append((len(changed), sum(tiers.index(t) for t in changed.values()), changed))
-    options.sort(key=lambda o: o[:2])
-    for chunk_elements in (config.chunk_elements, SPAN):
-        for _, _, changed in options:
-            needs_directory = Tier.NVME in changed.values() and not config.directories
-            try_config = config.replace(
-                **{k: t.value for k, t in changed.items()},
-                chunk_elements=chunk_elements,
-                nvme=config.directories or (("(a directory)",) if needs_directory else None),
-            )
-            if not _fits(model, try_config, budget, staged):
-                continue
-            words = [f"--{k.replace('_', '-')} {t}" for k, t in changed.items()]
-            if needs_directory:
-                words.append("--nvme DIR")
-            if chunk_elements != config.chunk_elements:
-                words.append(f"--chunk-elements {chunk_elements}")
-            return " ".join(words)
-    return None

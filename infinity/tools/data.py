@@ -8,21 +8,22 @@ tokenizer makes of them, which is written once to a nameless file. A batch is a 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fnmatch
 import glob
 import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.core.errors import DataError
+from infinity.core.errors import DataError, DirectoryError, InfinityError
 from infinity.core.sizes import format_size
 
 #: A file whose first bytes hold a NUL is taken to be binary.
@@ -196,7 +197,7 @@ class TokenStream:
         self.files = tuple(files)
         self.vocab = vocab
         dtype = np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with _scratch(directory) as file:
             for path in self.files:
                 try:
                     text = path.read_text(encoding="utf-8", errors="replace")
@@ -216,6 +217,25 @@ class TokenStream:
     def read(self, start: int, count: int) -> Tokens:
         """Return `count` tokens from `start` on."""
         return self._tokens[start : start + count]
+
+
+@contextlib.contextmanager
+def _scratch(directory: str | None) -> Iterator[IO[bytes]]:
+    """A nameless file in `directory`; what the system says against it is a `DirectoryError`."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            yield file
+    except OSError as error:
+        if isinstance(error, InfinityError):
+            raise
+        raise DirectoryError(
+            f"the tokens cannot be kept in {directory or tempfile.gettempdir()!r}",
+            errno=error.errno,
+            path=directory,
+            expected="a writable directory with room for 2 to 4 bytes per token",
+            found=os.strerror(error.errno or 0),
+            cure="make it, make room, or name another with --nvme",
+        ) from error
 
 
 class Corpus:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
@@ -32,20 +35,16 @@ class Reporter:
         self._total = total
         self._every = every
         self._log = _open_log(json_log)
-        self._progress: Progress | None = None
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
+        )
+        self._task = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Reporter:
         if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-                console=self.console,
-            )
-            self._progress.start()
-            self._task = self._progress.add_task("", total=self._total)
+            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,24 +54,36 @@ class Reporter:
 
     def pause(self) -> None:
         """End the bar; lines still work."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Show one line as it is."""
         self.console.print(text, style=style, markup=False)
 
+    def write(self, text: str) -> None:
+        """Show text without ending the line; control characters are left out."""
+        kept = "".join(c for c in text if c.isprintable() or c in "\n\t")
+        self.console.out(kept, end="", highlight=False)
+        self.console.file.flush()
+
     def step(self, record: Mapping[str, Any]) -> None:
         """Show one step and write it to the log."""
         if self._log is not None:
-            self._log.write(json.dumps(record) + "\n")
+            self._log.write(json.dumps({key: finite(value) for key, value in record.items()}) + "\n")
             self._log.flush()
         text = step_text(record)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=record["step"], description=text)
+        if self._live is not None:
+            self._progress.update(self._task, completed=record["step"])
+            self._live.update(Group(self._progress, Text(text)))
         elif record["step"] % self._every == 0 or record["step"] in (1, self._total):
             self.line(f"step {record['step']}/{self._total}  {text}")
+
+
+def finite(value: Any) -> Any:
+    """Return `value`, or None for a number that JSON does not have (NaN, infinities)."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_text(record: Mapping[str, Any]) -> str:

@@ -5,14 +5,16 @@ The run of a few minutes, whose state is a multiple of the host memory that it i
     mkdir -p runs/train && infinity train --device cpu --dtype fp32 --preset 30m --nvme runs/train \
         --parameters nvme --optimizer-state nvme --gradients nvme \
         --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
-        --batch 4 --sequence 256 --steps 100 --max-grad-norm 1.0
+        --batch 4 --sequence 256 --steps 80 --max-grad-norm 1.0
 
 The loop is the one that a user would write (see `_loop`); what surrounds it plans, measures and reports.
 """
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import itertools
 import json
 import math
 import time
@@ -33,9 +35,9 @@ from infinity.surface.init import init
 from infinity.training.optimizer import OffloadOptimizer
 
 from .data import Corpus, open_stream
-from .measure import Peak, bytes_on_disk
+from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .plan import plan_run
-from .progress import Reporter
+from .progress import Reporter, finite
 from .sample import generate
 from .settings import Run, RunCommand, TrainSettings, read_run, run_options
 from .workload import Workload, param_groups, workload_of
@@ -92,6 +94,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     plan = plan_run(run, config, workload)
     plan.check()
     before = bytes_on_disk(config.directories)
+    give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
     with (
         Reporter(train.steps, every=train.log_every, json_log=train.json_log, to_stderr=to_stderr) as report,
@@ -110,7 +113,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             text = _sample(run, workload, corpus, model, report)
         finally:
             close(optimizer)
-    return {
+    result = {
         "run": run.as_dict(),
         "parameters": plan.parameters,
         "steps": len(trained.losses),
@@ -123,6 +126,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         "planned_and_measured": measured,
         "sample": text,
     }
+    return {key: finite(value) for key, value in result.items()}
 
 
 def _build(run: Run, config: Config, workload: Workload) -> tuple[nn.Module, OffloadOptimizer]:
@@ -339,11 +343,16 @@ def _sample(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, repo
     )
     report.line()
     report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
-    tokens = [*ids, *made]
-    model.train()
     if tokenizer is not None:
-        text = str(tokenizer.decode(tokens))
+        text = str(tokenizer.decode([*ids, *made]))
+        report.write(text)
     else:
-        text = bytes(t if t < 256 else 0x3F for t in tokens).decode("utf-8", "replace")
-    report.line(text)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = ""
+        for token in itertools.chain(ids, made):
+            piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
+            report.write(piece)
+            text += piece
+    report.line()
+    model.train()
     return text
