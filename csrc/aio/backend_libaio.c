@@ -111,7 +111,6 @@ static int syscall_open(const aio_backend_options *options, void **state, int *w
 
 static int libaio_submit(void *state, aio_block *const *blocks, uint32_t count) {
     state_libaio *s = state;
-    if (count > s->depth) count = s->depth;
     for (uint32_t k = 0; k < count; k++) {
         const aio_block *block = blocks[k];
         struct iocb *iocb = &s->blocks[block->slot];
@@ -132,7 +131,6 @@ static int libaio_submit(void *state, aio_block *const *blocks, uint32_t count) 
 static int libaio_reap(void *state, aio_event *events, uint32_t count) {
     state_libaio *s = state;
     struct timespec none = {0, 0};
-    if (count > s->depth) count = s->depth;
     int n = s->calls.getevents(s->context, 0, (long)count, s->events, &none);
     for (int k = 0; k < n; k++) {
         events[k].slot = (uint32_t)s->events[k].data;

@@ -98,8 +98,8 @@ static int threads_submit(void *state, aio_block *const *blocks, uint32_t count)
     state_threads *s = state;
     uint32_t taken = 0;
     pthread_mutex_lock(&s->lock);
-    while (taken < count && s->todo_count < s->depth) {
-        s->todo[(s->first_todo + s->todo_count++) % s->depth] = *blocks[taken++];
+    for (; taken < count; taken++) { /* the ring never has more than `depth` blocks under way */
+        s->todo[(s->first_todo + s->todo_count++) % s->depth] = *blocks[taken];
     }
     if (taken == 1) {
         pthread_cond_signal(&s->work);
@@ -128,7 +128,7 @@ static uint64_t threads_cpu_ns(void *state) {
     uint64_t total = 0;
     pthread_mutex_lock(&s->lock);
     total = s->ended_cpu_ns;
-    for (uint32_t k = 0; k < s->threads && !s->stop; k++) {
+    for (uint32_t k = 0; k < s->threads; k++) {
         clockid_t clock;
         struct timespec cpu;
         if (pthread_getcpuclockid(s->thread[k], &clock) == 0 && clock_gettime(clock, &cpu) == 0) {

@@ -19,11 +19,10 @@
 #endif
 
 enum { READ_FIXED = 4, WRITE_FIXED = 5, READ = 22, WRITE = 23 };
-enum { SQE_FIXED_FILE = 1, SETUP_CLAMP = 1 << 4, SETUP_COOP_TASKRUN = 1 << 8, FEAT_SINGLE_MMAP = 1 };
+enum { SQE_FIXED_FILE = 1, SETUP_COOP_TASKRUN = 1 << 8, FEAT_SINGLE_MMAP = 1 };
 enum { REGISTER_FILES = 2, REGISTER_FILES_UPDATE = 6, REGISTER_BUFFERS2 = 15, BUFFERS_UPDATE = 16 };
 enum { REGISTER_SPARSE = 1 };
-#define OFFSET_SQ_RING 0
-#define OFFSET_CQ_RING 0x8000000
+#define OFFSET_RINGS 0
 #define OFFSET_SQES 0x10000000
 
 #define MOST_BUFFERS 256u
@@ -85,13 +84,14 @@ _Static_assert(sizeof(sqe) == 64 && sizeof(cqe) == 16 && sizeof(uring_params) ==
 typedef struct {
     pthread_mutex_t lock; /* of the two tables */
     int fd;
-    void *sq_ring, *cq_ring;
-    size_t sq_nbytes, cq_nbytes, sqes_nbytes;
+    void *rings; /* both queues in one mapping: every kernel that has READ and WRITE has that */
+    size_t rings_nbytes, sqes_nbytes;
     sqe *sqes;
     _Atomic uint32_t *sq_head, *sq_tail, *cq_head, *cq_tail;
-    uint32_t *sq_array, sq_mask, cq_mask, sq_entries;
+    uint32_t *sq_array, sq_mask, cq_mask;
     cqe *cqes;
     int has_buffers, has_files;         /* the kernel has made the (sparse) tables */
+    uint32_t used_buffers;              /* how far to look in the table */
     struct iovec buffers[MOST_BUFFERS]; /* length 0: free */
     int files[MOST_FILES];              /* -1: free */
 } state_uring;
@@ -103,8 +103,7 @@ static int call_register(const state_uring *s, unsigned what, const void *argume
 static int uring_close(void *state) {
     state_uring *s = state;
     if (s->sqes != MAP_FAILED) munmap(s->sqes, s->sqes_nbytes);
-    if (s->cq_ring != MAP_FAILED && s->cq_ring != s->sq_ring) munmap(s->cq_ring, s->cq_nbytes);
-    if (s->sq_ring != MAP_FAILED) munmap(s->sq_ring, s->sq_nbytes);
+    if (s->rings != MAP_FAILED) munmap(s->rings, s->rings_nbytes);
     if (s->fd >= 0) close(s->fd);
     pthread_mutex_destroy(&s->lock);
     free(s);
@@ -119,17 +118,16 @@ static void *map(const state_uring *s, size_t nbytes, off_t offset) {
 }
 
 static int map_queues(state_uring *s, const uring_params *p) {
-    s->sq_nbytes = p->sq.array + p->sq_entries * sizeof(uint32_t);
-    s->cq_nbytes = p->cq.cqes + p->cq_entries * sizeof(cqe);
+    if (!(p->features & FEAT_SINGLE_MMAP)) return -EOPNOTSUPP;
+    const size_t sq_nbytes = p->sq.array + p->sq_entries * sizeof(uint32_t);
+    const size_t cq_nbytes = p->cq.cqes + p->cq_entries * sizeof(cqe);
+    s->rings_nbytes = sq_nbytes > cq_nbytes ? sq_nbytes : cq_nbytes;
     s->sqes_nbytes = p->sq_entries * sizeof(sqe);
-    if (p->features & FEAT_SINGLE_MMAP && s->cq_nbytes > s->sq_nbytes) s->sq_nbytes = s->cq_nbytes;
-    s->sq_ring = map(s, s->sq_nbytes, OFFSET_SQ_RING);
-    if (s->sq_ring == MAP_FAILED) return -errno;
-    s->cq_ring = p->features & FEAT_SINGLE_MMAP ? s->sq_ring : map(s, s->cq_nbytes, OFFSET_CQ_RING);
-    if (s->cq_ring == MAP_FAILED) return -errno;
+    s->rings = map(s, s->rings_nbytes, OFFSET_RINGS);
+    if (s->rings == MAP_FAILED) return -errno;
     s->sqes = map(s, s->sqes_nbytes, OFFSET_SQES);
     if (s->sqes == MAP_FAILED) return -errno;
-    char *sq = s->sq_ring, *cq = s->cq_ring;
+    char *sq = s->rings, *cq = s->rings;
     s->sq_head = (void *)(sq + p->sq.head);
     s->sq_tail = (void *)(sq + p->sq.tail);
     s->sq_mask = *(uint32_t *)(void *)(sq + p->sq.ring_mask);
@@ -138,7 +136,6 @@ static int map_queues(state_uring *s, const uring_params *p) {
     s->cq_tail = (void *)(cq + p->cq.tail);
     s->cq_mask = *(uint32_t *)(void *)(cq + p->cq.ring_mask);
     s->cqes = (void *)(cq + p->cq.cqes);
-    s->sq_entries = p->sq_entries;
     for (uint32_t k = 0; k < p->sq_entries; k++) s->sq_array[k] = k;
     return 0;
 }
@@ -154,12 +151,12 @@ static int uring_open(const aio_backend_options *options, void **state, int *wak
     state_uring *s = calloc(1, sizeof *s);
     if (s == NULL) return -ENOMEM;
     pthread_mutex_init(&s->lock, NULL);
-    s->sq_ring = s->cq_ring = MAP_FAILED;
+    s->rings = MAP_FAILED;
     s->sqes = MAP_FAILED;
-    uring_params params = {.flags = SETUP_CLAMP | SETUP_COOP_TASKRUN};
+    uring_params params = {.flags = SETUP_COOP_TASKRUN};
     s->fd = (int)syscall(SYS_io_uring_setup, options->depth, &params);
     if (s->fd < 0 && errno == EINVAL) { /* before Linux 5.19 */
-        params = (uring_params){.flags = SETUP_CLAMP};
+        memset(&params, 0, sizeof params);
         s->fd = (int)syscall(SYS_io_uring_setup, options->depth, &params);
     }
     int error = s->fd < 0 ? -errno : map_queues(s, &params);
@@ -174,7 +171,7 @@ static int uring_open(const aio_backend_options *options, void **state, int *wak
 }
 
 static int buffer_of(const state_uring *s, uintptr_t address, uint64_t nbytes) {
-    for (int k = 0; k < (int)MOST_BUFFERS && s->has_buffers; k++) {
+    for (int k = 0; k < (int)s->used_buffers; k++) {
         uintptr_t base = (uintptr_t)s->buffers[k].iov_base;
         size_t size = s->buffers[k].iov_len;
         if (size >= nbytes && address >= base && address - base <= size - nbytes) return k;
@@ -183,7 +180,7 @@ static int buffer_of(const state_uring *s, uintptr_t address, uint64_t nbytes) {
 }
 
 static int file_of(const state_uring *s, int fd) {
-    for (int k = 0; k < (int)MOST_FILES && s->has_files; k++) {
+    for (int k = 0; k < (int)MOST_FILES; k++) {
         if (s->files[k] == fd) return k;
     }
     return -1;
@@ -206,7 +203,6 @@ static int uring_submit(void *state, aio_block *const *blocks, uint32_t count) {
     state_uring *s = state;
     /* No other thread moves head or tail: what was not taken last time was taken back. */
     const uint32_t first = atomic_load_explicit(s->sq_tail, memory_order_relaxed);
-    if (count > s->sq_entries) count = s->sq_entries;
     pthread_mutex_lock(&s->lock);
     for (uint32_t k = 0; k < count; k++) fill(s, &s->sqes[(first + k) & s->sq_mask], blocks[k]);
     pthread_mutex_unlock(&s->lock);
@@ -236,6 +232,7 @@ static int update_buffer(state_uring *s, uint32_t index, struct iovec buffer) {
     int error = call_register(s, BUFFERS_UPDATE, &update, sizeof update);
     /* What the kernel does not let go of here must still never be used again. */
     if (error == 0 || buffer.iov_len == 0) s->buffers[index] = buffer;
+    if (index >= s->used_buffers) s->used_buffers = index + 1;
     return error;
 }
 
@@ -266,7 +263,7 @@ static int uring_file(void *state, int fd, int add) {
     int taken = 0;
     pthread_mutex_lock(&s->lock);
     const int index = file_of(s, add ? -1 : fd);
-    if (index >= 0 && (!add || file_of(s, fd) < 0)) {
+    if (s->has_files && index >= 0 && (!add || file_of(s, fd) < 0)) {
         int value = add ? fd : -1;
         files_update update = {.offset = (uint32_t)index, .fds = (uintptr_t)&value};
         taken = call_register(s, REGISTER_FILES_UPDATE, &update, 1) == 0;

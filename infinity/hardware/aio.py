@@ -3,29 +3,27 @@
 A `Ring` is one native I/O thread with its kernel queue, for one directory. `read` and `write` give
 a `Ticket` at once; the ring cuts it into blocks, keeps at most `queue_depth` of them in the kernel,
 and tries again what can be tried again. It promises no order between tickets. The native part is
-csrc/aio; the choice of a backend is in aio_probe.py.
+csrc/aio; tickets and open files are in aio_file.py, the choice of a backend in aio_probe.py. All
+others import from here.
 """
 
 from __future__ import annotations
 
-import enum
 import errno as numbers
 import os
 import time
 import weakref
 import zlib
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from infinity.core.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
-    ShortTransferError,
-    StorageError,
     TransferError,
 )
 
-from .aio_file import ALIGNMENT, DirectFile, ffi, lib
+from .aio_file import ALIGNMENT, CURES, POLL_MS, DirectFile, Priority, Ticket, ffi, lib
 from .aio_probe import BACKENDS, available_backends, choose_backend, ring_options
 
 __all__ = [
@@ -41,29 +39,6 @@ __all__ = [
     "crc32c_combine",
     "crc32c_zeros",
 ]
-
-_POLL_MS: Final = int(lib.AIO_MAX_WAIT_MS)
-_CURES: Final = {
-    numbers.EIO: "the drive could not do it: look at dmesg and smartctl, use another drive",
-    numbers.ENOSPC: "free space on that drive, or name a larger one",
-    numbers.EDQUOT: "raise the quota, or name a directory without one",
-    numbers.EFBIG: "raise the limit on file sizes (ulimit -f)",
-    numbers.EROFS: "mount the file system for writing",
-    numbers.EBADF: "keep the file open, for this direction, until its transfers are complete",
-    numbers.EFAULT: "keep the buffer mapped until its transfers are complete",
-    numbers.EINVAL: "INFINITY_AIO=threads shows whether direct I/O is at fault; use another file system",
-    numbers.ENODATA: "the file is shorter than what was asked for, or takes no more bytes",
-    numbers.ESHUTDOWN: "see the first error of this directory; its drive did not answer in time",
-    numbers.ETIMEDOUT: "look at dmesg; use another drive, or raise io_deadline",
-}
-
-
-class Priority(enum.IntEnum):
-    """Which ticket's blocks go to the kernel first; waiting for a ticket outweighs all."""
-
-    BACKGROUND = 0
-    NORMAL = 1
-    URGENT = 2
 
 
 class RingStats(NamedTuple):
@@ -85,130 +60,6 @@ class RingStats(NamedTuple):
     queued_tickets: int  #: with bytes not yet given to the kernel
     blocks_in_flight: int
     failed: bool  #: a deadline was missed; the ring takes no more tickets
-
-
-class Ticket:
-    """One transfer. Its buffer belongs to the ring until `done`, and for good if `quarantined`.
-
-    Attributes:
-        nbytes: bytes to be moved.
-        offset: in the file, in bytes.
-        path: of the file.
-    """
-
-    __slots__ = ("__weakref__", "_handle", "_ring", "_write", "nbytes", "offset", "path")
-
-    def __init__(self, ring: Ring, handle: Any, path: str, offset: int, nbytes: int, write: bool) -> None:
-        self._ring = ring
-        self._handle = handle
-        self._write = write
-        self.path = path
-        self.offset = offset
-        self.nbytes = nbytes
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return or raise at once. Never blocks."""
-        return self._state(lib.aio_poll(self._handle)) != lib.AIO_PENDING
-
-    @property
-    def quarantined(self) -> bool:
-        """Whether the deadline passed with blocks in the kernel: the buffer must never be used,
-        or its memory returned, as long as the process lives."""
-        return self._state(lib.aio_poll(self._handle)) == lib.AIO_EXPIRED
-
-    @property
-    def order(self) -> int:
-        """Its number, from 1, in the order of submission to the kernel; 0: not submitted yet."""
-        return int(self._describe().order)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds in the queue, and from the first submission to completion; NaN until then."""
-        info = self._describe()
-        queued, started, finished = int(info.queued_ns), int(info.started_ns), int(info.finished_ns)
-        nan = float("nan")
-        return (
-            (started - queued) * 1e-9 if started else nan,
-            (finished - started) * 1e-9 if started and finished else nan,
-        )
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until every byte is moved; its unsent blocks go to the front of the queue.
-
-        Args:
-            timeout: seconds; None: as long as it takes (its deadline bounds that).
-
-        Raises:
-            ShortTransferError: the file ended, or takes no more bytes.
-            DeadlineError: it missed its deadline, and `quarantined` is true; or `timeout` passed
-                first: then `done` is false and it may be waited for again.
-            TransferError: the system reported an error, or the ring failed before it was sent.
-            ClosedError: this process is a fork of the one that started it.
-        """
-        state = lib.aio_wait(self._handle, _POLL_MS if timeout is None else _slice(timeout))
-        if state == lib.AIO_DONE:
-            return
-        until = None if timeout is None else time.monotonic() + timeout
-        while self._state(state) == lib.AIO_PENDING:
-            left = 0.1 if until is None else until - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"the {self._name} is not complete",
-                    **self._where(),
-                    expected=f"{timeout} s at most",
-                    found="still under way",
-                    cure="wait again: the transfer goes on",
-                )
-            state = lib.aio_wait(self._handle, _slice(left))
-        if state != lib.AIO_DONE:
-            raise self._error(state)
-
-    @property
-    def _name(self) -> str:
-        kind = "write" if self._write else "read"
-        return f"{kind} of {self.nbytes} bytes at offset {self.offset} of {self.path}"
-
-    def _where(self) -> dict[str, Any]:
-        return {"path": self.path, "offset": self.offset, "nbytes": self.nbytes}
-
-    def _state(self, state: int) -> int:
-        if state < 0:
-            raise self._ring._foreign()
-        return state
-
-    def _describe(self) -> Any:
-        info = ffi.new("aio_ticket_info *")
-        self._state(lib.aio_ticket_describe(self._handle, info))
-        return info
-
-    def _error(self, state: int) -> StorageError:
-        info = self._describe()
-        number = -int(info.error)
-        kind: type[TransferError] = TransferError
-        if state == lib.AIO_EXPIRED:
-            kind = DeadlineError
-            what = f"the {self._name} missed its deadline; the buffer is quarantined and the directory failed"
-        elif number == numbers.ESHUTDOWN:
-            what = f"the {self._name} was not sent: its directory has failed or was closed"
-        else:
-            what = f"the {self._name} failed"
-            if info.short_transfer:
-                kind = ShortTransferError
-        name = numbers.errorcode.get(number, str(number))
-        return kind(
-            what,
-            errno=number,
-            **self._where(),
-            expected=f"{self.nbytes} bytes"
-            + (f" within {self._ring.deadline} s" if kind is DeadlineError else ""),
-            found=f"{os.strerror(number)} ({name}) at offset {int(info.offset)}, "
-            f"{int(info.moved)} bytes moved",
-            cure=_CURES.get(number, "look at dmesg for what the drive or file system reported"),
-        )
-
-    def __repr__(self) -> str:
-        return f"<Ticket: {self._name}>"
 
 
 class Ring:
@@ -319,7 +170,7 @@ class Ring:
         self, write: int, file: DirectFile, offset: int, address: int, nbytes: int, priority: Priority
     ) -> Ticket:
         if self._closed:
-            raise self._foreign()
+            raise self.foreign()
         out = ffi.new("aio_ticket **")
         if min(offset, address, nbytes) < 0:
             raise ValueError(f"offset, address and nbytes must be ≥ 0, not {offset}, {address}, {nbytes}")
@@ -330,7 +181,7 @@ class Ring:
             handle = ffi.gc(out[0], lib.aio_ticket_release)
             return Ticket(self, handle, file.path, offset, nbytes, bool(write))
         if error == -numbers.ECHILD:
-            raise self._foreign()
+            raise self.foreign()
         if error == -numbers.EBADF:
             file.check()
         if error == -numbers.EINVAL:
@@ -345,14 +196,15 @@ class Ring:
             found="an earlier transfer missed its deadline"
             if error == -numbers.ESHUTDOWN
             else os.strerror(-error),
-            cure=_CURES.get(-error, "free memory"),
+            cure=CURES.get(-error, "free memory"),
         )
 
     @property
     def _label(self) -> str:
         return f"the I/O ring {self.name!r}" + (f" of {self.path}" if self.path else "")
 
-    def _foreign(self) -> ClosedError:
+    def foreign(self) -> ClosedError:
+        """Return the error for a use after `close`, or in a fork."""
         forked = self._pid != os.getpid()
         return ClosedError(
             f"{self._label} " + ("belongs to the parent of this process" if forked else "is closed"),
@@ -363,7 +215,7 @@ class Ring:
 
     def _check(self, result: int) -> int:
         if result == -numbers.ECHILD:
-            raise self._foreign()
+            raise self.foreign()
         return result
 
     def register_buffer(self, address: int, nbytes: int) -> bool:
@@ -435,7 +287,7 @@ class Ring:
         self._closed = True
         until = float("inf") if timeout is None else time.monotonic() + timeout
         stuck_until = float("inf")
-        while (result := lib.aio_ring_shutdown(self._handle, _POLL_MS)) == -numbers.EINPROGRESS:
+        while (result := lib.aio_ring_shutdown(self._handle, POLL_MS)) == -numbers.EINPROGRESS:
             now = time.monotonic()
             if now >= until:
                 lib.aio_ring_abandon(self._handle)
@@ -452,7 +304,7 @@ class Ring:
                 path=self.path,
                 expected=f"all transfers complete within {self.deadline if timeout is None else timeout} s",
                 found="buffers in quarantine: the kernel may still touch them",
-                cure=_CURES[numbers.ETIMEDOUT],
+                cure=CURES[numbers.ETIMEDOUT],
             )
 
     def __enter__(self) -> Ring:
@@ -476,11 +328,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _slice(seconds: float) -> int:
-    """Return milliseconds for one native wait: at least 1 of what is left, at most 100."""
-    return 0 if seconds <= 0 else max(1, min(_POLL_MS, int(seconds * 1000)))
 
 
 def crc32c(address: int, nbytes: int, crc: int = 0) -> int:

@@ -129,7 +129,7 @@ static void mock_reset(void) {
 }
 
 /* Lets go of what is stalled. */
-static void mock_release(void) {
+static inline void mock_release(void) {
     pthread_mutex_lock(&mock.lock);
     mock.stall = 0;
     mock.stall_offset = -1;

@@ -37,10 +37,16 @@ static aio_ring *open_mock(aio_options o) {
 }
 
 static int close_ring(aio_ring *ring) {
-    int error;
+    int error = aio_ring_shutdown(ring, 0);
     while ((error = aio_ring_shutdown(ring, 100)) == -EINPROGRESS) {
     }
     CHECK_EQUAL(aio_ring_shutdown(ring, 100), error);
+    aio_ticket *late;
+    aio_stats stats;
+    CHECK_EQUAL(aio_submit(ring, 0, 1, 1, 0, 4096, 1, 1, &late), -ESHUTDOWN);
+    CHECK_EQUAL(aio_ring_buffer(ring, 4096, 4096, 1), 0);
+    CHECK_EQUAL(aio_ring_file(ring, 0, 1), 0);
+    CHECK_EQUAL(aio_ring_stats(ring, &stats), 0);
     aio_ring_release(ring);
     return error;
 }
@@ -225,6 +231,9 @@ static void test_answers(void) {
     with_answers(0, AIO_DONE);
     script(busy, 6, NULL, 0, -1);
     with_answers(1, AIO_DONE);
+    static const int long_busy[] = {-EAGAIN, -EAGAIN, -EAGAIN, -EAGAIN, -EAGAIN, -EAGAIN, -EAGAIN, -EAGAIN};
+    script(long_busy, 8, NULL, 0, -1);
+    with_answers(1, AIO_DONE);
 
     static const int bad_first[] = {-EBADF};
     script(bad_first, 1, NULL, 0, -1);
@@ -299,12 +308,19 @@ static void test_order(void) {
     mock.ordered = 0;
     CHECK_EQUAL(aio_ring_hold(ring, 1), 0);
     write = start(ring, 1, 63 * BLOCK, memory + 63 * BLOCK, BLOCK, 0);
+    aio_ticket *later = start(ring, 1, 62 * BLOCK, memory + 62 * BLOCK, BLOCK, 1);
     aio_ticket *reads = start(ring, 0, 0, memory, 40 * BLOCK, 2);
     CHECK_EQUAL(aio_ring_hold(ring, 0), 0);
     end(reads, AIO_DONE);
     end(write, AIO_DONE);
+    end(later, AIO_DONE);
     CHECK_EQUAL(mock.order[AIO_WRITE_STARVATION], 63 * BLOCK);
+    CHECK_EQUAL(mock.order[2 * AIO_WRITE_STARVATION + 1], 62 * BLOCK);
+    /* Closing outweighs a hold. */
+    CHECK_EQUAL(aio_ring_hold(ring, 1), 0);
+    aio_ticket *held = start(ring, 0, 0, memory, BLOCK, 1);
     CHECK_EQUAL(close_ring(ring), 0);
+    end(held, AIO_DONE);
 
     /* The depth holds, and odd pieces of a file that is not direct stay whole. */
     mock_reset();
@@ -438,6 +454,9 @@ static int in_child(aio_ring *ring, aio_ticket *ticket) {
     return ok ? 0 : 1;
 }
 
+/* Writes the coverage of a child that ends by _exit; there only in a build that measures it. */
+extern void __gcov_dump(void) __attribute__((weak));
+
 static void test_fork(const char *backend) {
     aio_options o = options(4);
     aio_ring *ring;
@@ -447,7 +466,11 @@ static void test_fork(const char *backend) {
     aio_ticket *ticket = start(ring, 0, 0, memory, BLOCK, 1);
     aio_ring_forked(ring); /* not a child: nothing happens */
     pid_t child = fork();
-    if (child == 0) _exit(in_child(ring, ticket));
+    if (child == 0) {
+        int status = in_child(ring, ticket);
+        if (__gcov_dump) __gcov_dump();
+        _exit(status);
+    }
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
