@@ -10,8 +10,6 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 # What `pip` installs. The package itself takes any torch ≥ 2.6; these commands take this one.
-# A machine without a GPU may prefer the smaller build:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
 TORCH := torch==2.13.0
 BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
 TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \

@@ -189,7 +189,7 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"parameters": {"host": True}}, "shares of parameters", "0.3"),
         ({"parameters": 3}, "unknown tier", "host"),
         ({"durable": True}, "durable commits are not available", "durable=False"),
-        ({"update": "delayed"}, "update mode", "sync"),
+        ({"update": "delayed"}, "update mode", "overlap"),
         ({"device": "tpu"}, "unknown device", "cuda"),
         ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
         ({"aio_backend": "libaoi"}, "unknown I/O backend", "libaio"),

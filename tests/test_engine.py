@@ -555,7 +555,7 @@ def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
     engine = use()
     gc.collect()
     assert engine() is None
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     infinity.close(infinity.wrap(*build(), config)[1])  # the directory is free again
 
 

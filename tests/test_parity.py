@@ -23,10 +23,11 @@ STEPS = 30
 
 #: placements, chunk sizes, depths, pool sizes, backends and instruction sets
 VARIANTS: dict[str, dict[str, Any]] = {
-    "host": ON_HOST,
+    "host": {**ON_HOST, "update": "sync"},
     "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
-    "nvme": {"aio_backend": "threads", "update_depth": 1, "host_memory": "least"},
+    "nvme": {"aio_backend": "threads", "update_depth": 1, "host_memory": "least", "read_ahead_memory": 0},
     "nvme, tight": {"aio_backend": "libaio", "device_memory": "least", "queue_depth": 1},
+    "nvme, sync": {"update": "sync"},
     "state on nvme": {
         "parameters": "device",
         "optimizer_state": "nvme",

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .sizes import SPAN, MiB, Tier, parse_dtype, parse_size
+from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
 
 Placement = Mapping[Tier, float]
 _PLACED = ("parameters", "optimizer_state", "gradients")
+UPDATES = ("overlap", "sync")
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
 
 
@@ -45,7 +46,9 @@ class Config:
         max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
         units: names of module classes, or of modules as in `named_modules()`, that are to be
             units; None: found by themselves.
-        update: ``"sync"``: `step()` returns when the parameters are updated.
+        update: ``"overlap"``: `step()` returns when it has the gradients, their norm and the
+            scalars; units are updated behind the next forward, each before it is used.
+            ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
         durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
@@ -53,6 +56,8 @@ class Config:
             `device_memory` leaves.
         chunk_elements: elements of a chunk, a multiple of 65,536.
         update_depth: chunks in the update pipeline at once (read, update, write).
+        read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
+            runs, as far as `host_memory` leaves room.
         block_bytes: largest single I/O request, in bytes, a multiple of 4096.
         queue_depth: requests in the kernel at once, per directory.
         aio_backend: ``"auto"`` or one of the I/O backends.
@@ -74,13 +79,14 @@ class Config:
     output_dtype: str | torch.dtype | None = "fp32"
     max_grad_norm: float | None = None
     units: Sequence[str] | None = None
-    update: str = "sync"
+    update: str = "overlap"
     durable: bool = False
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
     prefetch_memory: int | str | None = None
     chunk_elements: int = 2 * MiB
     update_depth: int = 3
+    read_ahead_memory: int | str = GiB
     block_bytes: int | str = MiB
     queue_depth: int = 32
     aio_backend: str = "auto"
@@ -105,7 +111,7 @@ class Config:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "nvme", _directories(self.nvme))
-        for name in ("device_memory", "host_memory", "prefetch_memory", "block_bytes"):
+        for name in ("device_memory", "host_memory", "prefetch_memory", "read_ahead_memory", "block_bytes"):
             value = getattr(self, name)
             if value is not None:
                 put(self, name, parse_size(value, name))
@@ -127,12 +133,12 @@ class Config:
                 found="nvme=None",
                 cure=f'nvme="/path/on/a/drive", or {on_nvme[0]}="host"',
             )
-        if self.update != "sync":
+        if self.update not in UPDATES:
             raise ConfigError(
                 "this update mode is not available",
-                expected='"sync"',
+                expected=", ".join(UPDATES),
                 found=repr(self.update),
-                cure='update="sync"',
+                cure='update="overlap"',
             )
         if self.durable:
             raise ConfigError(

@@ -100,7 +100,7 @@ def footprint(
             by_tier[tier][purpose] = by_tier[tier].get(purpose, 0) + nbytes
 
     read = written = 0
-    fetch_slot = update_slot = gradient_slot = chunks_on_nvme = 0
+    fetch_slot = update_slot = gradient_slot = chunks_on_nvme = trainable_chunks = 0
     for unit in layouts:
         for chunk in unit.chunks:
             plan = plans[chunk.id]
@@ -120,6 +120,7 @@ def footprint(
                 read += 2 * plan.copy_nbytes
             if not chunk.trainable:
                 continue
+            trainable_chunks += 1
             need = lease_nbytes(plan, staged=staged)
             update_slot = max(update_slot, need)
             if plan.copy_tier is nvme:
@@ -142,7 +143,7 @@ def footprint(
     }
     most = {
         "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_slot)) if fetch_slot else 0,
-        "update": config.update_depth if update_slot else 0,
+        "update": _update_slots(config, update_slot, trainable_chunks),
         "gradient": _GRADIENT_SLOTS if gradient_slot else 0,
     }
     needed = fixed + sum(q.nbytes for q in least.values())
@@ -199,6 +200,13 @@ def footprint(
         nvme_read_per_step=read,
         nvme_written_per_step=written,
     )
+
+
+def _update_slots(config: Config, slot: int, chunks: int) -> int:
+    """Leases of the update: those of its pipeline, and those that state is read ahead into."""
+    if not slot:
+        return 0
+    return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // slot))
 
 
 def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:

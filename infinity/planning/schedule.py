@@ -38,6 +38,10 @@ class Schedule:
             self._recorded, self._current = self._current, []
         self._position = 0
 
+    def recorded(self) -> list[int]:
+        """Return the last complete cycle: its first half is the order of the forward."""
+        return list(self._recorded)
+
     def upcoming(self) -> Iterator[int]:
         """Yield the units expected from here, nearest first, across the end of the cycle."""
         yield from self._recorded[self._position :]

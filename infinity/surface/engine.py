@@ -26,9 +26,11 @@ from infinity.training.gradients import Gradients
 from infinity.training.hooks import Hooks
 from infinity.training.optimizer import OffloadOptimizer, check_optimizer
 from infinity.training.param import ShardedParam
+from infinity.training.pending import Pending
 from infinity.training.sharded_grad import ShardedGrad
 from infinity.training.state import States
 from infinity.training.unit import ParamUnit, Residency
+from infinity.training.update import Updater
 from infinity.training.visit import Places
 
 from .checks import budget_of, check_model, chunk_specs, param_specs
@@ -110,15 +112,19 @@ class Engine:
             resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             units.append(ParamUnit(layout, sharded, device, resident=resident))
         self.units = units
-        self.fetcher = Fetcher(store, pool, device, plans)
+        self.pending = Pending()
+        self.fetcher = Fetcher(store, pool, device, plans, self.pending)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
-        self.residency = Residency(units, self.fetcher, capacity, device)
+        self.residency = Residency(units, self.fetcher, capacity, device, self.pending)
         quota = self.footprint.quotas.get("gradient")
-        self.gradients = Gradients(units, plans, store, pool, device, slots=quota.slots if quota else 0)
+        self.gradients = Gradients(
+            units, plans, store, pool, device, slots=quota.slots if quota else 0, pending=self.pending
+        )
         self.places = Places(units, plans, store, pool, device, self.gradients)
-        self.states = States(self.places, self._room)
+        self.updater = Updater(self.places, self.pending, self.fetcher)
+        self.states = States(self.places, self._room, self.quiesce)
         self._take_over(model, optimizer)
         self.hooks = Hooks(
             model,
@@ -129,6 +135,7 @@ class Engine:
             compute_dtype=self.config.compute_dtype,
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
+            on_backward=self._read_ahead,
         )
         install(model, self)
         self._closed = False
@@ -140,6 +147,8 @@ class Engine:
             residency=self.residency,
             gradients=self.gradients,
             states=self.states,
+            updater=self.updater,
+            overlap=self.config.update == "overlap",
             params=self.params,
             decoupled=decoupled,
             max_grad_norm=self.config.max_grad_norm,
@@ -150,7 +159,7 @@ class Engine:
             after_step=self._after_step,
         )
         self._finalizer = weakref.finalize(
-            self, _shut_down, self.fetcher, self.gradients, store, pool, device
+            self, _shut_down, self.updater, self.fetcher, self.gradients, store, pool, device
         )
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -187,11 +196,26 @@ class Engine:
                 found="close() was called",
                 cure="wrap the model again",
             )
+        self.pending.check()
         self.store.check()
+
+    def quiesce(self) -> None:
+        """Wait until every update is complete and nothing of the state is on its way."""
+        self.updater.wait()
+        self.updater.drop_ahead()
+        self.residency.resume_all()
+
+    def _read_ahead(self) -> None:
+        """A backward begins: an update may follow, of the first units first."""
+        if not self.pending.busy():
+            units = self.residency.forward_order()
+            self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
 
     def _before_step(self) -> None:
         self.check()
         self.hooks.settle()
+        self.updater.wait()
+        self.residency.resume_all()
 
     def _after_step(self, seconds: float) -> None:
         now = time.perf_counter()
@@ -208,8 +232,9 @@ class Engine:
 
 
 def _shut_down(
-    fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
+    updater: Updater, fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
 ) -> None:
+    updater.close()
     fetcher.close()
     gradients.close()
     device.close()

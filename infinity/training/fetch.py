@@ -22,6 +22,8 @@ from infinity.planning.partition import Chunk, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
+from .pending import Pending
+
 
 class Fetch:
     """One unit on its way. `issued` is set when all its copies are on the copy stream (then
@@ -34,6 +36,7 @@ class Fetch:
         self.issued = threading.Event()
         self.event: Event | None = None
         self.error: BaseException | None = None
+        self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
 
     def wait_issued(self) -> Event | None:
         """Block until the copies are on the stream; return the event of the last; raise its error."""
@@ -55,13 +58,22 @@ class _Flight(NamedTuple):
     chunk: Chunk
     lease: Lease | None
     transfer: Transfer | None
+    offset: int = 0  # of the copy in the lease
 
 
 class Fetcher:
     """Runs fetches in the order in which they are started."""
 
-    def __init__(self, store: Store, pool: PinnedPool, device: Device, plans: Sequence[ChunkPlan]) -> None:
-        self._worker = _Worker(store, pool, device, plans)
+    def __init__(
+        self,
+        store: Store,
+        pool: PinnedPool,
+        device: Device,
+        plans: Sequence[ChunkPlan],
+        pending: Pending,
+    ) -> None:
+        self._worker = _Worker(store, pool, device, plans, pending)
+        pending.listen(self._worker.wake)
         self._thread = threading.Thread(target=self._worker.run, name="infinity-fetch", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -75,6 +87,14 @@ class Fetcher:
         self._worker.add(fetch, urgent)
         return fetch
 
+    def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
+        """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it.
+
+        [Note: no round trip] The lease goes home when the copy is on the device. Supplies are
+        taken before anything else, so an update never waits for a fetch that waits for it.
+        """
+        self._worker.supply(fetch, chunk, lease, offset)
+
     def close(self) -> None:
         """Finish what is under way and end the thread."""
         self._finalizer()
@@ -83,12 +103,20 @@ class Fetcher:
 
 
 class _Worker:
-    def __init__(self, store: Store, pool: PinnedPool, device: Device, plans: Sequence[ChunkPlan]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        pool: PinnedPool,
+        device: Device,
+        plans: Sequence[ChunkPlan],
+        pending: Pending,
+    ) -> None:
+        self._pending = pending
         self._store = store
         self._pool = pool
         self._device = device
         self._plans = plans
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(threading.RLock())
         self._waiting: deque[Fetch] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
@@ -109,6 +137,18 @@ class _Worker:
                 self._waiting.append(fetch)
             self._wake.notify()
 
+    def wake(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
+        with self._wake:
+            if fetch.issued.is_set() or chunk not in fetch.chunks:
+                return  # it failed, or read the chunk already
+            fetch.chunks.remove(chunk)
+            fetch.supplies.append((chunk, lease.retain(), offset))
+            self._wake.notify()
+
     def stop(self) -> None:
         with self._wake:
             self._stopped = True
@@ -124,32 +164,43 @@ class _Worker:
                 self._bring_home(wait=True)
                 continue
             with self._wake:
-                if self._waiting:
-                    continue
-                if self._stopped:
+                if self._stopped and not self._waiting:
                     return
-                self._wake.wait(POLL)
+                if not self._can_depart():
+                    self._wake.wait(POLL)
 
     def _depart(self) -> None:
         """Start as many reads as there are leases."""
         while True:
             with self._wake:
+                for fetch in self._waiting:
+                    while fetch.supplies:
+                        chunk, supplied, offset = fetch.supplies.popleft()
+                        self._flights.append(_Flight(fetch, chunk, supplied, None, offset))
                 while self._waiting and not self._waiting[0].chunks:
                     self._waiting.popleft()
                 if not self._waiting:
                     return
                 fetch = self._waiting[0]
-            # Only this thread takes chunks, so an urgent fetch that arrives now merely goes second.
-            chunk = fetch.chunks[0]
+                chunk = fetch.chunks[0]
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
+                if self._pending.has_chunk(chunk.id):
+                    return
                 if plan.copy_tier is Tier.NVME:
                     self._bring_home(wait=False)
                     lease = self._pool.try_lease("fetch", plan.copy_nbytes)
                     if lease is None:
-                        return
-                fetch.chunks.popleft()
+                        if self._flights or self._landing:
+                            return
+                        lease = self._pool.lease("fetch", plan.copy_nbytes)  # or its error
+                with self._wake:
+                    if chunk not in fetch.chunks:  # supplied meanwhile
+                        if lease is not None:
+                            lease.release()
+                        continue
+                    fetch.chunks.remove(chunk)
                 if lease is not None:
                     transfer = self._store.read(chunk.id, "copy", lease)
             except BaseException as error:
@@ -159,15 +210,27 @@ class _Worker:
                 continue
             self._flights.append(_Flight(fetch, chunk, lease, transfer))
 
+    def _can_depart(self) -> bool:
+        """Return whether `_depart` would find something to do, as far as updates are concerned."""
+        if any(f.supplies for f in self._waiting):
+            return True
+        if not self._waiting:
+            return False
+        first = self._waiting[0]
+        try:
+            return not first.chunks or not self._pending.has_chunk(first.chunks[0].id)
+        except Exception:
+            return True  # to be told of it there
+
     def _land(self) -> None:
         """Take the oldest read to the device."""
-        fetch, chunk, lease, transfer = self._flights.popleft()
+        fetch, chunk, lease, transfer, offset = self._flights.popleft()
         try:
             if transfer is not None:
                 transfer.wait()
             if fetch.error is None:
                 source = (
-                    lease.tensor(torch.uint8, 0, chunk.copy_nbytes)
+                    lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
                     if lease is not None
                     else self._store.view(chunk.id, "copy")
                 )
@@ -181,15 +244,21 @@ class _Worker:
         finally:
             if lease is not None:
                 lease.release()
-        last = not fetch.chunks and not any(f.fetch is fetch for f in self._flights)
+        with self._wake:
+            last = (
+                not fetch.chunks and not fetch.supplies and not any(f.fetch is fetch for f in self._flights)
+            )
         if last and not fetch.issued.is_set():
             if fetch.error is not None and fetch.event is not None:
                 _settle(fetch.event)
             fetch.issued.set()
 
     def _fail(self, fetch: Fetch, error: BaseException) -> None:
-        fetch.chunks.clear()
-        fetch.error = fetch.error or error
+        with self._wake:
+            fetch.chunks.clear()
+            while fetch.supplies:
+                fetch.supplies.popleft()[1].release()
+            fetch.error = fetch.error or error
         if not any(f.fetch is fetch for f in self._flights):
             if fetch.event is not None:
                 _settle(fetch.event)

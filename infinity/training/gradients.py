@@ -27,6 +27,7 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
 from .param import ShardedParam
+from .pending import Pending
 from .sharded_grad import ShardedGrad
 from .unit import ParamUnit
 
@@ -66,6 +67,7 @@ class Gradients:
         device: Device,
         *,
         slots: int,
+        pending: Pending,
     ) -> None:
         self.units = units
         self.entries: dict[int, ChunkGradient] = {}
@@ -77,6 +79,7 @@ class Gradients:
         self._waiting: dict[int, dict[int, list[_Arrival]]] = {}  # unit → parameter → arrivals
         self._tasks: deque[Task] = deque()
         self._writes: deque[tuple[Transfer, Lease]] = deque()
+        self._pending = pending
         self._slots = slots  # leases of the gradient quota
         self._on_device: dict[int, torch.Tensor] = {}
         for unit in units:
@@ -111,6 +114,7 @@ class Gradients:
             return
         while self._tasks:
             self._tasks.popleft().wait()
+        self._pending.wait_unit(unit.index)  # its update still reads what this overwrites
         self._device.tidy()
         after = self._device.mark()
         self._tasks.append(self._stream.submit(lambda: self._take(unit, arrivals, after)))

@@ -65,6 +65,7 @@ class Hooks:
         compute_dtype: torch.dtype,
         output_dtype: torch.dtype | None,
         check: Callable[[], None],
+        on_backward: Callable[[], None],
     ) -> None:
         self._residency = residency
         self._gradients = gradients
@@ -72,6 +73,7 @@ class Hooks:
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         self._check = check
+        self._on_backward = on_backward
         self._device_type = residency.units[0].storage.device.type if residency.units else "cpu"
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
@@ -219,6 +221,8 @@ class Hooks:
         # of reentrant recomputation: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            if not self._tasks:
+                self._on_backward()
             self._tasks.add(task)
             Variable._execution_engine.queue_callback(lambda: self._ends(task))
 

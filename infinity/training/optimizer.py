@@ -23,7 +23,7 @@ from .param import ShardedParam
 from .sharded_grad import ShardedGrad
 from .state import States
 from .unit import Residency
-from .update import ChunkUpdate, ParamUpdate, run
+from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
@@ -69,6 +69,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         residency: Residency,
         gradients: Gradients,
         states: States,
+        updater: Updater,
+        overlap: bool,
         params: Mapping[nn.Parameter, ShardedParam],
         decoupled: bool,
         max_grad_norm: float | None,
@@ -85,6 +87,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._residency = residency
         self._gradients = gradients
         self._states = states
+        self._updater = updater
+        self._overlap = overlap
         self._params = params
         self._decoupled = decoupled
         self._max_grad_norm = max_grad_norm
@@ -150,12 +154,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             clip = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))
         self._states.adopt_edits()
         updates = self._updates(present, clip)
-        try:
-            run(self._places, self._work(updates))
-        finally:
-            torch.autograd.graph.increment_version([s.param for s in present])
-            for sharded in present:
-                sharded.version = sharded.param._version
+        work = self._work(updates)
+        # Versions first: a graph from before the step must fail, whatever becomes of the update.
+        torch.autograd.graph.increment_version([s.param for s in present])
+        for sharded in present:
+            sharded.version = sharded.param._version
+        if self._overlap:
+            # [Note: behind the next forward] Units are updated in the order of the forward; each
+            # is waited for where it is used, and everything by the next step.
+            self._residency.suspend({u.chunk.unit for u in work})
+            self._updater.post(work)
+            self._residency.prefetch()
+        else:
+            self._updater.run(work)
         self.steps += 1
         if self._fp16:
             self._good_steps += 1
@@ -260,7 +271,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _work(self, updates: Mapping[tuple[int, int], ParamUpdate]) -> list[ChunkUpdate]:
         work = []
-        for unit in self._residency.units:
+        for unit in self._residency.forward_order():
             for chunk in unit.layout.trainable_chunks:
                 params = {
                     s.param: updates[unit.index, s.param]
@@ -268,7 +279,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     if (unit.index, s.param) in updates
                 }
                 if params:
-                    work.append(ChunkUpdate(chunk, params))
+                    work.append(ChunkUpdate(chunk, params, self._gradients.entries[chunk.id].dtype))
         return work
 
     # -- state dicts ------------------------------------------------------------------------

@@ -14,6 +14,7 @@ the step fails as it does in torch.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,45 @@ class ReleasedParameter(nn.Parameter):
         )
 
 
+class PendingParameter(nn.Parameter):
+    """The class of a parameter that is on the device while its update is under way: metadata is
+    answered at once, whoever needs the values waits for the unit."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for the values, then do what was asked."""
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for value in _walk((args, kwargs)):
+                if isinstance(value, PendingParameter):
+                    _settle(value)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        _settle(self)
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _settle(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _settle(self)
+        return self.__reduce_ex__(proto)
+
+
+def _settle(param: PendingParameter) -> None:
+    sharded = sharded_of(param)
+    if sharded is not None and sharded.on_wait is not None:
+        sharded.on_wait()
+    else:  # its engine is gone, and with it the update
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
 def _walk(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _walk(item)]
@@ -194,6 +234,7 @@ class ShardedParam:
         self.unit = unit
         self.index = index
         self.cls = type(param)
+        self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
         self.version = 0
@@ -225,6 +266,11 @@ class ShardedParam:
         """Make every use of the values raise."""
         self.param.__class__ = ReleasedParameter
 
+    def suspend(self, wait: Callable[[], None]) -> None:
+        """Make every use of the values `wait` for the update; that restores the class."""
+        self.on_wait = wait
+        self.param.__class__ = PendingParameter
+
     def restore(self) -> None:
         """Give the parameter its class back."""
         self.param.__class__ = self.cls
@@ -234,10 +280,13 @@ class ShardedParam:
         param = self.param
         if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
             found = f"{param.dtype}, shape {tuple(param.shape)}"
-        elif type(param) is not ReleasedParameter and param.untyped_storage()._cdata != storage._cdata:
-            found = "other storage"
         else:
-            return
+            if type(param) is ReleasedParameter:
+                return
+            with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
+                if param.untyped_storage()._cdata == storage._cdata:
+                    return
+            found = "other storage"
         raise ParameterChangedError(
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",

@@ -26,8 +26,9 @@ _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
-    def __init__(self, places: Places, room: Callable[[], int]) -> None:
+    def __init__(self, places: Places, room: Callable[[], int], quiesce: Callable[[], None]) -> None:
         self._places = places
+        self._quiesce = quiesce  # updates that are under way come first
         self._room = room  # host bytes that the budget leaves
 
     # -- wrap -------------------------------------------------------------------------------
@@ -113,6 +114,7 @@ class States:
 
     def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
+        self._quiesce()
         numel = sharded.spec.numel
         values = {"exp_avg": torch.empty(numel), "exp_avg_sq": torch.empty(numel)}
         if sharded.spec.dtype is not torch.float32:
@@ -125,6 +127,7 @@ class States:
 
     def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
         """Write step, moments (and master, where given) of one parameter; no values: zeros."""
+        self._quiesce()
         sharded.step = int(values.get("step", 0))
         flat = {k: values[k].detach().reshape(-1) for k in values if k in ("exp_avg", "exp_avg_sq", "master")}
         for segment, here in self._visits(sharded, write=True):
@@ -143,7 +146,7 @@ class States:
                 continue
             here = visit(self._places, chunk)
             try:
-                here.read(gradient=False, copy=False)
+                here.read()
                 here.wait()
                 for segment in segments:
                     yield segment, here
@@ -169,13 +172,14 @@ class States:
         Where a value still is the master rounded, the master stays: an edit of one element does
         not cost the others their low bits.
         """
+        self._quiesce()
         for chunk in unit.layout.chunks:
             segments = [s for s in chunk.segments if s.param in edited]
             if not segments:
                 continue
             here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
             try:
-                here.read(gradient=False, copy=True)
+                here.read(copy=True)
                 here.wait()
                 for segment in segments:
                     self._adopt_segment(chunk, segment, here)
@@ -213,6 +217,7 @@ class States:
 
     def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host."""
+        self._quiesce()
         unit = self._places.units[sharded.unit]
         out = torch.empty(sharded.spec.numel, dtype=sharded.spec.dtype)
         for chunk in unit.layout.chunks:
@@ -237,6 +242,7 @@ class States:
 
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: copy and master."""
+        self._quiesce()
         unit = self._places.units[sharded.unit]
         flat = values.detach().reshape(-1)
         for chunk in unit.layout.chunks:
@@ -245,7 +251,7 @@ class States:
                 continue
             here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
             try:
-                here.read(gradient=False, copy=True)
+                here.read(copy=True)
                 here.wait()
                 for segment in segments:
                     target = _slice(here.copy, segment)

@@ -8,8 +8,9 @@ FETCHING → SHARDED.
 from __future__ import annotations
 
 import enum
+import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,6 +22,7 @@ from infinity.planning.schedule import Schedule
 
 from .fetch import Fetch, Fetcher
 from .param import ShardedParam
+from .pending import Pending
 
 
 class ParamState(enum.Enum):
@@ -75,6 +77,21 @@ class ParamUnit:
         self.state = ParamState.FETCHING
         target = self.view(0, self.layout.copy_nbytes)
         self._fetch = fetcher.start(target, self.layout.chunks, after, urgent=urgent)
+
+    @property
+    def fetch(self) -> Fetch | None:
+        """The fetch that fills the storage, or filled it; None while it is empty."""
+        return self._fetch
+
+    def suspend(self, wait: Callable[[], None]) -> None:
+        """Make every use of a resident unit's values `wait` for its update."""
+        for param in self.params:
+            param.suspend(wait)
+
+    def resume(self) -> None:
+        """The update of a resident unit is over: its values may be used."""
+        for param in self.params:
+            param.restore()
 
     def unshard(self) -> None:
         """FETCHING → UNSHARDED. The device waits for the copies (on a CPU, the host does)."""
@@ -134,7 +151,14 @@ class Residency:
     use is farthest away goes first.
     """
 
-    def __init__(self, units: Sequence[ParamUnit], fetcher: Fetcher, capacity: int, device: Device) -> None:
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        fetcher: Fetcher,
+        capacity: int,
+        device: Device,
+        pending: Pending,
+    ) -> None:
         self.units = units
         self.schedule = Schedule()
         self.fetches = 0
@@ -144,6 +168,8 @@ class Residency:
         self._capacity = capacity
         self._fetcher = fetcher
         self._device = device
+        self._pending = pending
+        self._suspended: set[int] = set()  # resident units whose update is under way
         self._warned = False
 
     def acquire(self, indices: Iterable[int], user: object, *, note: bool = True, keep: bool = False) -> None:
@@ -154,7 +180,7 @@ class Residency:
         wanted = [self.units[i] for i in indices]
         for unit in wanted:
             (unit.keepers if keep else unit.users).add(user)
-            if note and not unit.resident:
+            if note:
                 self.schedule.note(unit.index)
         for unit in wanted:
             if unit.state is ParamState.SHARDED:
@@ -163,10 +189,31 @@ class Residency:
             elif not unit.resident and unit.state is ParamState.FETCHING:
                 self.hits += 1
         if note:
-            self._prefetch()
+            self.prefetch()
         for unit in wanted:
             if unit.state is ParamState.FETCHING:
                 unit.unshard()
+            elif unit.index in self._suspended:
+                self.resume(unit)
+
+    def suspend(self, indices: Iterable[int]) -> None:
+        """Make the values of resident units wait for the update that was posted."""
+        for i in indices:
+            if self.units[i].resident:
+                self._suspended.add(i)
+                unit = self.units[i]
+                unit.suspend(functools.partial(self.resume, unit))
+
+    def resume(self, unit: ParamUnit) -> None:
+        """Wait for a resident unit's update, then let its values be used."""
+        self._pending.wait_unit(unit.index)
+        self._suspended.discard(unit.index)
+        unit.resume()
+
+    def resume_all(self) -> None:
+        """Wait for every resident unit's update."""
+        for i in sorted(self._suspended):
+            self.resume(self.units[i])
 
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
@@ -219,6 +266,11 @@ class Residency:
             unit.reshard()
             self.held -= unit.layout.copy_nbytes
 
+    def forward_order(self) -> list[ParamUnit]:
+        """Return all units in the order of the last forward; those it did not use come last."""
+        order = dict.fromkeys([*self.schedule.recorded(), *range(len(self.units))])
+        return [self.units[i] for i in order]
+
     def _ranks(self) -> dict[int, int]:
         ranks: dict[int, int] = {}
         for rank, index in enumerate(self.schedule.upcoming()):
@@ -249,7 +301,7 @@ class Residency:
                 stacklevel=4,
             )
 
-    def _prefetch(self) -> None:
+    def prefetch(self) -> None:
         """Start what comes next, nearest first, as far as there is room."""
         ranks: dict[int, int] | None = None
         seen: set[int] = set()

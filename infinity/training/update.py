@@ -11,11 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from infinity.core.sizes import ceil_to
 from infinity.hardware import adam_reference, cpu_adam
+from infinity.hardware.aio import Priority
+from infinity.hardware.device import HostStream, Task
 from infinity.planning.partition import Chunk
 
+from .fetch import Fetcher
+from .pending import Pending
 from .visit import ChunkVisit, Places
+from .visit import visit as enter
 
 
 class ParamUpdate(NamedTuple):
@@ -33,46 +40,140 @@ class ParamUpdate(NamedTuple):
 
 
 class ChunkUpdate(NamedTuple):
-    """A chunk and what is to be done to its segments, by parameter index; others stay."""
+    """A chunk and what is to be done to its segments, by parameter index; others stay.
+
+    `grad_dtype` is that of the chunk's gradient when `step()` was called; None: it is zero. What
+    happens to `p.grad` afterwards is the next step's.
+    """
 
     chunk: Chunk
     params: dict[int, ParamUpdate]
+    grad_dtype: torch.dtype | None
 
 
-def run(places: Places, work: Sequence[ChunkUpdate], finished: Callable[[Chunk], None] | None = None) -> None:
-    """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
+class Updater:
+    """Runs updates, at once or behind the user's back, and reads state ahead for them."""
+
+    def __init__(self, places: Places, pending: Pending, fetcher: Fetcher) -> None:
+        self._places = places
+        self._pending = pending
+        self._fetcher = fetcher
+        self._stream: HostStream | None = None
+        self._ahead: deque[ChunkVisit] = deque()
+        self._task: Task | None = None
+
+    def run(self, work: Sequence[ChunkUpdate]) -> None:
+        """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
+        _run(self._places, work, self._take_ahead(), None)
+
+    def post(self, work: Sequence[ChunkUpdate]) -> None:
+        """Start the same on the worker; `wait`, or `Pending` for one unit, tells when."""
+        if self._stream is None:
+            self._stream = HostStream("update")
+        ahead = self._take_ahead()
+        self._pending.post(u.chunk for u in work)
+        self._task = self._stream.submit(lambda: self._work(work, ahead))
+
+    def wait(self) -> None:
+        """Block until what was posted is complete on its tier; raise what went wrong."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.wait()
+        self._pending.check()
+
+    def read_ahead(self, chunks: Iterable[Chunk]) -> None:
+        """Start reading the state of `chunks`, in order, as far as there are leases. Exact without
+        any condition: only an update changes state."""
+        if self._ahead:
+            return
+        for chunk in chunks:
+            nbytes = self._places.lease_nbytes(chunk)
+            if not nbytes:
+                return
+            visit = _enter(self._places, chunk)
+            if visit is None:
+                return
+            self._ahead.append(visit)
+            visit.read_state(Priority.BACKGROUND)
+
+    @property
+    def ahead(self) -> int:
+        """Chunks whose state was read ahead."""
+        return len(self._ahead)
+
+    def drop_ahead(self) -> None:
+        """Give up what was read ahead: somebody is about to change state, or needs the leases."""
+        for visit in self._take_ahead():
+            visit.leave()
+
+    def close(self) -> bool:
+        """Finish what was posted and end the worker; return whether it ended."""
+        for visit in self._take_ahead():
+            _abandon(visit)
+        return self._stream is None or self._stream.close()
+
+    def _take_ahead(self) -> deque[ChunkVisit]:
+        ahead, self._ahead = self._ahead, deque()
+        return ahead
+
+    def _work(self, work: Sequence[ChunkUpdate], ahead: deque[ChunkVisit]) -> None:
+        try:
+            _run(self._places, work, ahead, self._finish)
+        except BaseException as error:
+            self._pending.fail(error)
+            raise
+
+    def _finish(self, chunk: Chunk, visit: ChunkVisit) -> None:
+        fetch = self._places.units[chunk.unit].fetch
+        lease = visit.copy_lease
+        if fetch is not None and lease is not None:
+            self._fetcher.supply(fetch, chunk, *lease)
+        self._pending.finish(chunk)
+
+
+def _run(
+    places: Places,
+    work: Sequence[ChunkUpdate],
+    ahead: deque[ChunkVisit],
+    finished: Callable[[Chunk, ChunkVisit], None] | None,
+) -> None:
     todo = deque(work)
     reading: deque[tuple[ChunkUpdate, ChunkVisit]] = deque()
     writing: deque[ChunkVisit] = deque()
+    early = {v.chunk.id: v for v in ahead}
     try:
+        for number in set(early) - {u.chunk.id for u in work}:
+            early.pop(number).leave()  # it is not updated in this step
         while todo or reading:
             while writing and writing[0].done():
-                _leave(writing)
+                writing.popleft().leave()
             while todo:
-                visit = _enter(places, todo[0].chunk)
+                chunk = todo[0].chunk
+                visit = early.pop(chunk.id, None) or _enter(places, chunk)
                 if visit is None:
-                    if reading or not writing:
+                    if reading:
                         break
-                    _leave(writing)
-                    continue
-                reading.append((todo.popleft(), visit))
-                visit.read(gradient=True, copy=False)
-                if len(reading) > 2 and not places.lease_nbytes(visit.chunk):
+                    if writing:
+                        writing.popleft().leave()
+                        continue
+                    visit = enter(places, chunk)
+                update = todo.popleft()
+                reading.append((update, visit))
+                visit.read(gradient=update.grad_dtype)
+                if len(reading) > 2 and not places.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
-            if not reading:
-                continue
             update, visit = reading.popleft()
             writing.append(visit)
             visit.wait()
             _compute(places, update, visit)
             visit.write(state=True, copy=True)
             if finished is not None:
-                finished(update.chunk)
+                finished(update.chunk, visit)
         while writing:
-            _leave(writing)
+            writing.popleft().leave()
     finally:
         # Only after an error is anything left; leases go home when their transfers are over.
-        for visit in [*writing, *(v for _, v in reading)]:
+        for visit in [*writing, *(v for _, v in reading), *early.values()]:
             _abandon(visit)
 
 
@@ -82,11 +183,6 @@ def _enter(places: Places, chunk: Chunk) -> ChunkVisit | None:
         return ChunkVisit(places, chunk, None)
     lease = places.pool.try_lease("update", nbytes)
     return None if lease is None else ChunkVisit(places, chunk, lease)
-
-
-def _leave(writing: deque[ChunkVisit]) -> None:
-    visit = writing.popleft()
-    visit.leave()
 
 
 def _abandon(visit: ChunkVisit) -> None:
@@ -104,7 +200,7 @@ def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit) -> None:
     ]
     master = visit.master
     exp_avg, exp_avg_sq = visit.moments
-    grad = visit.grad
+    grad = visit.grad(update.grad_dtype)
     out = None if visit.copy_is_master else visit.copy
     grad = grad.to(master.device)
     if master.is_cpu:
@@ -117,8 +213,3 @@ def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit) -> None:
     if out is not None:
         resident = places.units[update.chunk.unit].resident
         (visit.device_copy if resident else out).copy_(master)
-
-
-def chunks_with_gradient(places: Places, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return the chunks in which at least one parameter has a gradient."""
-    return [c for c in chunks if places.gradients.entries[c.id].present]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.core.sizes import Tier, ceil_to
+from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
 from infinity.planning.footprint import lease_nbytes
 from infinity.planning.partition import Chunk, ChunkPlan
@@ -68,6 +69,7 @@ class ChunkVisit:
         self._lease = lease
         self._transfers: list[Transfer] = []
         self._events: list[Event] = []
+        self._begun = False
         staged = places.device.staged
         plan = self._plan
         at = 0
@@ -84,16 +86,26 @@ class ChunkVisit:
     def _numel(self) -> int:
         return self.chunk.numel
 
-    def read(self, *, gradient: bool, copy: bool) -> None:
-        """Start reading the state, the gradient and the copy from NVMe. The copy is read where
-        it is the master, or when asked for."""
+    def read_state(self, priority: Priority = Priority.NORMAL, *, copy: bool = False) -> None:
+        """Start reading the state from NVMe, once. The copy is read where it is the master, or
+        when asked for."""
         plan, store, lease = self._plan, self._places.store, self._lease
-        if plan.state_tier is Tier.NVME and lease is not None:
-            self._transfers.append(store.read(self.chunk.id, "state", lease, self._state_at))
-        if plan.copy_tier is Tier.NVME and lease is not None and (copy or plan.copy_is_master):
-            self._transfers.append(store.read(self.chunk.id, "copy", lease, self._copy_at))
-        arrived = gradient and self._places.gradients.entries[self.chunk.id].dtype is not None
-        if arrived and plan.gradient_tier is Tier.NVME and lease is not None:
+        if self._begun or lease is None:
+            return
+        self._begun = True
+        if plan.state_tier is Tier.NVME:
+            self._transfers.append(
+                store.read(self.chunk.id, "state", lease, self._state_at, priority=priority)
+            )
+        if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
+            self._transfers.append(store.read(self.chunk.id, "copy", lease, self._copy_at, priority=priority))
+
+    def read(self, *, gradient: torch.dtype | None = None, copy: bool = False) -> None:
+        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not."""
+        self.read_state(copy=copy)
+        lease = self._lease
+        if gradient is not None and self._plan.gradient_tier is Tier.NVME and lease is not None:
+            store = self._places.store
             self._transfers.append(store.read(self.chunk.id, "gradient", lease, self._grad_at))
 
     def wait(self) -> None:
@@ -148,10 +160,15 @@ class ChunkVisit:
         return sections[-2], sections[-1]
 
     @property
-    def grad(self) -> torch.Tensor:
-        """The gradient, after `wait`; zeros where nothing has arrived but zeros."""
+    def copy_lease(self) -> tuple[Lease, int] | None:
+        """The lease and the byte offset of a copy that goes to NVMe; None: it is elsewhere."""
+        if self._plan.copy_tier is Tier.NVME and self._lease is not None:
+            return self._lease, self._copy_at
+        return None
+
+    def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
         gradients, plan, chunk = self._places.gradients, self._plan, self.chunk
-        dtype = gradients.entries[chunk.id].dtype
         if plan.gradient_tier is Tier.NVME and self._lease is not None:
             grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
         else:

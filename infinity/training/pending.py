@@ -1,0 +1,106 @@
+"""Which updates are under way behind the user's back, and how to wait for them.
+
+The update runs on one worker thread, in the order of the forward. Whoever needs a unit waits for
+that unit; whoever needs everything waits for everything. A failure wakes every waiter and is
+raised by each, so nobody waits for what will not come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from infinity.core.errors import InfinityError
+from infinity.hardware.device import POLL
+from infinity.planning.partition import Chunk
+
+
+class Pending:
+    """Chunks whose update was posted and whose kernel has not run yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._chunks: dict[int, int] = {}  # chunk → unit
+        self._units: dict[int, int] = {}  # unit → chunks left
+        self._error: BaseException | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, call: Callable[[], None]) -> None:
+        """Have `call` called after every change, on the thread that makes it."""
+        self._listeners.append(call)
+
+    def post(self, chunks: Iterable[Chunk]) -> None:
+        """Note that the update of `chunks` is about to run."""
+        with self._changed:
+            for chunk in chunks:
+                self._chunks[chunk.id] = chunk.unit
+                self._units[chunk.unit] = self._units.get(chunk.unit, 0) + 1
+
+    def finish(self, chunk: Chunk) -> None:
+        """Note that `chunk` has its new values: reads from now on see them."""
+        with self._changed:
+            unit = self._chunks.pop(chunk.id, None)
+            if unit is not None:
+                self._units[unit] -= 1
+                if not self._units[unit]:
+                    del self._units[unit]
+            self._changed.notify_all()
+        for call in self._listeners:
+            call()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that what is left will not be updated; every waiter raises `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        for call in self._listeners:
+            call()
+
+    def check(self) -> None:
+        """Raise the error of an update, if one failed."""
+        error = self._error
+        if error is not None:
+            raise _again(error)
+
+    def busy(self) -> bool:
+        """Return whether anything still waits for its update."""
+        return bool(self._chunks)
+
+    def has_chunk(self, chunk: int) -> bool:
+        """Return whether a chunk still waits for its update; raise if that failed."""
+        if chunk not in self._chunks:
+            return False
+        self.check()
+        return True
+
+    def has_unit(self, unit: int) -> bool:
+        """Return whether a unit still waits for its update."""
+        return unit in self._units
+
+    def wait_unit(self, unit: int) -> None:
+        """Block until a unit is updated; raise if that failed."""
+        if unit not in self._units:
+            return
+        with self._changed:
+            while unit in self._units:
+                self.check()
+                self._changed.wait(POLL)
+
+    def wait_all(self) -> None:
+        """Block until every kernel has run; raise if one failed."""
+        with self._changed:
+            while self._chunks:
+                self.check()
+                self._changed.wait(POLL)
+        self.check()
+
+
+def _again(error: BaseException) -> BaseException:
+    """Return `error` for another raise: one object must not gather the tracebacks of all."""
+    if isinstance(error, InfinityError):
+        copy = error.__class__.__new__(error.__class__)
+        copy.__dict__.update(error.__dict__)
+        copy.args = error.args
+        copy.__cause__ = error
+        return copy
+    return error

@@ -1,0 +1,253 @@
+"""The update behind the next forward is safe whatever the user does meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.core.errors import StorageError
+from infinity.surface.engine import engine_of
+from infinity.training import update
+from infinity.training.param import PendingParameter
+
+from .models import case
+from .offloaded import assert_same, config_for, train_offloaded
+from .reference import two_groups
+
+_ROOT = Path(__file__).parents[1]
+RESIDENT = {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"}
+
+
+class Gate:
+    """Holds the kernel of every chunk until it is opened; counts the chunks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.computed = 0
+        inner = update._compute
+
+        def compute(*args: Any) -> None:
+            assert self._open.wait(60)
+            inner(*args)
+            self.computed += 1
+
+        monkeypatch.setattr(update, "_compute", compute)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def open_soon(self, seconds: float = 0.2) -> None:
+        threading.Timer(seconds, self._open.set).start()
+
+
+def wrapped(folder: Path, **settings: Any) -> tuple[Any, Any, Any]:
+    this = case("gpt")
+    config = config_for(folder, **settings)
+    model, optimizer = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters(), lr=1e-2), config)
+    return this, model, optimizer
+
+
+def backward(this: Any, step: int = 0) -> None:
+    this.loss(this.model, this.batches[step]).backward()
+
+
+@pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
+def test_step_returns_before_the_update_and_the_forward_waits_for_it(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, model, optimizer = wrapped(tmp_path, **settings)
+    gate = Gate(monkeypatch)
+    backward(this)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gate.computed == 0
+    assert engine_of(model).pending.busy()
+    gate.open_soon()
+    loss = this.loss(model, this.batches[1]).item()
+    monkeypatch.undo()
+    infinity.close(optimizer)
+
+    (tmp_path / "sync").mkdir()
+    that, sync_model, sync_optimizer = wrapped(tmp_path / "sync", update="sync", **settings)
+    backward(that)
+    sync_optimizer.step()
+    assert that.loss(sync_model, that.batches[1]).item() == loss
+    infinity.close(sync_optimizer)
+
+
+def test_a_look_at_a_resident_parameter_waits_for_its_unit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, model, optimizer = wrapped(tmp_path, **RESIDENT)
+    before = model.head.weight.detach().clone()
+    gate = Gate(monkeypatch)
+    backward(this)
+    optimizer.step()
+    weight = model.head.weight
+    assert isinstance(weight, PendingParameter)
+    assert weight.shape == before.shape  # metadata waits for nothing
+    assert weight.requires_grad
+    assert gate.computed == 0
+    gate.open_soon()
+    assert not torch.equal(weight, before)
+    assert not isinstance(weight, PendingParameter)
+    infinity.close(optimizer)
+
+
+def test_everything_a_user_may_do_after_step_means_what_it_means_in_torch(tmp_path: Path) -> None:
+    """The scalars are those of the call; gradients may be dropped or made at once."""
+    runs = []
+    for mode in ("sync", "overlap"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        this, model, optimizer = wrapped(folder, update=mode, max_grad_norm=0.5)
+        losses = []
+        for step in range(6):
+            for _ in range(1 + step % 3):  # accumulation that changes
+                loss = this.loss(model, this.batches[step])
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+                group["weight_decay"] += 0.1
+            if step == 2:
+                backward(this, 5)  # onto the gradients that the update still reads
+                optimizer.step()
+            if step == 3:
+                model.eval()
+                with torch.no_grad():
+                    losses.append(this.loss(model, this.batches[0]).item())
+                model.train()
+            if step == 4:
+                losses.append(float(sum(v.double().sum() for v in model.state_dict().values())))
+            optimizer.zero_grad(set_to_none=step != 1)
+        state = optimizer.state_dict()["state"]
+        runs.append((losses, model.state_dict(), state))
+        infinity.close(optimizer)
+    (a, params_a, state_a), (b, params_b, state_b) = runs
+    assert a == b
+    for name, value in params_a.items():
+        assert torch.equal(value, params_b[name]), name
+    for index, values in state_a.items():
+        for key, value in values.items():
+            assert torch.equal(value, state_b[index][key]), (index, key)
+
+
+def test_state_is_read_ahead_during_the_backward(tmp_path: Path) -> None:
+    this, model, optimizer = wrapped(tmp_path)
+    engine = engine_of(model)
+    backward(this)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(this, 1)
+    assert engine.updater.ahead > 0
+    infinity.gradient(model.head.weight)
+    optimizer.step()
+    assert engine.updater.ahead == 0
+    backward(this, 2)
+    with infinity.gathered(model.head.weight, write=True), torch.no_grad():
+        model.head.weight.mul_(0.5)  # state changes: what was read ahead is given up
+    assert engine.updater.ahead == 0
+    infinity.close(optimizer)
+
+
+def test_a_failing_update_surfaces_at_the_next_call_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, model, optimizer = wrapped(tmp_path, **RESIDENT)
+
+    def fail(*args: Any) -> None:
+        raise StorageError("the drive is gone", cure="another drive")
+
+    monkeypatch.setattr(update, "_compute", fail)
+    backward(this)
+    optimizer.step()
+    for use in (
+        lambda: backward(this, 1),
+        optimizer.step,
+        model.state_dict,
+        optimizer.state_dict,
+        lambda: model.head.weight.sum(),
+    ):
+        with pytest.raises(StorageError, match="the drive is gone"):
+            use()
+    monkeypatch.undo()
+    infinity.close(optimizer)
+
+
+def test_nothing_grows_in_the_steady_state(tmp_path: Path) -> None:
+    this, model, optimizer = wrapped(tmp_path)
+    engine = engine_of(model)
+
+    def step(number: int) -> tuple[int, int, int]:
+        backward(this, number % 8)
+        optimizer.step()
+        optimizer.zero_grad()
+        in_use = sum(q.total for q in engine.pool.stats().values())
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        return in_use, files, threading.active_count()
+
+    step(0)
+    first = step(1)
+    assert all(step(i) == first for i in range(2, 8))
+    infinity.close(optimizer)
+    assert all(q.in_use == 0 for q in engine.pool.stats().values())
+
+
+def test_the_interpreter_ends_with_an_update_under_way(tmp_path: Path) -> None:
+    script = """
+import sys, torch, infinity
+from tests.models import case
+from tests.offloaded import config_for
+from pathlib import Path
+this = case("gpt")
+model, optimizer = infinity.wrap(
+    this.model, torch.optim.AdamW(this.model.parameters()), config_for(Path(sys.argv[1]))
+)
+this.loss(model, this.batches[0]).backward()
+optimizer.step()
+if sys.argv[2] == "raise":
+    raise KeyError("mine")
+"""
+    for how in ("end", "raise"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path), how],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == (1 if how == "raise" else 0), done.stderr
+        assert "Exception ignored" not in done.stderr
+        assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
+
+
+@pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 50))]
+)
+def test_random_delays_change_nothing(
+    seed: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    def train(folder: Path, mode: str) -> Any:
+        config = config_for(
+            folder, device_memory="2MiB", host_memory="12MiB", max_grad_norm=0.5, update=mode, **settings
+        )
+        return train_offloaded(case("gpt"), config, steps=4, accumulate=1 + seed % 2, groups=two_groups)
+
+    wanted = train(folders[0], "sync")
+    monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
+    assert_same(train(folders[1], "overlap"), wanted)
