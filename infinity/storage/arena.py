@@ -289,14 +289,36 @@ class Arena:
         with contextlib.suppress(FileNotFoundError):  # someone removed it already
             os.unlink(self.name, dir_fd=self._folder)
 
-    def close(self) -> None:
+    def close(self, *, in_flight: bool = False) -> None:
         """Unlink the arena and let its lock go; see [Note: no arena is left behind].
 
-        All transfers must be complete. A second call, or one in a child, does nothing.
+        A second call, or one in a child, does nothing.
+
+        Args:
+            in_flight: the kernel still has transfers of it, past their deadline. A write of them
+                holds the file's lock in the kernel, so unlinking, and on some file systems closing,
+                would wait for the drive: the file stays, locked and open, until the process ends.
+
+        Raises:
+            DirectoryError: the file cannot be removed; it is closed.
         """
         if self.fd >= 0 and self._pid == os.getpid():
-            self._unlink()
-            self.file.close()
+            if in_flight:
+                self.file.fd = self.file.plain_fd = self.fd = self._folder = -1
+                return
+            try:
+                self._unlink()
+            except OSError as error:
+                raise self._error(
+                    "does not let go of the arena",
+                    error.errno or 0,
+                    expected=f"{self.path} to be removed",
+                    found=str(error.strerror),
+                    cure=f"see what became of the file system (dmesg), then remove {self.path}",
+                ) from error
+            finally:
+                self.file.close()
+                self._close_descriptors()
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:

@@ -26,7 +26,7 @@ from infinity.core.sizes import Tier
 
 from .layout import Layout
 from .table import NEVER, ChunkTable
-from .transfer import Transfer
+from .transfer import Transfer, again
 
 #: Gives a transfer to its ring; returns the error if the ring refuses it.
 Start = Callable[[Transfer], "InfinityError | None"]
@@ -237,8 +237,16 @@ class Order:
                 transfer.reap(None, blocking=False)
 
     def help_out(self, timeout: float) -> bool:
-        """Return leases that are done with; wait up to `timeout` seconds for the oldest write."""
+        """Return leases that are done with; wait up to `timeout` seconds for the oldest write.
+
+        Raises:
+            StorageError: a transfer failed: its lease, and those of transfers that nobody will
+                wait for now, may never come home.
+        """
         self.sweep(reads=True)
+        if self.failed is not None and self.failed.error is not None:
+            self.failed.seen = True
+            raise again(self.failed.error)
         writes = self.pending(writes=True)
         if writes and timeout > 0:
             writes[0].complete(timeout)

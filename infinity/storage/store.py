@@ -415,7 +415,13 @@ class Store:
         with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
             if self._memory is not None:
                 stack.callback(self._memory.close)
-            for arena in self._arenas:
+            for arena in self._arenas[len(self._rings) :]:
                 stack.callback(arena.close)
+            for arena, ring in zip(self._arenas, self._rings, strict=False):
+                stack.callback(_close_arena, arena, ring)
             for ring in self._rings:
                 stack.callback(ring.close)
+
+
+def _close_arena(arena: Arena, ring: Ring) -> None:
+    arena.close(in_flight=ring.stats().blocks_in_flight > 0)
