@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from infinity.core.errors import ConfigError
-from infinity.tools.cli import VERBS, run, show_error
+from infinity.tools.cli import VERBS, cli, run, show_error
 from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
 from infinity.version import __version__
 
@@ -42,8 +43,13 @@ def test_python_m_infinity() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([verb, "--help"]) == 0
-    assert "--json" in capsys.readouterr().out
+    command = cli.get_command(click.Context(cli), verb)
+    subverbs: list[list[str]] = [[]]
+    if isinstance(command, click.Group):
+        subverbs = [[name] for name in command.list_commands(click.Context(command))]
+    for subverb in subverbs:
+        assert run([verb, *subverb, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out
 
 
 def test_train_and_plan_take_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:

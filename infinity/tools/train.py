@@ -176,6 +176,7 @@ def _loop(
         last = f", last loss {losses[-1]:.4f}" if losses else ""
         report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
         raise
+    _finish_updates(optimizer)
     end = metrics(optimizer)
     seconds = time.perf_counter() - began
     validation = _validate(run, workload, corpus, model, device)
@@ -186,6 +187,13 @@ def _loop(
         _read(end) - _read(start),
         _written(end) - _written(start),
     )
+
+
+def _finish_updates(optimizer: OffloadOptimizer) -> None:
+    """Wait for the update that may still be under way behind the last step: its bytes count."""
+    wait = getattr(engine_of(optimizer), "quiesce", None)
+    if wait is not None:
+        wait()
 
 
 def _record(
