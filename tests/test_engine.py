@@ -34,6 +34,8 @@ from infinity.surface.engine import engine_of
 from infinity.training.param import ReleasedParameter
 from infinity.training.sharded_grad import ShardedGrad
 
+from .models import huggingface
+
 WIDTH, VOCAB = 48, 40
 
 
@@ -471,6 +473,60 @@ def test_replaced_parameters_are_noticed(wrapped: Wrapped) -> None:
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(4 * WIDTH, WIDTH))
     with pytest.raises(ParameterChangedError, match="replaced"):
         model(tokens())
+
+
+def test_added_and_removed_parameters_are_noticed(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    model.extra = nn.Linear(3, 3)
+    with pytest.raises(ParameterChangedError, match=r"extra\.weight"):
+        model(tokens())
+    del model.extra
+    train(model, optimizer, 1)
+    del model.unused.bias
+    with pytest.raises(ParameterChangedError, match="removed"):
+        model(tokens())
+
+
+def test_blocks_compile(config: infinity.Config) -> None:
+    model, optimizer = build()
+    reference, torch_optimizer = build()
+    model, wrapped_optimizer = infinity.wrap(model, optimizer, config)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i].forward = torch.compile(block.forward, backend="aot_eager")
+    assert train(model, wrapped_optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
+    infinity.close(wrapped_optimizer)
+
+
+def test_a_hugging_face_model_loads_trains_and_generates(config: infinity.Config, tmp_path: Path) -> None:
+    import transformers
+
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    huggingface("llama", tied=True).save_pretrained(folder)
+    batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    results = []
+    for offloaded in (False, True):
+        if offloaded:
+            with infinity.init(config):
+                model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if offloaded:
+            model, optimizer = infinity.wrap(model, optimizer, config)
+        losses = []
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        model.eval()
+        text = model.generate(batch["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
+        results.append((losses, text.tolist()))
+    infinity.close(optimizer)
+    assert results[0][1] == results[1][1]
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
 
 
 def test_unfreezing_what_has_no_state_is_refused(config: infinity.Config) -> None:

@@ -165,6 +165,7 @@ class Hooks:
         if not _in_backward() and not self._depth:
             self.settle()
             self._check_params()
+            self._check_added(module)
         self._depth += 1
         if self._compute_dtype is torch.float32:
             return None
@@ -189,6 +190,20 @@ class Hooks:
                     found="requires_grad=True",
                     cure="unfreeze it before `wrap`",
                 )
+
+    def _check_added(self, model: nn.Module) -> None:
+        if sum(1 for _ in model.parameters()) == len(self._params):
+            return  # a parameter that was replaced is noticed by its scope
+        known = {id(s.param) for s in self._params}
+        added = [n for n, p in model.named_parameters() if id(p) not in known]
+        raise ParameterChangedError(
+            f"parameters were added after `wrap`: {', '.join(map(repr, added))}"
+            if added
+            else "parameters were removed after `wrap`",
+            expected=f"the {len(known)} parameters that the model had at `wrap`",
+            found=f"{sum(1 for _ in model.parameters())} parameters",
+            cure="build the whole model before `wrap`",
+        )
 
     def _check_replaced(self, scope: Scope) -> None:
         for module, name, param in self._scope_params[id(scope.module)]:
