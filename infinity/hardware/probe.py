@@ -1,10 +1,28 @@
-"""What this machine has: memory within the cgroup's limit."""
+"""What this machine has: memory within its limits, drives, file systems, NUMA nodes, GPUs.
+
+Everything is read from /proc, /sys and the system calls that are made for it; what the kernel does
+not say is None.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import resource
+import stat
+import tempfile
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-_NO_LIMIT = 1 << 60
+_NO_LIMIT: Final = 1 << 60
+_SYS_BLOCK: Final = "/sys/dev/block"
+_CAP_IPC_LOCK: Final = 14
+
+
+# ---- memory ----
 
 
 def available_host_memory() -> int:
@@ -23,11 +41,23 @@ def _mem_available() -> int:
 def cgroup_memory_left() -> int:
     """Return the bytes that the tightest memory cgroup above this process leaves; page cache
     that belongs to it counts as free, since the kernel reclaims it first."""
-    left = _NO_LIMIT
+    return min((_left(*place) for place in _cgroups()), default=_NO_LIMIT)
+
+
+def cgroup_memory_limit() -> int | None:
+    """Return the bytes of the tightest memory limit of the cgroups above this process, or None."""
+    limits = [_limit(folder / name) for folder, name, _ in _cgroups()]
+    tightest = min(limits, default=_NO_LIMIT)
+    return tightest if tightest < _NO_LIMIT else None
+
+
+def _cgroups() -> list[tuple[Path, str, str]]:
+    """Return (folder, file of the limit, file of the use) of each memory cgroup, inside out."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return left
+        return []
+    places = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
@@ -40,24 +70,292 @@ def cgroup_memory_left() -> int:
             continue
         folder = root / path.lstrip("/")
         while True:
-            left = min(left, _left(folder, limit, used))
+            places.append((folder, limit, used))
             if folder == root or root not in folder.parents:
                 break
             folder = folder.parent
-    return left
+    return places
+
+
+def _limit(file: Path) -> int:
+    try:
+        most = file.read_text().strip()
+        return _NO_LIMIT if most == "max" else min(int(most), _NO_LIMIT)
+    except (OSError, ValueError):
+        return _NO_LIMIT
 
 
 def _left(folder: Path, limit: str, used: str) -> int:
+    most = _limit(folder / limit)
+    if most >= _NO_LIMIT:
+        return _NO_LIMIT
     try:
-        most = (folder / limit).read_text().strip()
-        if most == "max" or int(most) >= _NO_LIMIT:
-            return _NO_LIMIT
         now = int((folder / used).read_text())
         cache = 0
         for line in (folder / "memory.stat").read_text().splitlines():
             name, value = line.split()
             if name in ("inactive_file", "active_file", "total_inactive_file", "total_active_file"):
                 cache = max(cache, int(value)) if name.startswith("total") else cache + int(value)
-        return max(0, int(most) - max(0, now - cache))
+        return max(0, most - max(0, now - cache))
     except (OSError, ValueError):
         return _NO_LIMIT
+
+
+def memlock_limit() -> int | None:
+    """Return the bytes that this process may lock (`ulimit -l`); None: as many as it likes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+            return None  # the limit does not bind whoever has CAP_IPC_LOCK
+    return soft
+
+
+def aio_contexts() -> tuple[int, int] | None:
+    """Return (requests that contexts of Linux AIO hold now, how many they may): fs.aio-nr and
+    fs.aio-max-nr. None: the kernel has no Linux AIO, or does not say."""
+    now, most = (_text(Path("/proc/sys/fs", name)) for name in ("aio-nr", "aio-max-nr"))
+    return None if now is None or most is None else (int(now), int(most))
+
+
+# ---- NUMA ----
+
+
+class NumaNode(NamedTuple):
+    """One node: its number, the cores of it, bytes of its memory."""
+
+    number: int
+    cpus: frozenset[int]
+    memory: int
+
+
+def numa_nodes() -> tuple[NumaNode, ...]:
+    """Return the NUMA nodes of this machine; one node, or none, is a machine without NUMA."""
+    nodes = []
+    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        found = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo") or "")
+        memory = int(found[1]) * 1024 if found else 0
+        nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(_text(folder / "cpulist") or ""), memory))
+    return tuple(nodes)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the numbers in a list of cores as /sys writes it: ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def numa_node_of(folder: Path) -> int | None:
+    """Return the NUMA node of a device's folder in /sys, from it or the nearest above that has one."""
+    for place in (folder, *folder.parents):
+        number = _text(place / "numa_node")
+        if number is not None:
+            return int(number) if int(number) >= 0 else None
+    return None
+
+
+# ---- file systems and drives ----
+
+
+class Mount(NamedTuple):
+    """Where a directory is mounted from (proc_pid_mountinfo(5))."""
+
+    point: str
+    filesystem: str
+    source: str
+    options: tuple[str, ...]
+
+
+class Drive(NamedTuple):
+    """The block device below a file system. What /sys does not say is None."""
+
+    name: str  #: of the whole device in /sys/block, such as nvme0n1
+    number: str  #: major:minor of what is mounted
+    model: str | None
+    serial: str | None
+    rotational: bool | None
+    numa_node: int | None
+
+
+class DirectoryFacts(NamedTuple):
+    """What a directory stands on. Sizes in bytes."""
+
+    path: str
+    mount: Mount | None
+    drive: Drive | None  #: None: no block device of its own (memory, network, a pool of drives)
+    free: int  #: for this user
+    total: int
+    writable: bool
+    direct: bool | None  #: whether files there take O_DIRECT; None: no file can be made
+    alignment: int | None  #: of O_DIRECT's offsets; 0: none; None: the kernel does not say
+
+
+def describe_directory(path: str) -> DirectoryFacts:
+    """Return what `path` stands on.
+
+    Raises:
+        OSError: it is missing, not a directory, or closed to this user.
+    """
+    with os.scandir(path):  # the errors that a user should see
+        pass
+    system = os.statvfs(path)
+    direct: bool | None = None
+    alignment: int | None = None
+    try:
+        fd, direct = nameless_file(path)
+    except OSError:
+        pass
+    else:
+        try:
+            alignment = _alignment(fd)
+        finally:
+            os.close(fd)
+    return DirectoryFacts(
+        path=os.path.abspath(path),
+        mount=mount_of(path),
+        drive=drive_of(path),
+        free=system.f_bavail * system.f_frsize,
+        total=system.f_blocks * system.f_frsize,
+        writable=direct is not None,
+        direct=direct,
+        alignment=alignment,
+    )
+
+
+def _alignment(fd: int) -> int | None:
+    from infinity.core.errors import BuildError
+
+    try:
+        from .aio_file import dio_offset_align
+    except BuildError:  # whoever wants to know what is wrong here asks without the native part, too
+        return None
+    return dio_offset_align(fd)
+
+
+def nameless_file(directory: str) -> tuple[int, bool]:
+    """Return a descriptor of a new file in `directory` that no path names, and whether it is O_DIRECT.
+
+    It is gone when it is closed, however the process ends. Without O_TMPFILE it has a name, in a
+    directory of its own, for the moment in which it is opened.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+            raise
+        folder = tempfile.mkdtemp(prefix=".infinity-", dir=directory)
+        name = os.path.join(folder, "data")
+        try:
+            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            os.rmdir(folder)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return fd, False
+        os.close(fd)
+        raise
+    return fd, True
+
+
+def mount_of(path: str) -> Mount | None:
+    """Return the mount that `path` is on: the innermost, and of those at one point the last."""
+    path = os.path.realpath(path)
+    best: Mount | None = None
+    for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
+        left, _, right = line.partition(" - ")
+        point = _unescape(left.split()[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and (best is None or len(point) >= len(best.point)):
+            kind, source, *more = right.split()
+            options = (*left.split()[5].split(","), *(more[0].split(",") if more else ()))
+            best = Mount(point, kind, _unescape(source), tuple(dict.fromkeys(options)))
+    return best
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def drive_of(path: str) -> Drive | None:
+    """Return the block device below `path`, or None.
+
+    A file system with a device number of its own (btrfs) is found by what it is mounted from.
+    """
+    number = os.stat(path).st_dev
+    if os.major(number) == 0:
+        mount = mount_of(path)
+        try:
+            found = os.stat(mount.source) if mount is not None else None
+        except OSError:
+            return None
+        if found is None or not stat.S_ISBLK(found.st_mode):
+            return None
+        number = found.st_rdev
+    name = f"{os.major(number)}:{os.minor(number)}"
+    folder = Path(_SYS_BLOCK, name).resolve()
+    if not folder.exists():
+        return None
+    if (folder / "partition").exists():
+        folder = folder.parent
+    places = ("serial", "device/serial", "device/wwid", "wwid", "dm/uuid", "md/uuid", "device/vpd_pg80")
+    rotational = _text(folder / "queue" / "rotational")
+    return Drive(
+        name=folder.name,
+        number=name,
+        model=_text(folder / "device" / "model") or _text(folder / "dm" / "name"),
+        serial=next(filter(None, (_text(folder / place) for place in places)), None),
+        rotational=None if rotational is None else rotational != "0",
+        numa_node=numa_node_of(folder),
+    )
+
+
+# ---- GPUs ----
+
+
+class Gpu(NamedTuple):
+    """One CUDA device. Memory in bytes."""
+
+    number: int
+    name: str
+    capability: str
+    total: int
+    free: int
+    pci: str | None
+    numa_node: int | None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the CUDA devices that torch sees."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts: Any = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        pci = None
+        if hasattr(facts, "pci_bus_id"):
+            pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        folder = Path("/sys/bus/pci/devices", pci or "none")
+        node = numa_node_of(folder.resolve()) if folder.exists() else None
+        found.append(Gpu(index, facts.name, f"{facts.major}.{facts.minor}", total, free, pci, node))
+    return tuple(found)
+
+
+def _text(file: Path) -> str | None:
+    """Return what a file of /proc or /sys says, without spaces around; None if it does not."""
+    try:
+        return file.read_text(errors="replace").strip("\0 \t\n") or None
+    except OSError:
+        return None

@@ -17,6 +17,17 @@ from infinity.version import __version__
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "train": ("infinity.tools.train", "train_command", "Train a GPT or a Hugging Face model on text."),
     "plan": ("infinity.tools.plan", "plan_command", "Say what a run would take, building nothing."),
+    "bench": (
+        "infinity.tools.bench",
+        "bench_group",
+        "Measure drives, the link to the device, or the CPU's Adam.",
+    ),
+    "tune": (
+        "infinity.tools.tune",
+        "tune_command",
+        "Find the I/O settings that suit a drive, and keep them.",
+    ),
+    "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
 }
 
 

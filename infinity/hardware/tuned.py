@@ -1,0 +1,145 @@
+"""What `infinity tune` has found for each drive, kept in one JSON file, for rings set to ``auto``.
+
+The file is ``$XDG_CONFIG_HOME/infinity/tuned.json`` (``~/.config/infinity/tuned.json``). An entry
+belongs to a drive and a file system on it, not to a directory. It is advice: a backend in it worked
+when it was measured and must be tried again before it is used, and a file that is damaged, or was
+written by a later version, counts as empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from infinity.core.errors import DirectoryError
+from infinity.core.sizes import ALIGNMENT
+
+from .probe import drive_of, mount_of
+
+_VERSION: Final = 1
+_log = logging.getLogger("infinity.tuned")
+
+
+class TunedSettings(NamedTuple):
+    """The arguments of a `Ring` that suit a drive.
+
+    `block_bytes` is a multiple of 4096; `threads` matters to the backend ``threads`` alone.
+    """
+
+    block_bytes: int
+    queue_depth: int
+    backend: str
+    threads: int
+
+
+def settings_file() -> Path:
+    """Return where the settings are kept; it need not exist."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return Path(base, "infinity", "tuned.json")
+
+
+def drive_key(path: str) -> str:
+    """Return the name under which the drive below `path`, with its file system, is remembered.
+
+    A drive with a serial number keeps its settings when the kernel numbers it differently.
+
+    Raises:
+        OSError: there is nothing at `path`.
+    """
+    drive, mount = drive_of(path), mount_of(path)
+    filesystem = mount.filesystem if mount is not None else "unknown"
+    if drive is None:
+        return f"{mount.source if mount is not None else os.stat(path).st_dev}|{filesystem}"
+    place = drive.serial or f"{drive.name} {drive.number}"
+    return "|".join((drive.model or "drive", place, filesystem))
+
+
+def tuned(path: str | None) -> TunedSettings | None:
+    """Return what was found for the drive below `path`, or None. Never raises.
+
+    Args:
+        path: a directory; None: no directory, so None.
+    """
+    if path is None:
+        return None
+    try:
+        entry = _read().get(drive_key(path))
+    except OSError:
+        return None
+    if entry is None:
+        return None
+    found = _parse(entry)
+    if found is None:
+        _log.warning("%s: the settings for %s are damaged; run `infinity tune` again", settings_file(), path)
+    return found
+
+
+def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) -> Path:
+    """Keep `settings` for the drive below `path`, with the figures behind them; return the file.
+
+    Raises:
+        DirectoryError: the file cannot be written.
+    """
+    file = settings_file()
+    temporary = None
+    try:
+        devices = _read()
+        devices[drive_key(path)] = {
+            **settings._asdict(),
+            "measured": dict(measured),
+            "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=".tuned-", dir=file.parent)
+        with open(fd, "w", encoding="utf-8") as out:
+            json.dump({"version": _VERSION, "drives": devices}, out, indent=1)
+            out.write("\n")
+        os.replace(temporary, file)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise DirectoryError(
+            "the settings cannot be kept",
+            errno=error.errno,
+            path=str(file),
+            expected="a file that this user may write",
+            found=os.strerror(error.errno or 0),
+            cure="set XDG_CONFIG_HOME to a writable directory, or use --no-store and paste the YAML",
+        ) from error
+    return file
+
+
+def _read() -> dict[str, Any]:
+    """Return drive key → entry; nothing if there is no file, or none that can be used."""
+    file = settings_file()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("%s cannot be read (%s) and counts as empty", file, error)
+        return {}
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        _log.warning("%s is of another version and counts as empty", file)
+        return {}
+    drives = content.get("drives")
+    return drives if isinstance(drives, dict) else {}
+
+
+def _parse(entry: object) -> TunedSettings | None:
+    if not isinstance(entry, dict):
+        return None
+    values = [entry.get(name) for name in ("block_bytes", "queue_depth", "threads")]
+    if not all(type(value) is int and 0 < value <= 1 << 30 for value in values):
+        return None
+    if entry["block_bytes"] % ALIGNMENT or not isinstance(entry.get("backend"), str):
+        return None
+    return TunedSettings(entry["block_bytes"], entry["queue_depth"], entry["backend"], entry["threads"])

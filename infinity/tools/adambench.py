@@ -1,0 +1,228 @@
+"""`infinity bench adam`: how fast the CPU's Adam is, beside what memory allows.
+
+One update of n parameters reads a bf16 gradient and fp32 master and moments, and writes the master,
+the moments and a bf16 copy: 14 B each way. The ceiling is the same loads and stores without the
+arithmetic, through the caches and past them, the better of the two, with the same threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import click
+import torch
+
+from infinity.core.errors import BudgetError, ConfigError
+from infinity.core.sizes import MiB, ceil_to, format_size
+from infinity.hardware import cpu_adam
+from infinity.hardware.probe import available_host_memory
+from infinity.storage.memory import HostMapping
+
+BYTES_PER_PARAMETER: Final = 28  #: read and written
+_HELD: Final = 16  # bytes held for one
+_BF16: Final = 1  # as the native module numbers dtypes
+_native: Final[Any] = vars(cpu_adam)["_native"]  # hardware alone imports native modules
+
+
+class AdamWork:
+    """State, gradient and copy of `numel` parameters, and updates of them.
+
+    Raises:
+        BudgetError: it does not fit host memory.
+    """
+
+    def __init__(self, numel: int) -> None:
+        nbytes = numel * _HELD
+        free = available_host_memory()
+        if nbytes > free * 9 // 10:
+            raise BudgetError(
+                "so many parameters do not fit host memory",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+                found=f"{format_size(free)} available",
+                cure=f"--params {free // 2 // _HELD}",
+            )
+        self.numel = numel
+        self._mapping = HostMapping(nbytes + 5 * 2 * MiB, populate=True)
+        at = 0
+        self._tensors: list[torch.Tensor] = []
+        for dtype in (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
+            self._tensors.append(self._mapping.tensor(at, numel * dtype.itemsize, dtype))
+            at += ceil_to(numel * dtype.itemsize, 4096)
+        self.reset()
+
+    def reset(self) -> None:
+        """Put plausible values there, as before the first update."""
+        master, exp_avg, exp_avg_sq, grad, _ = self._tensors
+        generator = torch.Generator().manual_seed(0)
+        master.normal_(generator=generator)
+        grad.copy_(master)
+        exp_avg.copy_(master).mul_(0.1)
+        exp_avg_sq.copy_(exp_avg).square_()
+        self._step = 0
+
+    def update(self) -> None:
+        """Update all of it once."""
+        self._step += 1
+        cpu_adam.adamw_update(
+            *self._tensors,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.01,
+            step=self._step,
+        )
+
+    def traffic(self, *, past_caches: bool) -> None:
+        """Move the bytes of an update without its arithmetic. The values become meaningless."""
+        master, exp_avg, exp_avg_sq, grad, copy = self._tensors
+        state = (master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
+        _native.measure(*state, grad.data_ptr(), _BF16, copy.data_ptr(), _BF16, self.numel, past_caches)
+
+
+class Beside:
+    """Updates on a thread of their own for as long as a block lasts, as a step has beside its I/O."""
+
+    def __init__(self, work: AdamWork) -> None:
+        self._work = work
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._updates = 0
+        self._seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="infinity-adam", daemon=True)
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def parameters_per_second(self) -> float:
+        """Parameters updated per second, so far."""
+        return self._updates * self._work.numel / self._seconds if self._seconds else 0.0
+
+    def _run(self) -> None:
+        try:
+            start = time.perf_counter()
+            while not self._stop.is_set():
+                self._work.update()
+                self._updates += 1
+                self._seconds = time.perf_counter() - start
+        except BaseException as error:
+            self._error = error
+
+
+def rate(call: Callable[[], None], numel: int, repeats: int) -> list[float]:
+    """Return parameters per second of each of `repeats` calls, after one that warms up."""
+    call()
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        rates.append(numel / (time.perf_counter() - start))
+    return rates
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return (most − least) / median."""
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / middle if middle else 0.0
+
+
+def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Return one row of figures for each instruction set and number of threads."""
+    work = AdamWork(numel)
+    isa_before, threads_before = cpu_adam.isa(), cpu_adam.threads()
+    rows = []
+    try:
+        for count in threads:
+            cpu_adam.set_threads(count)
+            cpu_adam.set_isa(cpu_adam.available_isas()[-1])
+            traffic = functools.partial(work.traffic, past_caches=False)
+            past = functools.partial(work.traffic, past_caches=True)
+            ways = [rate(way, numel, repeats) for way in (traffic, past)]
+            ceiling = max(statistics.median(way) for way in ways)
+            for isa in isas:
+                cpu_adam.set_isa(isa)
+                work.reset()
+                rates = rate(work.update, numel, repeats)
+                middle = statistics.median(rates)
+                rows.append(
+                    {
+                        "isa": isa,
+                        "threads": count,
+                        "parameters_per_second": middle,
+                        "spread": spread(rates),
+                        "gb_per_s": middle * BYTES_PER_PARAMETER / 1e9,
+                        "ceiling_gb_per_s": ceiling * BYTES_PER_PARAMETER / 1e9,
+                        "of_ceiling": middle / ceiling,
+                    }
+                )
+    finally:
+        cpu_adam.set_isa(isa_before)
+        cpu_adam.set_threads(threads_before)
+    return rows
+
+
+@click.command("adam")
+@click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
+@click.option("--isa", "isas", multiple=True, help="Instruction set; may be given again. Default: all.")
+@click.option("--threads", type=click.IntRange(min=1), multiple=True, help="Default: 1 and all cores.")
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def adam_command(
+    params: int, isas: tuple[str, ...], threads: tuple[int, ...], repeats: int, as_json: bool
+) -> None:
+    """Measure the CPU's Adam for each instruction set, beside what memory allows."""
+    known = cpu_adam.available_isas()
+    for isa in isas:
+        if isa not in known:
+            raise ConfigError(
+                "this machine has no such instruction set",
+                expected=", ".join(known),
+                found=repr(isa),
+                cure=f"--isa {known[-1]}",
+            )
+    counts = threads or tuple(sorted({1, cpu_adam.threads()}))
+    rows = measure(params, isas or known, counts, repeats)
+    if as_json:
+        click.echo(json.dumps({"benchmark": "adam", "parameters": params, "repeats": repeats, "rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "ISA",
+        "threads",
+        "Mparam/s",
+        "spread",
+        "GB/s",
+        "ceiling",
+        "of ceiling",
+        title=f"CPU Adam, {params:,} parameters: bf16 gradient → fp32 state → bf16 copy",
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row["isa"],
+            str(row["threads"]),
+            f"{row['parameters_per_second'] / 1e6:,.0f}",
+            f"{row['spread']:.0%}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['ceiling_gb_per_s']:.1f} GB/s",
+            f"{row['of_ceiling']:.0%}",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,370 @@
+"""`infinity doctor`: what stands between this machine and a fast run, each finding with its cure."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+
+from infinity.core.errors import InfinityError
+from infinity.core.sizes import GiB, MiB, format_size
+from infinity.hardware import probe
+from infinity.version import __version__
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+DISTRIBUTION: Final = "infinity-offload"
+_PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
+_OPTIONAL: Final = (("transformers", "hf"), ("matplotlib", "plot"))
+_LEAST_CONTEXTS: Final = 1024  # requests of Linux AIO that a few rings take
+_LEAST_LOCKED: Final = 64 * MiB
+_LEAST_FREE: Final = GiB
+
+
+class Finding(NamedTuple):
+    """One line. `status` is ok, warning or error; `cure` what to change, if anything."""
+
+    name: str
+    status: str
+    found: str
+    cure: str | None = None
+
+
+def versions() -> Iterator[Finding]:
+    """What is installed."""
+    yield Finding("python", OK, f"{platform.python_version()} ({sys.executable})")
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    linux = sys.platform == "linux"
+    yield Finding("system", OK if linux else ERROR, system, None if linux else "infinity runs on Linux")
+    for name in _PACKAGES:
+        try:
+            yield Finding(name, OK, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, ERROR, "not installed", f"pip install {name}")
+    for name, extra in _OPTIONAL:
+        found = importlib.util.find_spec(name) is not None
+        text = "installed" if found else f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')"
+        yield Finding(name, OK, text)
+
+
+def package() -> Iterator[Finding]:
+    """Whether `import infinity` is this package: the name also belongs to an unrelated one on PyPI."""
+    ours = Path(__file__).resolve().parents[1]
+    try:
+        version = importlib.metadata.version(DISTRIBUTION)
+        same = version == __version__
+        yield Finding(
+            "distribution",
+            OK if same else WARNING,
+            f"{DISTRIBUTION} {version}" + ("" if same else f", but the code that runs is {__version__}"),
+            None if same else "pip install again, or remove the other copy",
+        )
+    except importlib.metadata.PackageNotFoundError:
+        text = f"{DISTRIBUTION} is not installed; {__version__} runs from {ours}"
+        yield Finding("distribution", WARNING, text, "pip install . in the source directory")
+    try:
+        other = importlib.metadata.version("infinity")
+        yield Finding(
+            "name",
+            ERROR,
+            f"the unrelated PyPI package infinity {other} is installed, too: `import infinity` may be either",
+            f"pip uninstall infinity && pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        )
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("name", OK, "the unrelated PyPI package infinity is not installed")
+    for other_path in shadows(ours, sys.path):
+        yield Finding("import", WARNING, f"{other_path} is imported elsewhere as infinity", "move it away")
+    yield Finding("import", OK, f"infinity is {ours}")
+
+
+def shadows(ours: Path, path: Sequence[str]) -> list[Path]:
+    """Return what else on the module search path `path` is called infinity."""
+    found = []
+    for entry in dict.fromkeys(os.path.abspath(p or ".") for p in path):
+        for candidate in (Path(entry, "infinity", "__init__.py"), Path(entry, "infinity.py")):
+            place = candidate.parent if candidate.name == "__init__.py" else candidate
+            if candidate.is_file() and place.resolve() != ours:
+                found.append(place)
+    return found
+
+
+def native() -> Iterator[Finding]:
+    """The native modules, and the instruction set in use."""
+    try:
+        aio = importlib.import_module("infinity.hardware.aio")
+        forced = os.environ.get("INFINITY_AIO")
+        yield Finding("native I/O", OK, f"infinity._aio{f', INFINITY_AIO={forced}' if forced else ''}")
+        for name, verdict in aio.available_backends().items():
+            yield Finding(
+                f"backend {name}", OK if verdict == "ok" else WARNING, verdict, _backend_cure(name, verdict)
+            )
+    except InfinityError as error:
+        yield Finding("native I/O", ERROR, str(error.found or error.what), error.cure)
+    try:
+        adam = importlib.import_module("infinity.hardware.cpu_adam")
+        isas = adam.available_isas()
+        forced = os.environ.get("INFINITY_ISA")
+        slow = adam.isa() != isas[-1]
+        text = f"{adam.isa()} of {', '.join(isas)}; {adam.threads()} threads" + (
+            f", INFINITY_ISA={forced}" if forced else ""
+        )
+        cure = "unset INFINITY_ISA" if slow else None
+        yield Finding("native Adam", WARNING if slow else OK, text, cure)
+    except InfinityError as error:
+        yield Finding("native Adam", ERROR, str(error.found or error.what), error.cure)
+
+
+def _backend_cure(name: str, verdict: str) -> str | None:
+    if verdict == "ok":
+        return None
+    if "not installed" in verdict:
+        return "apt install libaio1 (or libaio1t64), dnf install libaio"
+    if "aio-max-nr" in verdict:
+        return "sysctl -w fs.aio-max-nr=1048576"
+    if "locked memory" in verdict:
+        return "ulimit -l unlimited"
+    if "seccomp" in verdict:
+        calls = (
+            "io_uring_setup, io_uring_enter, io_uring_register" if name == "uring" else "io_setup, io_submit"
+        )
+        return f"allow {calls} in the container's seccomp profile; until then I/O costs more CPU time"
+    return "another backend does the work; auto takes the best that there is"
+
+
+def memory() -> Iterator[Finding]:
+    """Host memory, and what limits it."""
+    available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
+    few = available < 2 * GiB
+    yield Finding(
+        "host memory",
+        WARNING if few else OK,
+        f"{format_size(available)} available",
+        "end other programs, or lower host_memory" if few else None,
+    )
+    text = (
+        "no limit"
+        if limit is None
+        else f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
+    )
+    yield Finding("cgroup", OK, text)
+    locked = probe.memlock_limit()
+    low = locked is not None and locked < _LEAST_LOCKED
+    yield Finding(
+        "memlock",
+        WARNING if low else OK,
+        "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that",
+        "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None,
+    )
+    contexts = probe.aio_contexts()
+    if contexts is None:
+        yield Finding("aio-max-nr", WARNING, "the kernel does not say", "check that /proc/sys is mounted")
+    else:
+        used, most = contexts
+        few = most - used < _LEAST_CONTEXTS
+        text = f"{used:,} of {most:,} requests are taken"
+        yield Finding(
+            "aio-max-nr", WARNING if few else OK, text, "sysctl -w fs.aio-max-nr=1048576" if few else None
+        )
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = huge.read_text() if huge.exists() else "[never]"
+    never = "[never]" in mode
+    yield Finding(
+        "huge pages",
+        WARNING if never else OK,
+        "off: transfers take more CPU time" if never else mode[mode.index("[") + 1 : mode.index("]")],
+        f"echo madvise > {huge}" if never else None,
+    )
+
+
+def processors() -> Iterator[Finding]:
+    """Cores and NUMA nodes."""
+    mine = os.sched_getaffinity(0)
+    total = os.cpu_count() or len(mine)
+    yield Finding("cores", OK, f"{len(mine)} of {total} may be used by this process")
+    nodes = probe.numa_nodes()
+    if len(nodes) < 2:
+        yield Finding("NUMA", OK, "one node")
+        return
+    text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
+    used = [n.number for n in nodes if n.cpus & mine]
+    across = len(used) > 1
+    yield Finding(
+        "NUMA",
+        WARNING if across else OK,
+        f"{text}; this process may run on {', '.join(map(str, used))}",
+        "numactl --cpunodebind=N --membind=N, with the node of the GPU and the drives" if across else None,
+    )
+
+
+def devices() -> Iterator[Finding]:
+    """GPUs, and whether the engine's memory can be pinned for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        there = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+        text = "none that torch sees; the CPU computes"
+        if there and torch.version.cuda is None:
+            yield Finding("GPU", ERROR, f"{text}, but there is a driver", "install a torch built for CUDA")
+        elif there:
+            yield Finding(
+                "GPU", ERROR, f"{text}, but there is a driver", "compare nvidia-smi and torch's CUDA"
+            )
+        else:
+            yield Finding("GPU", OK, text)
+        return
+    for gpu in probe.gpus():
+        node = "unknown" if gpu.numa_node is None else str(gpu.numa_node)
+        memory_text = f"{format_size(gpu.free)} of {format_size(gpu.total)} free"
+        yield Finding(f"GPU {gpu.number}", OK, f"{gpu.name}, {memory_text}, {gpu.pci}, NUMA node {node}")
+    from infinity.hardware.device import open_device
+    from infinity.storage.memory import HostMapping
+
+    device = open_device("cuda")
+    mapping = HostMapping(_LEAST_LOCKED, populate=True)
+    try:
+        device.register(mapping.address, mapping.nbytes)
+        device.unregister(mapping.address, mapping.nbytes)
+        yield Finding("pinning", OK, f"{format_size(mapping.nbytes)} of the engine's memory can be pinned")
+    except InfinityError as error:
+        yield Finding("pinning", ERROR, str(error.found), error.cure)
+
+
+def directory(path: str) -> Iterator[Finding]:
+    """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
+    try:
+        facts = probe.describe_directory(path)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        yield Finding(path, ERROR, reason, f"create it (mkdir -p {path}), or name another directory")
+        return
+    drive, mount = facts.drive, facts.mount
+    kind = mount.filesystem if mount is not None else "an unknown file system"
+    parts = [kind]
+    if drive is not None:
+        node = "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
+        parts.append(f"on {drive.name}{f' ({drive.model})' if drive.model else ''}{node}")
+    yield Finding(path, OK, " ".join(parts))
+    if not facts.writable:
+        yield Finding(
+            f"{path}: access", ERROR, "no file can be made", "name a directory that you may write to"
+        )
+        return
+    if kind in ("tmpfs", "ramfs"):
+        yield Finding(f"{path}: tier", WARNING, "it is memory, not a drive", "name a directory on a drive")
+    few = facts.free < _LEAST_FREE
+    text = f"{format_size(facts.free)} of {format_size(facts.total)}"
+    yield Finding(
+        f"{path}: free", WARNING if few else OK, text, "free space, or another drive" if few else None
+    )
+    aligned = facts.alignment is None or 0 < facts.alignment <= 4096
+    says = "" if facts.alignment is None else f", alignment {facts.alignment} B"
+    direct = bool(facts.direct) and aligned
+    yield Finding(
+        f"{path}: O_DIRECT",
+        OK if direct else WARNING,
+        f"works{says}" if direct else f"does not work{says}: every byte passes through the page cache",
+        None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
+    )
+    yield from _backends_of(path)
+    gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
+    if drive is not None and drive.numa_node is not None and gpus:
+        near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
+        text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
+        yield Finding(
+            f"{path}: NUMA", OK if near else WARNING, text, None if near else "a drive near the GPU"
+        )
+
+
+def _backends_of(path: str) -> Iterator[Finding]:
+    try:
+        from infinity.hardware.aio import available_backends
+        from infinity.hardware.aio_probe import choose_backend
+        from infinity.hardware.tuned import tuned
+
+        chosen, reason = choose_backend("auto", path)
+        verdicts = available_backends(path).items()
+        refused = [f"{n}: {v}" for n, v in verdicts if v != "ok" and not v.endswith(reason)]
+        text = f"auto takes {chosen} ({reason})" + (f"; {'; '.join(refused)}" if refused else "")
+        slower = chosen == "threads" and not reason.startswith("asked")
+        cure = "a local file system with O_DIRECT, or allow Linux AIO" if slower else None
+        yield Finding(f"{path}: backend", WARNING if slower else OK, text, cure)
+        found = tuned(path)
+        text = f"infinity tune {path} finds the settings for this drive (never run)"
+        if found is not None:
+            text = f"{found.backend}, {format_size(found.block_bytes)} × {found.queue_depth}"
+        yield Finding(f"{path}: tuned", OK, text)
+    except InfinityError as error:
+        yield Finding(f"{path}: backend", ERROR, f"{error.what}: {error.found}", error.cure)
+
+
+CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
+    versions,
+    package,
+    native,
+    memory,
+    processors,
+    devices,
+)
+
+
+def examine(directories: Sequence[str]) -> list[Finding]:
+    """Return all findings. A check that breaks is itself a finding, and the others go on."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [(check.__name__, check) for check in CHECKS]
+    checks += [(path, lambda path=path: directory(path)) for path in directories]  # type: ignore[misc]
+    findings: list[Finding] = []
+    for name, check in checks:
+        try:
+            findings += check()
+        except Exception as error:
+            text = f"this check broke: {type(error).__name__}: {error}"
+            findings.append(Finding(name, ERROR, text, "report it, with this line"))
+    return findings
+
+
+def worst(findings: Sequence[Finding]) -> str:
+    """Return the worst status of all."""
+    statuses = {finding.status for finding in findings}
+    return next((status for status in (ERROR, WARNING) if status in statuses), OK)
+
+
+@click.command("doctor")
+@click.argument("directories", nargs=-1, metavar="[DIR...]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
+    """Look over this machine and, if named, directories on NVMe drives; say what to change.
+
+    Exit code 0: everything works, warnings or not; 1: something does not work.
+    """
+    findings = examine(tuple(dict.fromkeys(map(os.path.abspath, directories))))
+    status = worst(findings)
+    if as_json:
+        result: dict[str, Any] = {"status": status, "findings": [f._asdict() for f in findings]}
+        click.echo(json.dumps(result))
+    else:
+        show(findings)
+    return 1 if status == ERROR else 0
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print findings for a person."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    styles = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
+    for finding in findings:
+        line = Text(f"{finding.status:8}", style=styles[finding.status])
+        line.append(f"{finding.name}: ", style="bold").append(finding.found, style="none")
+        console.print(line)
+        if finding.cure is not None:
+            console.print(Text(f"        to change: {finding.cure}"))
+    counts = {status: sum(f.status == status for f in findings) for status in (OK, WARNING, ERROR)}
+    console.print(f"{counts[OK]} ok, {counts[WARNING]} warnings, {counts[ERROR]} errors")

@@ -1,0 +1,367 @@
+"""`infinity bench`: real measurements of a few megabytes, and every way to get them wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from infinity.core.errors import (
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    InfinityError,
+    ShortTransferError,
+)
+from infinity.core.sizes import KiB, MiB
+from infinity.hardware.aio import available_backends
+from infinity.tools import iobench_show
+from infinity.tools.bench import bench_group
+from infinity.tools.cli import run as run_cli
+from infinity.tools.iobench import Request, cases_of, choose_size, keep_what_fits, settings_of
+from infinity.tools.iobench_case import run_pass
+from infinity.tools.iobench_load import Job, Load, Settings
+from infinity.tools.iobench_sustained import cache_warning, fall, read_twice
+
+SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.05", "--repeats", "2"]
+SETTINGS = Settings("auto", 64 * KiB, 4)
+RATE = {"bytes_per_second", "spread", "repeats", "bytes_moved", "cpu_seconds_per_gb"}
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFINITY_AIO", raising=False)
+
+
+def bench(*arguments: str) -> Any:
+    """Run `infinity bench …` in this process; return the JSON of its stdout."""
+    done = CliRunner().invoke(bench_group, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def refused(*arguments: str) -> InfinityError:
+    """Run `infinity bench …`; return the error that it raises."""
+    with pytest.raises(InfinityError) as caught:
+        CliRunner().invoke(bench_group, list(arguments), catch_exceptions=False)
+    assert caught.value.cure
+    return caught.value
+
+
+@contextlib.contextmanager
+def load(directory: Path, nbytes: int = 32 * MiB) -> Iterator[Load]:
+    with Load(str(directory), nbytes, grain=64 * KiB, window=32 * MiB) as opened:
+        yield opened
+
+
+# ---- the command ----
+
+
+def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Path) -> None:
+    found = bench("io", str(tmp_path), *SMALL, "--no-fio")
+    assert found["benchmark"] == "io"
+    assert found["file_bytes"] == 48 * MiB
+    seen = [(case["pattern"], case["order"], case["adam_beside"]) for case in found["cases"]]
+    orders = ("sequential", "scattered")
+    assert seen == [
+        *[(pattern, order, False) for pattern in ("read", "write") for order in orders],
+        ("mixed", "sequential", False),
+        ("mixed", "sequential", True),
+    ]
+    for case in found["cases"]:
+        assert set(case) >= RATE
+        assert case["bytes_per_second"] > 0
+        assert len(case["repeats"]) == 2
+        assert min(case["repeats"]) <= case["bytes_per_second"] <= max(case["repeats"])
+        latency = case["latency_seconds"]
+        assert 0 < latency["p50"] <= latency["p99"] <= latency["p99.9"] <= latency["max"]
+        assert latency["blocks"] > 0
+        assert case["cpu_seconds_per_gb"] > 0
+        assert sum(case["submit"]["less_than_2_to_the_i_microseconds"]) > 0
+        assert case["submit"]["max_seconds"] > 0
+        assert case["verified_bytes"] > 0
+        assert case["directories"] == [str(tmp_path)]
+        assert case["fio"] is None
+    assert found["cases"][-1]["adam_parameters_per_second"] > 0
+    assert found["adam_alone_parameters_per_second"] > 0
+    assert found["verified_bytes"] >= sum(case["verified_bytes"] for case in found["cases"])
+    assert found["cache"][0]["ratio"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_backends_sizes_and_directories_are_swept(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    backends = [name for name, verdict in available_backends(str(tmp_path)).items() if verdict == "ok"]
+    assert "threads" in backends
+    arguments = [
+        "--block",
+        "64KiB",
+        "--depth",
+        "4",
+        "--backend",
+        ",".join(backends),
+        "--threads",
+        "1,2",
+    ]
+    short = ["--size", "32MiB", "--seconds", "0.02", "--repeats", "1", "--no-fio", "--pattern", "write"]
+    found = bench("io", *map(str, places), *arguments, *short, "--order", "sequential")
+    seen = [
+        (len(case["directories"]), case["backend"], case["block_bytes"], case["threads"])
+        for case in found["cases"]
+    ]
+    per_group = len(backends) + 1  # two numbers of threads for one of the backends
+    assert len(seen) == len(set(seen)) + per_group == 3 * per_group
+    assert {count for count, *_ in seen} == {1, 2}
+    assert {name for _, name, *_ in seen} == set(backends)
+
+
+def test_a_person_sees_tables_and_warnings(tmp_path: Path) -> None:
+    done = CliRunner().invoke(bench_group, ["io", str(tmp_path), *SMALL, "--quick"], catch_exceptions=False)
+    assert done.exit_code == 0
+    for text in (
+        "read, sequential",
+        "mixed + Adam",
+        "GB/s",
+        "p99.9",
+        "64.00 KiB × 4",
+        "read back",
+        "submissions",
+    ):
+        assert text in done.stdout
+    assert "[1/4]" in done.stderr
+
+
+def test_memory_is_not_taken_for_a_drive() -> None:
+    found = bench("io", "/dev/shm", *SMALL, "--quick", "--pattern", "read")
+    assert any("answers from memory" in text for text in found["warnings"])
+
+
+def test_sustained_shows_bandwidth_over_time(tmp_path: Path) -> None:
+    found = bench("io", str(tmp_path), *SMALL, "--sustained", "0.5")
+    over_time = found["sustained"]
+    assert found["cases"] == []
+    assert len(over_time["buckets"]) == 5
+    total = sum(over_time["buckets"]) * over_time["bucket_seconds"]
+    assert total == pytest.approx(over_time["bytes_written"])
+    assert over_time["bytes_per_second"] == pytest.approx(total / over_time["seconds"])
+    assert found["verified_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_or_the_reason_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = tmp_path / "out.png"
+    arguments = ["io", str(tmp_path), *SMALL, "--quick", "--pattern", "read", "--plot"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        bench(*arguments, str(drawn))
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+        assert "out.xyz" in str(refused(*arguments, str(tmp_path / "out.xyz")))
+    assert isinstance(refused(*arguments, "/missing/out.png"), ConfigError)
+    monkeypatch.setattr(iobench_show.importlib.util, "find_spec", lambda name: None)
+    error = refused(*arguments, str(drawn))
+    assert "infinity-offload[plot]" in str(error.cure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        (["/missing"], DirectoryError, "mkdir -p /missing"),
+        ([__file__], DirectoryError, "Not a directory"),
+        (["/proc"], DirectoryError, "on a drive"),
+        (["{}", "--size", "100TiB"], DirectoryError, "stay free"),
+        (["{}", "--size", "1KiB"], ConfigError, "too small"),
+        (["{}", "--size", "16MiB", "--block", "4MiB"], ConfigError, "larger --size"),
+        (["{}", "--size", "lots"], ConfigError, "lots"),
+        (["{}", "--block", "5000"], ConfigError, "4096"),
+        (["{}", "--depth", "0"], ConfigError, "depth"),
+        (["{}", "--depth", "many"], ConfigError, "many"),
+        (["{}", "--backend", "libaoi"], ConfigError, "libaio"),
+        (["{}", "--pattern", "reed"], ConfigError, "read"),
+        (["{}", "--order", "random"], ConfigError, "scattered"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], kind: type, says: str, tmp_path: Path) -> None:
+    error = refused("io", *[part.format(tmp_path) for part in arguments])
+    assert isinstance(error, kind)
+    assert says in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_shows_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["bench", "io", "/missing", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["type"] == "DirectoryError"
+    assert "Traceback" not in err
+    assert "to change:" in err
+
+
+@pytest.mark.root
+def test_a_small_disk_is_used_but_never_filled(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", tmp_path], check=True, timeout=20)
+    try:
+        found = bench("io", str(tmp_path), "--quick", "--no-adam", *SMALL[2:])
+        assert 16 * MiB <= found["file_bytes"] <= 54 * MiB
+        (tmp_path / "full").write_bytes(bytes(50 * MiB))
+        assert "stay free" in str(refused("io", str(tmp_path), "--size", "16MiB", *SMALL[2:]))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True, timeout=20)
+
+
+@pytest.mark.root
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path], check=True, timeout=20)
+    try:
+        assert "Read-only" in str(refused("io", str(tmp_path)))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True, timeout=20)
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infinity", "bench", "io", str(tmp_path), *SMALL, "--seconds", "30"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stderr is not None
+        for line in child.stderr:
+            if line.startswith("[1/"):
+                break
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, err = child.communicate(timeout=30)
+        assert time.monotonic() - start < 10
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the load: what is written is what is read ----
+
+
+@pytest.mark.parametrize("pattern", ["write", "mixed"])
+@pytest.mark.parametrize("shape", ["sequential", "scattered", "single"])
+def test_passes_end_with_the_bytes_that_they_should(pattern: str, shape: str, tmp_path: Path) -> None:
+    job = Job(pattern, scattered=shape == "scattered", single=shape == "single", chunk=MiB)
+    with load(tmp_path) as mine:
+        for backend in [
+            name for name, verdict in available_backends(str(tmp_path)).items() if verdict == "ok"
+        ]:
+            settings = SETTINGS._replace(backend=backend)
+            with mine.ring(settings) as ring:
+                for _ in range(3):
+                    tally = run_pass([(mine, ring)], settings, job, 0.02)
+                    assert tally.written > 0
+                    assert (tally.read > 0) == (pattern == "mixed")
+                    assert pattern == "write" or abs(tally.read - tally.written) <= MiB
+                before = mine.verified
+                mine.verify(ring, settings, job, 1 << 40)
+                assert mine.verified > before
+
+
+def test_a_pass_goes_round_a_file_evenly(tmp_path: Path) -> None:
+    job = Job("write", chunk=MiB)
+    with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
+        tally = run_pass([(mine, ring)], SETTINGS, job, 60, limit=32 * MiB)
+        assert tally.written == 32 * MiB == sum(nbytes for _, nbytes in tally.timeline)
+        mine.verify(ring, SETTINGS, job, 1 << 40)
+        assert mine.verified == 32 * MiB
+
+
+@pytest.mark.parametrize("kind", ["flipped", "lost"])
+def test_wrong_bytes_are_found(kind: str, tmp_path: Path) -> None:
+    job, at = Job("write", chunk=MiB), 5 * MiB + 70000
+    with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
+        run_pass([(mine, ring)], SETTINGS, job, 60, limit=mine.nbytes)
+        old = os.pread(mine.file.plain_fd, 1, at)
+        run_pass([(mine, ring)], SETTINGS, job, 60, limit=mine.nbytes)
+        new = os.pread(mine.file.plain_fd, 1, at)
+        assert old != new  # every byte changes from pass to pass, or a lost write would not show
+        os.pwrite(mine.file.plain_fd, old if kind == "lost" else bytes([new[0] ^ 1]), at)
+        os.fsync(mine.file.plain_fd)
+        with pytest.raises(CorruptionError) as caught:
+            mine.verify(ring, SETTINGS, job, 1 << 40)
+        assert caught.value.offset == at // (64 * KiB) * 64 * KiB
+        # A pass compares what its buffers hold at its end: here the whole file.
+        with pytest.raises(CorruptionError):
+            run_pass(
+                [(mine, ring)], Settings("auto", MiB, 16), Job("read", single=True), 60, limit=mine.nbytes
+            )
+
+
+def test_an_error_on_one_directory_ends_all(tmp_path: Path) -> None:
+    job = Job("read", chunk=MiB)
+    with (
+        load(tmp_path) as good,
+        load(tmp_path) as bad,
+        good.ring(SETTINGS) as one,
+        bad.ring(SETTINGS) as other,
+    ):
+        for mine, ring in ((good, one), (bad, other)):
+            run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 60, limit=mine.nbytes)
+        os.ftruncate(bad.file.plain_fd, 8 * MiB)
+        start = time.monotonic()
+        with pytest.raises(ShortTransferError):
+            run_pass([(good, one), (bad, other)], SETTINGS, job, 30)
+        assert time.monotonic() - start < 10
+    assert not [thread for thread in threading.enumerate() if thread.name == "infinity-bench"]
+
+
+def test_without_o_tmpfile_nothing_is_left_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
+        assert list(tmp_path.iterdir()) == []
+        assert run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 0.02).written > 0
+
+
+def test_a_second_reading_is_compared_with_the_first(tmp_path: Path) -> None:
+    job = Job("read", chunk=MiB)
+    with load(tmp_path, 128 * MiB) as mine, mine.ring(SETTINGS) as ring:
+        found = read_twice(mine, ring, SETTINGS, job)
+        assert found is not None
+        assert min(found.values()) > 0
+    assert cache_warning({"ratio": 1.19}, "/d") == []
+    assert "25%" in cache_warning({"ratio": 1.25}, "/d")[0]
+    assert cache_warning(None, "/d") == []
+
+
+def test_the_end_of_a_write_cache_is_found() -> None:
+    even = fall([3.0, 2.9, 1.0, 3.1] * 5, [10] * 20)
+    assert even["fell_after_bytes"] is None
+    fell = fall([5.0] * 6 + [1.0] * 14, [10] * 20)
+    assert fell == {"first_bytes_per_second": 5.0, "last_bytes_per_second": 1.0, "fell_after_bytes": 60}
+    assert fall([1.0], [10])["fell_after_bytes"] is None
+
+
+def test_modes_ask_for_what_they_say() -> None:
+    request = Request(("/tmp",), mode="full", backends=("libaio", "threads"))
+    settings = settings_of(request)
+    assert len(settings) == 9 + 2 * 9
+    cases = cases_of(request, settings)
+    assert len(cases) == len(set(cases)) == len(settings) * 7
+    assert choose_size(request, cases) >= 4 << 30
+    kept, said = keep_what_fits(cases, 64 * MiB)
+    assert kept
+    assert said
+    assert all(case.job.window(case.settings) <= 32 * MiB for case in kept)
