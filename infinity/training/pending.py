@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from infinity.core.errors import InfinityError
 from infinity.hardware.device import POLL
 from infinity.planning.partition import Chunk
+from infinity.storage.transfer import again
 
 
 class Pending:
@@ -98,9 +99,7 @@ class Pending:
 def _again(error: BaseException) -> BaseException:
     """Return `error` for another raise: one object must not gather the tracebacks of all."""
     if isinstance(error, InfinityError):
-        copy = error.__class__.__new__(error.__class__)
-        copy.__dict__.update(error.__dict__)
-        copy.args = error.args
+        copy = again(error)
         copy.__cause__ = error
         return copy
     return error
