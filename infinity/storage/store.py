@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from infinity.core.errors import ClosedError, InfinityError, StorageError
+from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, Tier, ceil_to
 from infinity.hardware.aio import Priority, Ring, RingStats
 
 from .arena import Arena
+from .interrupt import give_up_on_interrupt
 from .layout import ChunkSpec, Extent, Layout, PartSpec
 from .memory import HostMemory, Register
 from .order import Order
@@ -22,6 +25,8 @@ from .table import DROPPED, ChunkTable
 from .transfer import Transfer, again, check_room, crcs_of, named
 
 __all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
+
+_log = logging.getLogger("infinity.storage")
 
 
 class DirectoryStats(NamedTuple):
@@ -77,7 +82,7 @@ class Store:
         self._order = Order(self.layout, self.table, self._start)
         self._pool = pool
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._given_up = False
         self._moved = [[0, 0, 0, 0] for _ in directories]  # bytes read, written; reads, writes
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._arenas: list[Arena] = []
@@ -111,6 +116,7 @@ class Store:
             self._release_all()
             raise
         pool.add_helper(self._order.help_out)
+        give_up_on_interrupt(self)
 
     # ------------------------------------------------------------------ what is where
 
@@ -325,9 +331,19 @@ class Store:
         finally:
             self._release_all()
         failed = self._order.failed
-        if failed is not None and failed.error is not None and not failed.seen:
+        if failed is not None and failed.error is not None and not (failed.seen or self._given_up):
             failed.seen = True
             raise again(failed.error)
+
+    def give_up(self, timeout: float) -> None:
+        """Let what is pending have `timeout` seconds more; then it fails, and all that comes after."""
+        until = time.monotonic() + timeout
+        self._given_up = True
+        for ring in self._rings:
+            try:
+                ring.close(timeout=max(0.0, until - time.monotonic()))
+            except DeadlineError as error:
+                _log.warning("%s", error.what)
 
     def __enter__(self) -> Store:
         return self

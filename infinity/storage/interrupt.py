@@ -1,0 +1,42 @@
+"""Ctrl-C ends a program within two seconds, whatever its drives do.
+
+At exit all that was not closed is closed, which waits for what the drives still owe, for as long as
+their deadline allows. Where an interrupt ended the program there is nothing left to wait for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import Final, Protocol
+
+#: Seconds that a drive has after an interrupt that ends the process.
+_GRACE: Final = 0.5
+
+
+class GivesUp(Protocol):
+    """What may be pending at exit."""
+
+    def give_up(self, timeout: float) -> None:
+        """Let what is pending have `timeout` seconds more."""
+
+
+_watched: weakref.WeakSet[GivesUp] = weakref.WeakSet()
+
+
+def give_up_on_interrupt(thing: GivesUp) -> None:
+    """Have `thing.give_up` called, before anything else at exit, if an interrupt ended the program."""
+    _watched.add(thing)
+
+
+def _at_exit() -> None:
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        for thing in list(_watched):
+            thing.give_up(_GRACE)
+
+
+# What is registered last is called first. A finalizer has weakref register its own function, which
+# closes what was not closed, before this one.
+weakref.finalize(_at_exit, int)
+atexit.register(_at_exit)
