@@ -1,0 +1,427 @@
+"""What fails on real machines: drives, file systems, and whoever presses Ctrl-C or kills the run."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.core.errors import (
+    CorruptionError,
+    DeadlineError,
+    DirectoryError,
+    StorageError,
+    TransferError,
+)
+
+from . import fault_runs, models
+from .faults import FaultFS, build, missing_means
+
+_ROOT = Path(__file__).parents[1]
+#: In a shell: `INFINITY_FAULT_SEED=7 pytest tests/test_faults.py` draws another sample.
+SEED = int(os.environ.get("INFINITY_FAULT_SEED", "0"))
+
+
+def need_means() -> None:
+    """Skip the test, saying why, if this machine cannot inject faults; fail it in CI."""
+    missing = missing_means()
+    if missing is None:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"this machine cannot run the test: {missing}")
+    pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def faultfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_means()
+    return build(tmp_path_factory.mktemp("faultfs"))
+
+
+@contextlib.contextmanager
+def mounted(kind: str, path: Path, *options: str) -> Iterator[Path]:
+    """A mount at `path`, which goes away again."""
+    if os.geteuid() != 0:
+        need_means()
+    path.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", kind, *options, "infinity-test", str(path)], timeout=30, check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], timeout=30, check=True)
+
+
+# ------------------------------------------------------------------------------- every operation
+
+
+def run_campaign(count: int, *, timeout: float) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Run injections in a process of their own, which has no threads; return how each ended."""
+    folder = tempfile.mkdtemp(prefix="infinity-faults-")
+    out = Path(folder) / "outcomes.json"
+    command = [sys.executable, "-m", "tests.faults", "--out", str(out)]
+    command += ["--count", str(count), "--seed", str(SEED)]
+    process = subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its mounts end with their processes
+        assert process.returncode == 0, said[-20000:]
+        return [(i, o) for i, o in json.loads(out.read_text())["runs"]]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: int) -> None:
+    """What must hold over all runs, besides that each ended well."""
+    assert len(runs) >= at_least
+    fired = [(i, o) for i, o in runs if o["fired"]]
+    assert len(fired) >= 0.85 * len(runs)
+    assert {i["backend"] for i, _ in fired} == {"libaio", "syscall", "uring", "threads"}
+    training = sum(i["run"] == "training" for i, _ in runs)
+    assert 0.05 * len(runs) <= training <= 0.2 * len(runs)
+    endings = collections.Counter(o["error"] or o["how"] for _, o in fired)
+    assert {"ok", "TransferError", "DeadlineError", "CorruptionError", "ShortTransferError"} <= set(endings)
+    # Of a write that was never made, or made elsewhere, nobody hears but by the CRCs.
+    lied = [o for i, o in fired if i["kind"] in ("lost", "torn", "elsewhere") and i["op"] == "write"]
+    found = sum(o["error"] == "CorruptionError" for o in lied)
+    assert found >= 0.6 * len(lied), endings
+    late = [o["seconds"] - i["deadline"] for i, o in fired if i["kind"] == "stall"]
+    assert statistics.median(late) < 2.0
+    assert all(o["errno"] for _, o in fired if o["error"] in ("TransferError", "DeadlineError"))
+
+
+@pytest.mark.root
+@pytest.mark.timeout(600)
+def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error() -> None:
+    need_means()
+    check_campaign(run_campaign(200, timeout=500), 200)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_fault_at_every_operation_ends_with_the_same_bits_or_a_typed_error() -> None:
+    need_means()
+    check_campaign(run_campaign(0, timeout=3500), 2000)
+
+
+# ------------------------------------------------------------------------------- a training run
+
+
+class Training:
+    """A small GPT on `directory`, wrapped, and its losses."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.case = models.case("gpt", seed=3, batches=4, batch_size=2, width=32, layers=2, heads=2)
+        self.model: Any = self.case.model
+        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.adam: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.losses: list[float] = []
+        config = {
+            "device": "cpu",
+            "dtype": "fp32",
+            "device_memory": "4MiB",
+            "host_memory": "32MiB",
+            "chunk_elements": 65536,
+            "block_bytes": "16KiB",
+            "threads": 1,
+            **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
+            **settings,
+        }
+        self.config = infinity.Config(nvme=directory, **config)
+
+    def wrap(self) -> Training:
+        self.model, self.adam = infinity.wrap(self.model, self.adam, self.config)
+        return self
+
+    def steps(self, count: int) -> list[float]:
+        for _ in range(count):
+            loss = self.case.loss(self.model, self.case.batches[len(self.losses) % 4])
+            loss.backward()
+            self.adam.step()
+            self.adam.zero_grad()
+            self.losses.append(loss.item())
+        return self.losses
+
+    def untouched(self) -> None:
+        """Nothing of the model was taken, and it still trains by itself."""
+        for name, param in self.model.named_parameters():
+            assert torch.equal(param, self.before[name])
+        self.steps(1)
+
+    def __enter__(self) -> Training:
+        return self.wrap()
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(StorageError):  # what a test expected has been raised before
+            infinity.close(self.adam)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    folder = Path(tempfile.mkdtemp(prefix="infinity-test-"))
+    try:
+        with Training(folder) as run:
+            return list(run.steps(4))
+    finally:
+        shutil.rmtree(folder)
+
+
+# ------------------------------------------------------------------------------- directories
+
+
+@pytest.mark.root
+def test_a_full_file_system_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    with mounted("tmpfs", tmp_path / "small", "-o", "size=256k") as drive:
+        run = Training(drive)
+        with pytest.raises(DirectoryError, match="has not enough free space") as caught:
+            run.wrap()
+        assert caught.value.errno == errno.ENOSPC
+        assert not list(drive.glob("infinity/*"))
+        run.untouched()
+
+
+@pytest.mark.root
+def test_a_read_only_mount_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    with mounted("tmpfs", tmp_path / "drive", "-o", "ro") as drive:
+        run = Training(drive)
+        with pytest.raises(DirectoryError, match="read-only") as caught:
+            run.wrap()
+        assert caught.value.errno == errno.EROFS
+        run.untouched()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("value", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_space_that_cannot_be_taken_is_refused_before_anything_is_touched(
+    faultfs: Path, tmp_path: Path, value: int
+) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        fs.arm("fallocate", "error", 1, value=value)
+        run = Training(fs.path)
+        with pytest.raises(DirectoryError) as caught:
+            run.wrap()
+        assert caught.value.errno in (value, errno.ENOSPC)
+        assert not list(fs.path.glob("infinity/*"))
+        run.untouched()
+
+
+@pytest.mark.root
+def test_a_file_system_that_fills_up_during_the_run(faultfs: Path, tmp_path: Path) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        fs.arm("fallocate", "error", 1, value=errno.EOPNOTSUPP)
+        run = Training(fs.path)
+        with pytest.warns(UserWarning, match="cannot reserve space"):
+            run.wrap()
+        try:
+            run.steps(1)
+            fs.arm("write", "error", 1, value=errno.ENOSPC, for_good=True)
+            with pytest.raises(TransferError, match="No space left on device") as caught:
+                run.steps(1)
+            assert caught.value.errno == errno.ENOSPC
+            assert caught.value.path is not None
+            assert caught.value.path.startswith(str(fs.path))
+            with pytest.raises(StorageError):
+                run.steps(1)
+        finally:
+            infinity.close(run.adam)
+        assert not list(fs.path.glob("infinity/*"))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("where", ["steps", "close"])
+def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        run = Training(fs.path).wrap()
+        try:
+            run.steps(1)
+            fs.unmount()
+            if where == "steps":
+                with pytest.raises(TransferError):
+                    run.steps(1)
+        finally:
+            with pytest.raises(DirectoryError, match="does not let go of the arena"):
+                infinity.close(run.adam)
+
+
+def test_a_directory_that_is_removed_under_a_run(tmp_path: Path, undisturbed: list[float]) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with Training(drive) as run:
+        run.steps(2)
+        shutil.rmtree(drive)  # the files are open: the bytes are still there
+        assert run.steps(2) == undisturbed
+    with pytest.raises(DirectoryError, match="missing"):
+        Training(drive).wrap()
+
+
+@pytest.mark.root
+def test_a_drive_that_lies_is_found_out(faultfs: Path, tmp_path: Path) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs, Training(fs.path) as run:
+        run.steps(1)
+        fs.arm("write", "lost", 3)
+        with pytest.raises(CorruptionError, match="is not what was written") as caught:
+            run.steps(2)
+        assert caught.value.path is not None
+
+
+# ------------------------------------------------------------------------------- processes
+
+_CHILD = """
+import sys
+from pathlib import Path
+from tests.test_faults import Training
+with Training(Path(sys.argv[1])) as run:
+    while True:
+        print(run.steps(1)[-1], flush=True)
+        sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def test_two_runs_in_a_directory_then_a_kill_then_a_new_run(tmp_path: Path, undisturbed: list[float]) -> None:
+    with child(_CHILD, tmp_path) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        losses = [float(first.stdout.readline())]
+        run = Training(tmp_path)
+        with pytest.raises(DirectoryError, match="in use by another run"):
+            run.wrap()
+        run.untouched()
+        print(file=first.stdin, flush=True)  # the first goes on, unharmed
+        losses.append(float(first.stdout.readline()))
+        assert losses == undisturbed[:2]
+        print(file=first.stdin, flush=True)
+        time.sleep(0.02)  # somewhere in a step
+        first.kill()
+        first.wait(timeout=30)
+    assert list(tmp_path.glob("infinity/*.arena"))
+    with Training(tmp_path) as second:
+        assert second.steps(4) == undisturbed
+    assert not list(tmp_path.glob("infinity/*"))
+
+
+_STALLED = """
+import atexit, sys
+sys.stderr = open(sys.argv[3], "w", buffering=1)
+atexit.register(lambda: print("over", file=sys.stderr, flush=True))  # the last to be called
+from pathlib import Path
+from tests.test_faults import Training
+run = Training(Path(sys.argv[1]), aio_backend=sys.argv[2]).wrap()
+run.steps(1)
+print("ready", flush=True)
+sys.stdin.readline()
+run.steps(1)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("backend", ["libaio", "threads"])
+def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
+    faultfs: Path, tmp_path: Path, backend: str, op: str
+) -> None:
+    """Within two seconds, though the drive has its 120."""
+    told = tmp_path / "stderr"
+    with FaultFS(faultfs, tmp_path / "fs") as fs, child(_STALLED, fs.path, backend, told) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            fs.arm(op, "stall", 1, for_good=True)
+            print(file=process.stdin, flush=True)
+            until = time.monotonic() + 30
+            while not fs.get("fired"):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            while "over" not in told.read_text() and time.monotonic() < began + 10:
+                time.sleep(0.01)
+            took, text = time.monotonic() - began, told.read_text()
+            assert "KeyboardInterrupt" in text
+            assert "over" in text, text
+            assert "Exception ignored" not in text
+            assert took < 2.0, text
+        finally:
+            fs.unmount()  # before it is killed
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_drive_that_stops_answering(faultfs: Path, tmp_path: Path, op: str) -> None:
+    """Once it answers again nothing is left behind but the arena, which is the next run's."""
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        run = Training(fs.path, io_deadline=0.5).wrap()
+        try:
+            run.steps(1)
+            fs.arm(op, "stall", 1, for_good=True)
+            began = time.monotonic()
+            with pytest.raises((DeadlineError, TransferError)):
+                run.steps(1)
+            assert time.monotonic() - began < 5
+            began = time.monotonic()
+            with pytest.raises((DeadlineError, TransferError)):
+                run.steps(1)
+            assert time.monotonic() - began < 1, "known by now"
+            began = time.monotonic()
+            with pytest.raises(StorageError):
+                infinity.close(run.adam)
+            assert time.monotonic() - began < 5
+        finally:
+            fs.unmount()
+
+
+def test_runs_on_a_healthy_directory(tmp_path: Path) -> None:
+    """The runs of the injections themselves: the same bits on every backend, with random delays."""
+    digests = {
+        fault_runs.store_run([str(tmp_path)], backend=backend, deadline=60.0, slots=slots, delay_seed=seed)
+        for backend in ("libaio", "syscall", "uring", "threads")
+        for slots in (1, 2)
+        for seed in (None, 5)
+    }
+    assert len(digests) == 1
