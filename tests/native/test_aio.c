@@ -295,12 +295,12 @@ static void test_order(void) {
     CHECK_EQUAL(aio_wait(awaited, 0), AIO_PENDING);
     CHECK_EQUAL(aio_ring_hold(ring, 0), 0);
     CHECK_EQUAL(end(awaited, AIO_DONE).order, 1);
-    end(low, AIO_DONE);
+    end(high, AIO_DONE); /* waited for in their own order: waiting promotes */
     end(normal, AIO_DONE);
     end(write, AIO_DONE);
-    end(high, AIO_DONE);
-    static const uint64_t expected[] = {6, 7, 5};
-    for (int k = 0; k < 3; k++) CHECK_EQUAL(mock.order[k], expected[k] * BLOCK);
+    end(low, AIO_DONE);
+    static const uint64_t expected[] = {6, 7, 5, 2, 3, 4, 0, 1};
+    for (int k = 0; k < 8; k++) CHECK_EQUAL(mock.order[k], expected[k] * BLOCK);
     CHECK_EQUAL(mock.ordered, 8);
     CHECK_EQUAL(mock.most_kept, 1);
 
