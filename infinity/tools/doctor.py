@@ -291,7 +291,7 @@ def _backends_of(path: str) -> Iterator[Finding]:
 
         chosen, reason = choose_backend("auto", path)
         verdicts = available_backends(path).items()
-        refused = [f"{n}: {v}" for n, v in verdicts if v != "ok" and not v.endswith(reason)]
+        refused = [f"{n}: {v}" for n, v in verdicts if v != "ok" and v not in reason and reason not in v]
         text = f"auto takes {chosen} ({reason})" + (f"; {'; '.join(refused)}" if refused else "")
         slower = chosen == "threads" and not reason.startswith("asked")
         cure = "a local file system with O_DIRECT, or allow Linux AIO" if slower else None

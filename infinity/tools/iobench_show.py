@@ -84,9 +84,10 @@ def show(result: Mapping[str, Any]) -> None:
         _submits(console, cases)
     beside = [case for case in cases if case["adam_parameters_per_second"]]
     if beside and result["adam_alone_parameters_per_second"]:
-        rates = ", ".join(f"{c['adam_parameters_per_second'] / 1e6:,.0f}" for c in beside)
+        rates = [c["adam_parameters_per_second"] / 1e6 for c in beside]
+        several = f"{min(rates):,.0f} to {max(rates):,.0f}" if len(rates) > 1 else f"{rates[0]:,.0f}"
         alone = result["adam_alone_parameters_per_second"] / 1e6
-        console.print(f"CPU Adam updated {rates} Mparam/s beside the I/O, {alone:,.0f} alone.")
+        console.print(f"CPU Adam updated {several} Mparam/s beside the I/O, {alone:,.0f} alone.")
     if result["sustained"]:
         found = result["sustained"]
         console.print(sustained_text(found))

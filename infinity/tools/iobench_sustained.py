@@ -112,10 +112,10 @@ def fall(rates: Sequence[float], moved: Sequence[int]) -> dict[str, Any]:
 def sustained_text(found: dict[str, Any]) -> str:
     """Return what a sustained run shows, in a sentence or two."""
     first, last = (found[f"{when}_bytes_per_second"] / 1e9 for when in ("first", "last"))
-    wrote = (
-        f"{format_size(found['bytes_written'])} were written in {found['seconds']:.0f} s: "
-        f"first {first:.2f} GB/s, last {last:.2f} GB/s."
-    )
+    moved = f"{format_size(found['bytes_written'])} were written"
+    if found["bytes_read"]:
+        moved = f"{format_size(found['bytes_read'])} were read and {moved}"
+    wrote = f"{moved} in {found['seconds']:.0f} s: first {first:.2f} GB/s, last {last:.2f} GB/s."
     if found["fell_after_bytes"] is None:
         return f"{wrote} The rate did not fall for good."
     after = format_size(found["fell_after_bytes"])
