@@ -34,7 +34,7 @@ from .iobench_show import Teller, gigabytes, wide_console
 _BLOCKS: Final = (256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB)
 _DEPTHS: Final = (4, 8, 16, 32, 64)
 _THREADS: Final = (2, 4, 8)
-_SIZE: Final = 512 * MiB
+_SIZE: Final = 1024 * MiB  # of the file; a quarter for a short run
 _JOBS: Final = (Job("read"), Job("mixed"))
 _START: Final = (MiB, 32)
 #: Least and most that two equal settings are taken to differ by.
@@ -176,7 +176,7 @@ def tune(directory: str, seconds: float, tell: Teller) -> tuple[Settings, dict[s
         backends.remove("syscall")  # the same calls
     window = max(job.window(Settings("auto", *_START)) for job in _JOBS)
     wanted = [job.window(Settings("auto", b, d)) for job in _JOBS for b in _BLOCKS for d in _DEPTHS]
-    nbytes = min(choose_size(Sizing((directory,)), ()), 2 * _SIZE)
+    nbytes = min(choose_size(Sizing((directory,)), ()), _SIZE if seconds >= 20 else _SIZE // 4)
     if nbytes < 2 * window:
         raise ConfigError(
             f"{directory} has not the room to tune for",
@@ -216,7 +216,7 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
     They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
-    Needs an otherwise idle machine, and half a gigabyte or more of free space for the time it takes.
+    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes.
     """
     places = list(dict.fromkeys(map(os.path.abspath, directories)))
     for directory in places:
