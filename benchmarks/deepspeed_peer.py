@@ -77,6 +77,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     import deepspeed
 
+    # Not later: within zero.Init torch's constructors are others, which an import trips over.
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: F401
+
     config = configuration(args)
     deepspeed.init_distributed("gloo")
     sizes = (args.layers, args.width, args.vocabulary, args.positions)

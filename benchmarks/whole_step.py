@@ -57,9 +57,7 @@ TARGETS = {"state-on-nvme": {"of_deepspeed": 1.5}}
 # -- the children -----------------------------------------------------------------------------------
 
 
-def build_infinity(
-    args: argparse.Namespace, move: Callable[[Any], Any]
-) -> tuple[Any, Any, Callable[[], None]]:
+def build_infinity(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None]]:
     """Return the wrapped model, its optimizer, and what waits for everything that goes on behind."""
     import torch
 
