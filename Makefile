@@ -20,7 +20,7 @@ RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
          --parameters nvme --optimizer-state nvme --gradients nvme \
          --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
-         --batch 4 --sequence 256 --steps 100 --max-grad-norm 1.0
+         --batch 4 --sequence 256 --steps 80 --max-grad-norm 1.0
 
 # Debian packages that some tests use; without them those tests say so.
 PACKAGES := e2fsprogs fio fuse3 libaio1 libfuse3-dev pkg-config strace

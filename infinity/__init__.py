@@ -1,10 +1,17 @@
 """infinity: trains PyTorch models whose state does not fit on the device or in host memory."""
 
-from .core.config import Config
-from .core.errors import InfinityError
-from .surface.engine import close, gathered, gradient, metrics, wrap
-from .surface.init import init
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .core.config import Config
+    from .core.errors import InfinityError
+    from .surface.engine import close, gathered, gradient, metrics, wrap
+    from .surface.init import init
 
 __all__ = [
     "Config",
@@ -17,3 +24,24 @@ __all__ = [
     "metrics",
     "wrap",
 ]
+
+# Imported when first used: `infinity doctor` must start where a native module does not, and
+# `infinity --help` without torch.
+_HOMES = {
+    "Config": "core.config",
+    "InfinityError": "core.errors",
+    "init": "surface.init",
+    **dict.fromkeys(("close", "gathered", "gradient", "metrics", "wrap"), "surface.engine"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -198,7 +198,7 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"loss_scale": 3.0}, "loss_scale cannot be used", "65536"),
         ({"chunk_elements": 65_537}, "chunk_elements cannot be used", "chunk_elements="),
         ({"block_bytes": 1000}, "block_bytes cannot be used", "block_bytes="),
-        ({"queue_depth": 0}, "queue_depth cannot be used", "queue_depth=32"),
+        ({"queue_depth": 0}, "queue_depth cannot be used", "queue_depth=None"),
         ({"update_depth": 1.0}, "update_depth cannot be used", "update_depth=3"),
         ({"threads": 0}, "threads cannot be used", "threads="),
         ({"durable": 0}, "durable cannot be used", "durable=False"),

@@ -17,6 +17,8 @@ from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
 Placement = Mapping[Tier, float]
 _PLACED = ("parameters", "optimizer_state", "gradients")
 UPDATES = ("overlap", "sync")
+#: What a ring takes where neither the user nor `infinity tune` says anything.
+BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
 
 
@@ -58,8 +60,9 @@ class Config:
         update_depth: chunks in the update pipeline at once (read, update, write).
         read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
             runs, as far as `host_memory` leaves room.
-        block_bytes: largest single I/O request, in bytes, a multiple of 4096.
-        queue_depth: requests in the kernel at once, per directory.
+        block_bytes: largest single I/O request, in bytes, a multiple of 4096; None: what
+            `infinity tune` found for the drive, else 1 MiB.
+        queue_depth: requests in the kernel at once, per directory; None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
         io_deadline: seconds after which an unfinished transfer is an error.
         threads: threads of the CPU Adam; None: one per core that this process may use.
@@ -87,8 +90,8 @@ class Config:
     chunk_elements: int = 2 * MiB
     update_depth: int = 3
     read_ahead_memory: int | str = GiB
-    block_bytes: int | str = MiB
-    queue_depth: int = 32
+    block_bytes: int | str | None = None
+    queue_depth: int | None = None
     aio_backend: str = "auto"
     io_deadline: float = 120.0
     threads: int | None = None
@@ -180,7 +183,7 @@ class Config:
             ("threads", 1, 1),
         ):
             value = getattr(self, name)
-            if name == "threads" and value is None:
+            if value is None and name in ("threads", "block_bytes", "queue_depth"):
                 continue
             if not isinstance(value, int) or value < least or value % multiple:
                 wanted = f"an integer ≥ {least}" + (f", a multiple of {multiple}" if multiple > 1 else "")

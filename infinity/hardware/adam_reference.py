@@ -15,7 +15,7 @@ import torch
 
 from infinity.core.sizes import SPAN
 
-from .cpu_adam import _CODES, Segment, _bad_segment, _check, _check_disjoint, _native, _pack, _state, _wrong
+from .cpu_adam import _CODES, Segment, _bad_segment, _check, _check_disjoint, _derive, _state, _wrong
 
 _COLUMNS: Final = 16  # of a span's tree: [Note: the halving tree] in adam_lane.inl
 
@@ -67,7 +67,7 @@ def adamw_reference_segments(
     end = 0
     for index, segment in enumerate(segments):
         try:
-            scalars = _native.derive(_pack((segment,)))
+            scalars = _derive(segment)
         except ValueError as error:
             raise _bad_segment(error, index) from error
         if segment.start < end or segment.start + segment.numel > master.numel():

@@ -9,6 +9,7 @@ others import from here.
 
 from __future__ import annotations
 
+import contextlib
 import errno as numbers
 import os
 import time
@@ -16,7 +17,9 @@ import weakref
 import zlib
 from typing import Any, NamedTuple
 
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import (
+    BackendError,
     ClosedError,
     ConfigError,
     DeadlineError,
@@ -25,6 +28,7 @@ from infinity.core.errors import (
 
 from .aio_file import ALIGNMENT, CURES, POLL_MS, DirectFile, Priority, Ticket, ffi, lib
 from .aio_probe import BACKENDS, available_backends, choose_backend, ring_options
+from .tuned import tuned
 
 __all__ = [
     "ALIGNMENT",
@@ -38,6 +42,7 @@ __all__ = [
     "crc32c",
     "crc32c_combine",
     "crc32c_zeros",
+    "open_ring",
 ]
 
 
@@ -343,3 +348,30 @@ def crc32c_zeros(nbytes: int) -> int:
 def crc32c_combine(first: int, second: int, nbytes: int) -> int:
     """Return the CRC-32C of two pieces, from theirs and the length of the second, in bytes."""
     return int(lib.aio_crc32c_combine(first, second, nbytes))
+
+
+def open_ring(
+    name: str,
+    folder: str,
+    backend: str,
+    block_bytes: int | None,
+    queue_depth: int | None,
+    deadline: float,
+    delay_seed: int | None,
+) -> Ring:
+    """Return the ring of `folder`: what is ``auto`` or None is what `infinity tune` found for the
+    drive, else a default."""
+    found = tuned(folder)
+    settings: dict[str, Any] = {
+        "path": folder,
+        "block_bytes": block_bytes or (found.block_bytes if found else BLOCK_BYTES),
+        "queue_depth": queue_depth or (found.queue_depth if found else QUEUE_DEPTH),
+        "threads": found.threads if found else 4,
+        "deadline": deadline,
+        "delay_seed": delay_seed,
+    }
+    if found and backend == "auto" and not os.environ.get("INFINITY_AIO"):
+        # What worked when it was measured may be forbidden here: then it is as if nothing was.
+        with contextlib.suppress(BackendError):
+            return Ring(name, backend=found.backend, **settings)
+    return Ring(name, backend=backend, **settings)

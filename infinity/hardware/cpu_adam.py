@@ -322,6 +322,13 @@ def _pack(segments: Sequence[Segment]) -> bytes:
         raise _bad_segment(error) from error
 
 
+def _derive(
+    segment: Segment,
+) -> tuple[float, float, float, float, float, float, float, float, float, bool]:
+    """Return the kernel's own scalars of a segment, each rounded to float32 once."""
+    return _native.derive(_pack((segment,)))
+
+
 def _bad_segment(error: Exception, index: int | None = None) -> ParameterError:
     found = str(error) if index is None else str(error).replace("segment 0", f"segment {index}")
     return _wrong(

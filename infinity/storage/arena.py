@@ -28,6 +28,7 @@ import fcntl
 import os
 import stat
 import struct
+import time
 import warnings
 import weakref
 from typing import Final
@@ -44,6 +45,7 @@ _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_LOCK_SECONDS: Final = 2.0
 
 
 class Arena:
@@ -134,10 +136,7 @@ class Arena:
             held = os.fstat(self.fd)
             if not stat.S_ISREG(held.st_mode):
                 raise self._in_the_way(self.path, "a regular file of our own", errno.EEXIST)
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise self._in_use() from error
+            self._lock()
             try:
                 there = os.stat(self.name, dir_fd=self._folder, follow_symlinks=False)
             except FileNotFoundError:
@@ -147,6 +146,19 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
         raise self._in_use()
+
+    def _lock(self) -> None:
+        # io_uring lets go of a killed process's files a moment after the process is gone.
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise self._in_use() from error
+                time.sleep(0.02)
+            else:
+                return
 
     def _open_file(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
-from infinity.core.sizes import ALIGNMENT, MiB, Tier, ceil_to
-from infinity.hardware.aio import Priority, Ring, RingStats
+from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
+from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
 
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
@@ -50,7 +50,8 @@ class Store:
         slots: versions of each versioned part on NVMe, 1 or 2.
         rank: number of this rank; each has its own arenas.
         weights: bandwidth of each directory in any unit; None: equal.
-        backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring.
+        backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
+            ``auto`` or None is what `infinity tune` found for the drive, else a default.
         register, unregister: pin the memory of the host tier for a device.
 
     Raises:
@@ -70,8 +71,8 @@ class Store:
         rank: int = 0,
         weights: Sequence[float] | None = None,
         backend: str = "auto",
-        block_bytes: int = MiB,
-        queue_depth: int = 32,
+        block_bytes: int | None = None,
+        queue_depth: int | None = None,
         deadline: float = 120.0,
         delay_seed: int | None = None,
         register: Register | None = None,
@@ -94,15 +95,9 @@ class Store:
                 for directory, nbytes in zip(directories, self.layout.arena_nbytes, strict=True):
                     self._arenas.append(Arena(directory, nbytes, rank=rank))
             for index, arena in enumerate(self._arenas):
-                ring = Ring(
-                    f"nvme{index}",
-                    path=os.path.dirname(arena.path),
-                    backend=backend,
-                    block_bytes=block_bytes,
-                    queue_depth=queue_depth,
-                    deadline=deadline,
-                    delay_seed=None if delay_seed is None else delay_seed + index,
-                )
+                folder = os.path.dirname(arena.path)
+                seed = None if delay_seed is None else delay_seed + index
+                ring = open_ring(f"nvme{index}", folder, backend, block_bytes, queue_depth, deadline, seed)
                 self._rings.append(ring)
                 ring.register_file(arena.file)
                 for address, size in pool.buffers():

@@ -76,7 +76,7 @@ class Engine:
                 directories=config.directories,
                 pool=pool,
                 backend=config.aio_backend,
-                block_bytes=int(config.block_bytes),
+                block_bytes=config.block_bytes,  # type: ignore[arg-type]
                 queue_depth=config.queue_depth,
                 deadline=config.io_deadline,
             )

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import click
 
-from infinity.core.config import Config
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
@@ -62,13 +62,13 @@ class Request:
 
 def settings_of(request: Request) -> list[Settings]:
     """Return the settings to be measured."""
-    config, full = Config(), request.mode == "full"
+    full = request.mode == "full"
     backends = request.backends
     if not backends and full:
         found = [available_backends(directory) for directory in request.directories]
         backends = tuple(name for name in BACKENDS if all(each[name] == "ok" for each in found))
-    blocks = request.blocks or (_SWEEP["block"] if full else (int(config.block_bytes),))
-    depths = request.depths or (_SWEEP["depth"] if full else (config.queue_depth,))
+    blocks = request.blocks or (_SWEEP["block"] if full else (BLOCK_BYTES,))
+    depths = request.depths or (_SWEEP["depth"] if full else (QUEUE_DEPTH,))
     settings: list[Settings] = []
     for backend, block, depth in itertools.product(backends or ("auto",), blocks, depths):
         swept = request.threads or (_SWEEP["threads"] if full and backend == "threads" else (4,))

@@ -191,9 +191,7 @@ def _loop(
 
 def _finish_updates(optimizer: OffloadOptimizer) -> None:
     """Wait for the update that may still be under way behind the last step: its bytes count."""
-    wait = getattr(engine_of(optimizer), "quiesce", None)
-    if wait is not None:
-        wait()
+    engine_of(optimizer).quiesce()
 
 
 def _record(
