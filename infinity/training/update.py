@@ -128,6 +128,7 @@ class Updater:
         lease = visit.copy_lease
         if fetch is not None and lease is not None:
             self._fetcher.supply(fetch, chunk, *lease)
+        visit.arrive()
         self._pending.finish(chunk)
 
 

@@ -194,6 +194,15 @@ class ChunkVisit:
                 device = self._places.device
                 self._events.append(device.h2d(self.device_copy, source, device.mark()))
 
+    def arrive(self) -> None:
+        """Block until what the update made for the device is there: the user's stream does not wait
+        for what this thread has put on another."""
+        for event in self._events:
+            event.wait()
+        mark = self._places.device.mark() if self._plan.state_tier is Tier.DEVICE else None
+        if mark is not None:
+            mark.wait()
+
     def done(self) -> bool:
         """Return whether `leave` would not wait."""
         return all(t.done for t in self._transfers) and all(e.done() for e in self._events)
