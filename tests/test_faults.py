@@ -291,6 +291,35 @@ def test_a_drive_that_lies_is_found_out(faultfs: Path, tmp_path: Path) -> None:
         assert caught.value.path is not None
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("update", ["sync", "overlap"])
+def test_a_write_that_fails_behind_the_last_step_is_told_once(
+    faultfs: Path, tmp_path: Path, update: str
+) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        run = Training(fs.path, update=update).wrap()
+        told: list[TransferError] = []
+
+        def tell(call: Any) -> None:
+            try:
+                call()
+            except TransferError as error:
+                told.append(error)
+
+        def step() -> None:
+            run.steps(1)
+            with infinity.gathered(run.model):  # every kernel of the update has run
+                time.sleep(0.2)
+
+        fs.disarm()
+        step()
+        fs.arm("write", "error", fs.seen("write"), value=errno.ENOSPC)  # the last of as many
+        tell(step)
+        assert fs.get("fired") == 1
+        tell(lambda: infinity.close(run.adam))
+        assert [error.errno for error in told] == [errno.ENOSPC]
+
+
 # ------------------------------------------------------------------------------- processes
 
 _CHILD = """

@@ -225,21 +225,28 @@ class Engine:
         self._last_step_end = now
 
     def close(self) -> None:
-        """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released."""
+        """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
+
+        Raises:
+            StorageError: what is on NVMe could not be finished or removed; or an update behind the
+                last step failed, and no call since has said so.
+        """
         if not self._closed:
             self._closed = True
             self._finalizer()
+            self.pending.check_once()
 
 
 def _shut_down(
     updater: Updater, fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
 ) -> None:
-    updater.close()
-    fetcher.close()
-    gradients.close()
-    device.close()
-    store.close()
-    pool.close()
+    with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
+        stack.callback(pool.close)
+        stack.callback(store.close)
+        stack.callback(device.close)
+        stack.callback(gradients.close)
+        stack.callback(fetcher.close)
+        stack.callback(updater.close)
 
 
 # -- what a user calls ----------------------------------------------------------------------

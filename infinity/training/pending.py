@@ -24,6 +24,7 @@ class Pending:
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
+        self._told = False
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
@@ -61,7 +62,13 @@ class Pending:
         """Raise the error of an update, if one failed."""
         error = self._error
         if error is not None:
+            self._told = True
             raise _again(error)
+
+    def check_once(self) -> None:
+        """Raise the error of an update, if nobody was told of it."""
+        if not self._told:
+            self.check()
 
     def busy(self) -> bool:
         """Return whether anything still waits for its update."""
