@@ -46,7 +46,7 @@ class Engine:
 
         import infinity
         from infinity.hardware import cpu_adam
-        from infinity.hardware.aio import DirectFile, Ring
+        from infinity.hardware.aio import DirectFile, open_ring
         from infinity.surface.engine import engine_of
 
         torch.set_num_threads(args.threads)
@@ -81,13 +81,7 @@ class Engine:
             for start in range(0, self.nbytes, len(piece)):
                 file.write(piece[: self.nbytes - start])
             os.fsync(file.fileno())
-        self.ring = Ring(
-            "benchmark",
-            path=args.directory,
-            backend=self.config.aio_backend,
-            block_bytes=int(self.config.block_bytes),  # type: ignore[arg-type]
-            queue_depth=self.config.queue_depth,
-        )
+        self.ring = open_ring("benchmark", args.directory, "auto", None, None, 120.0, None)
         self.file = DirectFile.open(self.path)
         self.ring.register_file(self.file)
         for address, size in self.engine.pool.buffers():

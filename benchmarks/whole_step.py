@@ -10,6 +10,8 @@ mode            infinity                                          DeepSpeed, ZeR
 state-on-nvme   state on NVMe, parameters on the device           optimizer offloaded to nvme
 all-on-host     parameters, gradients and state on the host       optimizer offloaded to cpu
 all-on-nvme     parameters, gradients and state on NVMe           optimizer and parameters to nvme
+state-on-host   state on the host, parameters on the device       optimizer offloaded to cpu
+in-memory       everything on the device                          optimizer offloaded to cpu
 
 The third contestant is plain torch, all in memory, with its fused AdamW. Where DeepSpeed fails, its error
 is part of the result.
@@ -45,6 +47,10 @@ MODES: dict[str, dict[str, dict[str, str]]] = {
     "all-on-nvme": {
         "infinity": {"parameters": "nvme", "gradients": "nvme", "optimizer_state": "nvme"},
         "deepspeed": {"state": "nvme", "parameters": "nvme"},
+    },
+    "state-on-host": {
+        "infinity": {"parameters": "device", "gradients": "host", "optimizer_state": "host"},
+        "deepspeed": {"state": "cpu", "parameters": "device"},
     },
     "in-memory": {
         "infinity": {"parameters": "device", "gradients": "device", "optimizer_state": "device"},
