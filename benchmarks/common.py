@@ -96,15 +96,15 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """Ask it to end; after 60 s kill it."""
+        """Ask it to end; after 20 s kill it."""
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(60)
+            self._process.wait(20)
 
     def log(self) -> str:
         """Return the end of what it printed."""
