@@ -37,7 +37,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .fault_cases import BACKENDS, Injection, Outcome, all_injections, problem, sample, thorough
+from .fault_cases import BACKENDS, SLOW, Injection, Outcome, all_injections, problem, sample, thorough
 
 _ROOT = Path(__file__).parents[1]
 OPS = {"read": 1, "write": 2, "fsync": 3, "fallocate": 4, "create": 5, "mkdir": 6, "truncate": 7}
@@ -469,7 +469,10 @@ def _be_server(injections: list[Injection], binary: Path, folder: Path, queue: i
             with open(folder / "outcomes", "w") as file:
                 while number := os.read(queue, 4):
                     (k,) = struct.unpack("=I", number)
-                    file.write(json.dumps([k, asdict(server.run(injections[k]))]) + "\n")
+                    outcome = server.run(injections[k])
+                    if max(outcome.seconds, outcome.close_seconds) > SLOW:
+                        outcome = server.run(injections[k])  # perhaps the machine stood still
+                    file.write(json.dumps([k, asdict(outcome)]) + "\n")
                     file.flush()
         finally:
             server.close()
