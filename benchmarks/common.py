@@ -39,7 +39,11 @@ class ChildError(RuntimeError):
     """A contestant ended, or did not answer in time. `log` is the end of what it printed."""
 
     def __init__(self, what: str, code: int | None, log: str) -> None:
-        super().__init__(f"{what} (exit status {code})\n{log}")
+        said = [line for line in log.splitlines() if line.strip()]
+        self.reason = next((x for x in reversed(said) if "Error" in x), said[-1] if said else "").strip()
+        if code is not None and code < 0:
+            self.reason = f"ended by {signal.Signals(-code).name}: is there enough memory?"
+        super().__init__(f"{what}: {self.reason} (exit status {code})\n{log}")
         self.code = code
         self.log = log
 
@@ -65,6 +69,8 @@ class Child:
             bufsize=1,
             env={**os.environ, **(env or {})},
         )
+        with contextlib.suppress(OSError):  # if memory runs out, this and nobody else's work is to end
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
         threading.Thread(target=self._listen, name=f"{name}-output", daemon=True).start()
         try:
             self.ready = self._answer()
@@ -188,6 +194,14 @@ def status(pid: int) -> dict[str, int]:
         if value.endswith("kB"):
             found[name] = int(value.split()[0]) * 1024
     return found
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that could still be taken (MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
 def io_bytes(pid: int) -> tuple[int, int]:

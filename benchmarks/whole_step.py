@@ -45,7 +45,13 @@ MODES: dict[str, dict[str, dict[str, str]]] = {
         "deepspeed": {"state": "cpu", "parameters": "device"},
     },
     "all-on-nvme": {
-        "infinity": {"parameters": "nvme", "gradients": "nvme", "optimizer_state": "nvme"},
+        "infinity": {
+            "parameters": "nvme",
+            "gradients": "nvme",
+            "optimizer_state": "nvme",
+            "device_memory": "1GiB",
+            "host_memory": "1GiB",
+        },
         "deepspeed": {"state": "nvme", "parameters": "nvme"},
     },
     "state-on-host": {
@@ -58,6 +64,9 @@ MODES: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 TARGETS = {"state-on-nvme": {"of_deepspeed": 1.5}}
+#: Host memory that a contestant takes at its peak with everything on a CPU, in bytes per parameter, and
+#: beside the model. Measured, rounded up: all contestants of a mode are alive at once.
+MEMORY = {"infinity": (20, 1 << 30), "torch": (20, 1 << 30), "deepspeed": (60, 2 << 30)}
 
 
 # -- the children -----------------------------------------------------------------------------------
@@ -171,6 +180,18 @@ def serve(args: argparse.Namespace) -> None:
 # -- the parent ---------------------------------------------------------------------------------------
 
 
+def check_memory(args: argparse.Namespace) -> None:
+    """Exit if the contestants do not fit this machine's memory together: the kernel would end one."""
+    names = [n for n in args.contestants if n != "deepspeed" or args.deepspeed_python]
+    params = (12 * args.layers * args.width + args.vocabulary + args.positions) * args.width
+    need = sum(MEMORY[n][0] * params + MEMORY[n][1] for n in names)
+    if not args.device.startswith("cuda") and need > common.available_memory():
+        sys.exit(
+            f"{', '.join(names)} together need about {need / 1e9:.1f} GB of memory, "
+            f"{common.available_memory() / 1e9:.1f} are available: name fewer with --contestants"
+        )
+
+
 def start(name: str, mode: str, folder: str, args: argparse.Namespace) -> common.Child:
     """Start one contestant."""
     own = os.path.join(folder, f"{mode}-{name}")
@@ -208,10 +229,9 @@ def measure(mode: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
         if child is not None:
             child.close()
         said = [line for line in error.log.splitlines() if line.strip()]
-        last = next((line for line in reversed(said) if "Error" in line), said[-1] if said else "")
-        errors[name] = {"error": last.strip(), "exit_status": error.code, "log": said[-25:]}
+        errors[name] = {"error": error.reason, "exit_status": error.code, "log": said[-25:]}
         samples.pop(name, None)
-        print(f"{mode}: {name} failed: {last.strip()[:200]}", file=sys.stderr)
+        print(f"{mode}: {name} failed: {error.reason[:200]}", file=sys.stderr)
         if name == "infinity":
             print("\n".join(said), file=sys.stderr)
 
@@ -323,6 +343,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve(args)
+    check_memory(args)
     if args.burst is None:
         args.burst = 1 if args.update == "sync" else 4
     hardware = common.hardware(args.directory)
