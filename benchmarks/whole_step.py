@@ -66,7 +66,7 @@ MODES: dict[str, dict[str, dict[str, str]]] = {
 TARGETS = {"state-on-nvme": {"of_deepspeed": 1.5}}
 #: Host memory that a contestant takes at its peak with everything on a CPU, in bytes per parameter, and
 #: beside the model. Measured, rounded up: all contestants of a mode are alive at once.
-MEMORY = {"infinity": (20, 1 << 30), "torch": (20, 1 << 30), "deepspeed": (60, 2 << 30)}
+MEMORY = {"infinity": (16, 1 << 30), "torch": (16, 1 << 30), "deepspeed": (50, 1 << 30)}
 
 
 # -- the children -----------------------------------------------------------------------------------

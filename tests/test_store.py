@@ -38,7 +38,7 @@ from infinity.core.errors import (
     TransferError,
 )
 from infinity.core.sizes import Tier
-from infinity.hardware.aio import DirectFile, crc32c
+from infinity.hardware.aio import DirectFile, available_backends, crc32c
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import PartSpec, Store, Transfer
 
@@ -773,7 +773,8 @@ from infinity.core.sizes import Tier
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import PartSpec, Store
 pool = PinnedPool({"a": (8192, 1)}, protect=True)
-store = Store([{"x": PartSpec((4096,), Tier.NVME, False, "x")}], directories=[sys.argv[1]], pool=pool)
+store = Store([{"x": PartSpec((4096,), Tier.NVME, False, "x")}], directories=[sys.argv[1]], pool=pool,
+              backend=sys.argv[3])
 lease = pool.lease("a", 8192)
 view = lease.tensor()
 store._rings[0].hold(True)
@@ -785,13 +786,31 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.parametrize("backend", ["libaio", "syscall", "uring", "threads"])
 @pytest.mark.parametrize("call", ["read", "write"])
-def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str) -> None:
+def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str, backend: str) -> None:
+    if available_backends(str(tmp_path))[backend] != "ok":
+        pytest.skip(f"{backend} does not work here")
     result = subprocess.run(
-        [sys.executable, "-c", _TOUCH, str(tmp_path), call], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _TOUCH, str(tmp_path), call, backend],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.stdout == "ready\n", result
     assert result.returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("backend", ["libaio", "syscall", "uring", "threads"])
+def test_every_backend_moves_the_right_bytes_through_a_protected_pool(tmp_path: Path, backend: str) -> None:
+    if available_backends(str(tmp_path))[backend] != "ok":
+        pytest.skip(f"{backend} does not work here")
+    pool = pool_of(protect=True)
+    with store_of(tmp_path, pool=pool, backend=backend) as store, pool.lease("a", ROOM) as lease:
+        for value in (3, 7):
+            put(store, lease, 1, value)
+            fill(lease, 0)
+            assert get(store, lease, 1, "copy") == bytes([value]) * 2 * PAGE
 
 
 # ------------------------------------------------------------------------------- runs

@@ -232,3 +232,29 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     assert tuned(str(tmp_path)) is None
     with pytest.raises(DirectoryError, match="XDG_CONFIG_HOME"):
         remember(str(tmp_path), SOME, {})
+
+
+def test_chunks_are_placed_by_measured_bandwidth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.core.sizes import Tier
+    from infinity.hardware import tuned as kept
+    from infinity.storage.pinned import PinnedPool
+    from infinity.storage.store import PartSpec, Store
+
+    folders = [str(tmp_path / name) for name in ("slow", "fast")]
+    for folder in folders:
+        Path(folder).mkdir()
+    # Two directories of one drive here, so the drives are told apart by name.
+    monkeypatch.setattr(kept, "drive_key", os.path.basename)
+    settings = kept.TunedSettings(65536, 4, "threads", 2)
+
+    def shares() -> list[int]:
+        chunks = [{"x": PartSpec((4096,), Tier.NVME, False, "x")}] * 40
+        store = Store(chunks, directories=folders, pool=PinnedPool({"a": (4096, 1)}))
+        counts = [int((store.layout.directory == i).sum()) for i in range(2)]
+        store.close()
+        return counts
+
+    kept.remember(folders[0], settings, {"score_bytes_per_second": 1e9})
+    assert shares() == [20, 20]
+    kept.remember(folders[1], settings, {"score_bytes_per_second": 3e9})
+    assert shares() == [10, 30]

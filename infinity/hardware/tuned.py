@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -78,6 +78,23 @@ def tuned(path: str | None) -> TunedSettings | None:
     found = _parse(entry)
     if found is None:
         _log.warning("%s: the settings for %s are damaged; run `infinity tune` again", settings_file(), path)
+    return found
+
+
+def bandwidths(paths: Sequence[str]) -> list[float] | None:
+    """Return bytes per second of the mixed traffic that `infinity tune` measured on the drive below
+    each of `paths`; None unless it has measured them all."""
+    found = []
+    for path in paths:
+        try:
+            entry = _read().get(drive_key(path))
+        except OSError:
+            return None
+        measured = entry.get("measured") if isinstance(entry, dict) else None
+        value = measured.get("score_bytes_per_second") if isinstance(measured, dict) else None
+        if not isinstance(value, (int, float)) or not 0 < value < 1e15:
+            return None
+        found.append(float(value))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
+from infinity.hardware.tuned import bandwidths
 
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
@@ -49,7 +50,8 @@ class Store:
         pool: lends the leases; its memory is registered with the rings.
         slots: versions of each versioned part on NVMe, 1 or 2.
         rank: number of this rank; each has its own arenas.
-        weights: bandwidth of each directory in any unit; None: equal.
+        weights: bandwidth of each directory in any unit; None: as `infinity tune` measured them, or
+            equal where it has not.
         backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
             ``auto`` or None is what `infinity tune` found for the drive, else a default.
         register, unregister: pin the memory of the host tier for a device.
@@ -78,6 +80,8 @@ class Store:
         register: Register | None = None,
         unregister: Register | None = None,
     ) -> None:
+        if weights is None and len(directories) > 1:
+            weights = bandwidths(directories)
         self.layout = Layout(chunks, len(directories), weights=weights, slots=slots)
         self.table = ChunkTable(self.layout)
         self._order = Order(self.layout, self.table, self._start)
