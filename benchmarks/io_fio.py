@@ -223,6 +223,7 @@ def main() -> None:
         fio = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
         content = {
             "benchmark": "io_fio",
+            "command": "python " + " ".join(["benchmarks/io_fio.py", *map(os.path.basename, sys.argv[1:])]),
             "fio": fio,
             "kernel": platform.release(),
             "cpus": os.cpu_count(),
