@@ -105,11 +105,14 @@ lint: $(VENV)/.tools
 types: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/mypy
 
+# Needs an otherwise idle machine, and a few GB of disk. See benchmarks/README.md for the peers.
 bench: $(VENV)/.built $(VENV)/.tools
-	@for script in benchmarks/bench_*.py; do \
-	  [ -e "$$script" ] || { echo "no benchmarks yet"; break; }; \
-	  echo "$$script"; $(BIN)/python "$$script"; \
-	done
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/adam.py --output runs/bench/adam.json
+	$(BIN)/python benchmarks/optimizer_step.py --directory runs/bench --output runs/bench/optimizer_step.json
+	$(BIN)/python benchmarks/whole_step.py --directory runs/bench --output runs/bench/whole_step.json
+	if command -v fio >/dev/null; then \
+	  $(BIN)/python benchmarks/io_fio.py --directory runs/bench --json runs/bench/io_fio.json; fi
 
 clean:
 	rm -rf $(VENV) $(CLEAN) .pytest_cache .mypy_cache .ruff_cache .hypothesis
