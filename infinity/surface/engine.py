@@ -79,6 +79,8 @@ class Engine:
                 block_bytes=config.block_bytes,  # type: ignore[arg-type]
                 queue_depth=config.queue_depth,
                 deadline=config.io_deadline,
+                register=device.register if device.staged else None,
+                unregister=device.unregister if device.staged else None,
             )
             undo.callback(store.close)
             self._build(

@@ -16,7 +16,7 @@ import torch
 from infinity.core.sizes import ceil_to
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.aio import Priority
-from infinity.hardware.device import HostStream, Task
+from infinity.hardware.device import Event, HostStream, Task
 from infinity.planning.partition import Chunk
 
 from .fetch import Fetcher
@@ -71,8 +71,9 @@ class Updater:
         if self._stream is None:
             self._stream = HostStream("update")
         ahead = self._take_ahead()
+        after = self._places.device.mark()  # the user's stream may still make what the update reads
         self._pending.post(u.chunk for u in work)
-        self._task = self._stream.submit(lambda: self._work(work, ahead))
+        self._task = self._stream.submit(lambda: self._work(work, ahead, after))
 
     def wait(self) -> None:
         """Block until what was posted is complete on its tier; raise what went wrong."""
@@ -116,8 +117,9 @@ class Updater:
         ahead, self._ahead = self._ahead, deque()
         return ahead
 
-    def _work(self, work: Sequence[ChunkUpdate], ahead: deque[ChunkVisit]) -> None:
+    def _work(self, work: Sequence[ChunkUpdate], ahead: deque[ChunkVisit], after: Event | None) -> None:
         try:
+            self._places.device.wait_on_device(after)
             _run(self._places, work, ahead, self._finish)
         except BaseException as error:
             self._pending.fail(error)
