@@ -18,6 +18,7 @@ __all__ = [
     "InfinityError",
     "__version__",
     "close",
+    "flush",
     "gathered",
     "gradient",
     "init",
@@ -31,7 +32,7 @@ _HOMES = {
     "Config": "core.config",
     "InfinityError": "core.errors",
     "init": "surface.init",
-    **dict.fromkeys(("close", "gathered", "gradient", "metrics", "wrap"), "surface.engine"),
+    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "wrap"), "surface.engine"),
 }
 
 

@@ -33,9 +33,9 @@ class Gate:
         self.computed = 0
         inner = update._compute
 
-        def compute(*args: Any) -> None:
+        def compute(*args: Any, **mode: Any) -> None:
             assert self._open.wait(60)
-            inner(*args)
+            inner(*args, **mode)
             self.computed += 1
 
         monkeypatch.setattr(update, "_compute", compute)
@@ -80,6 +80,31 @@ def test_step_returns_before_the_update_and_the_forward_waits_for_it(
     sync_optimizer.step()
     assert that.loss(sync_model, that.batches[1]).item() == loss
     infinity.close(sync_optimizer)
+
+
+@pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
+def test_a_delayed_update_runs_beside_forward_and_backward(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, model, optimizer = wrapped(tmp_path, update="delayed", delay_warmup_steps=1, **settings)
+    for step in range(3):
+        backward(this, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    engine.updater.wait()
+    backward(this, 3)
+    gate = Gate(monkeypatch)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(this, 4)  # all of it, gradients included
+    engine.gradients.wait()
+    assert gate.computed == 0
+    assert engine.pending.busy()
+    gate.open_soon()
+    optimizer.step()
+    assert gate.computed >= len(engine.pending._chunks)
+    infinity.close(optimizer)
 
 
 def test_a_look_at_a_resident_parameter_waits_for_its_unit_only(

@@ -16,7 +16,7 @@ from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
 
 Placement = Mapping[Tier, float]
 _PLACED = ("parameters", "optimizer_state", "gradients")
-UPDATES = ("overlap", "sync")
+UPDATES = ("overlap", "sync", "delayed")
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
@@ -51,6 +51,10 @@ class Config:
         update: ``"overlap"``: `step()` returns when it has the gradients, their norm and the
             scalars; units are updated behind the next forward, each before it is used.
             ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
+            ``"delayed"``: after `delay_warmup_steps`, forward and backward run beside the update of
+            the step before and use the parameters before it. This changes the result: AdamW can be
+            sensitive to a staleness of one step.
+        delay_warmup_steps: updates that are made without delay at first; only for ``"delayed"``.
         durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
@@ -83,6 +87,7 @@ class Config:
     max_grad_norm: float | None = None
     units: Sequence[str] | None = None
     update: str = "overlap"
+    delay_warmup_steps: int = 40
     durable: bool = False
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
@@ -181,6 +186,7 @@ class Config:
             ("queue_depth", 1, 1),
             ("loss_scale_window", 1, 1),
             ("threads", 1, 1),
+            ("delay_warmup_steps", 0, 1),
         ):
             value = getattr(self, name)
             if value is None and name in ("threads", "block_bytes", "queue_depth"):

@@ -29,6 +29,7 @@ from .partition import ChunkPlan, UnitLayout
 #: What the fetch quota aims at; more hides no more of a drive's latency.
 _FETCH_TARGET = 64 * MiB
 _GRADIENT_SLOTS = 4
+_SPARE = "parameters being updated"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def footprint(
                 "optimizer state",
                 state_nbytes * (versions if plan.state_tier is nvme else 1),
             )
-            add(plan.gradient_tier, "gradients", plan.gradient_nbytes)
+            add(plan.spare_tier, _SPARE, plan.copy_nbytes)
+            add(plan.gradient_tier, "gradients", plan.gradient_nbytes * plan.gradient_slots)
             if plan.copy_tier is nvme:
                 chunks_on_nvme += 1
                 fetch_slot = max(fetch_slot, plan.copy_nbytes)
@@ -238,6 +240,8 @@ def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dic
 def _host_cure(host: Mapping[str, int], state_alone: bool) -> str:
     if state_alone:
         largest = max(host, key=lambda k: host[k])
+        if largest == _SPARE:
+            return 'raise host_memory, or take update="overlap", which needs no second copy'
         setting = largest.replace(" ", "_")
         return f'raise host_memory, or place more elsewhere: {setting}="nvme"'
     return "raise host_memory, or lower chunk_elements (the leases are a few chunks each)"

@@ -22,6 +22,10 @@ import torch
 
 from infinity.core.sizes import RUN_ELEMENTS, SEGMENT_ELEMENTS, SPAN, Tier, ceil_to
 
+#: The parts of a chunk in the store that its copy, and its gradient, can be in.
+COPY_PARTS = ("copy", "spare")
+GRADIENT_PARTS = ("gradient", "next gradient")
+
 
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `dtype` is that of its copy; `group` is the index of
@@ -229,6 +233,8 @@ class ChunkPlan(NamedTuple):
     state_sections: tuple[int, ...]  # [master,] exp_avg, exp_avg_sq
     gradient_tier: Tier | None
     gradient_nbytes: int  # room for fp32: a gradient is fp32 once it accumulates
+    spare_tier: Tier | None = None  # of a second copy, of the same size, into which delayed updates write
+    gradient_slots: int = 1  # two when a backward runs beside the update before it
 
     @property
     def copy_is_master(self) -> bool:
@@ -236,8 +242,11 @@ class ChunkPlan(NamedTuple):
         return len(self.state_sections) == 2
 
 
-def plan_chunks(layouts: Sequence[UnitLayout], assignment: Assignment) -> tuple[ChunkPlan, ...]:
-    """Return the parts of every chunk, by chunk id."""
+def plan_chunks(
+    layouts: Sequence[UnitLayout], assignment: Assignment, *, delayed: bool = False
+) -> tuple[ChunkPlan, ...]:
+    """Return the parts of every chunk, by chunk id. `delayed`: updates are one step behind, which
+    takes a second copy and a second gradient."""
     plans = []
     for unit in layouts:
         copy_tier = assignment.copies[unit.index]
@@ -247,6 +256,9 @@ def plan_chunks(layouts: Sequence[UnitLayout], assignment: Assignment) -> tuple[
                 continue
             state_tier = assignment.states[chunk.id]
             shared = chunk.dtype is torch.float32 and copy_tier is state_tier
+            # What forward and backward use on the device must stay as it is beside an update.
+            shared = shared and not (delayed and copy_tier is Tier.DEVICE)
+            spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
             plans.append(
                 ChunkPlan(
                     copy_tier,
@@ -255,6 +267,8 @@ def plan_chunks(layouts: Sequence[UnitLayout], assignment: Assignment) -> tuple[
                     (chunk.section_nbytes,) * (2 if shared else 3),
                     assignment.gradients[chunk.id],
                     chunk.section_nbytes,
+                    spare_tier if delayed else None,
+                    2 if delayed else 1,
                 )
             )
     return tuple(plans)

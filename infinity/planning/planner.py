@@ -348,7 +348,8 @@ class _Search:
 
 
 def _placed(layouts: Sequence[UnitLayout], config: Config) -> tuple[ChunkPlan, ...]:
-    return plan_chunks(layouts, assign(layouts, *(config.placements[kind] for kind in _KINDS)))
+    assignment = assign(layouts, *(config.placements[kind] for kind in _KINDS))
+    return plan_chunks(layouts, assignment, delayed=config.update == "delayed")
 
 
 def _rounded_up(nbytes: int) -> str:

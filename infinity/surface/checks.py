@@ -13,7 +13,7 @@ from infinity.core.sizes import Tier
 from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory
 from infinity.planning.footprint import Budget
-from infinity.planning.partition import ChunkPlan, ParamSpec
+from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS, ChunkPlan, ParamSpec
 from infinity.storage.layout import ChunkSpec, PartSpec
 from infinity.training.discover import UnitMembers
 from infinity.training.param import sharded_of
@@ -128,10 +128,13 @@ def chunk_specs(plans: Iterable[ChunkPlan]) -> list[ChunkSpec]:
         parts = {}
         if plan.copy_tier is not Tier.DEVICE:
             versioned = plan.state_tier is not None  # frozen copies are written once
-            parts["copy"] = PartSpec((plan.copy_nbytes,), plan.copy_tier, versioned, "copy")
+            parts[COPY_PARTS[0]] = PartSpec((plan.copy_nbytes,), plan.copy_tier, versioned, "copy")
+        if plan.spare_tier is not None:
+            parts[COPY_PARTS[1]] = PartSpec((plan.copy_nbytes,), plan.spare_tier, True, "spare")
         if plan.state_tier not in (None, Tier.DEVICE):
             parts["state"] = PartSpec(plan.state_sections, plan.state_tier, True, "state")
         if plan.gradient_tier not in (None, Tier.DEVICE):
-            parts["gradient"] = PartSpec((plan.gradient_nbytes,), plan.gradient_tier, False, "gradient")
+            for part in GRADIENT_PARTS[: plan.gradient_slots]:
+                parts[part] = PartSpec((plan.gradient_nbytes,), plan.gradient_tier, False, "gradient")
         specs.append(parts)
     return specs

@@ -20,6 +20,7 @@ from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
+from infinity.training.copies import Copies
 from infinity.training.discover import Scope, UnitMembers, discover
 from infinity.training.fetch import Fetcher
 from infinity.training.gradients import Gradients
@@ -59,7 +60,7 @@ class Engine:
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
         )
-        plans = plan_chunks(layouts, assignment)
+        plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
         self.budget = budget_of(config, device)
         self.footprint: Footprint = footprint(
             layouts, plans, [s.working_set for s in scopes], config, self.budget, staged=device.staged
@@ -119,12 +120,13 @@ class Engine:
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
-        self.residency = Residency(units, self.fetcher, capacity, device, self.pending)
+        self.copies = Copies(plans, store, device)
+        self.residency = Residency(units, self.fetcher, capacity, device, self.pending, self.copies)
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
             units, plans, store, pool, device, slots=quota.slots if quota else 0, pending=self.pending
         )
-        self.places = Places(units, plans, store, pool, device, self.gradients)
+        self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.places, self.pending, self.fetcher)
         self.states = States(self.places, self._room, self.quiesce)
         self._take_over(model, optimizer)
@@ -150,7 +152,8 @@ class Engine:
             gradients=self.gradients,
             states=self.states,
             updater=self.updater,
-            overlap=self.config.update == "overlap",
+            update=self.config.update,
+            delay_warmup_steps=self.config.delay_warmup_steps,
             params=self.params,
             decoupled=decoupled,
             max_grad_norm=self.config.max_grad_norm,
@@ -234,8 +237,14 @@ class Engine:
                 last step failed, and no call since has said so.
         """
         if not self._closed:
-            self._closed = True
-            self._finalizer()
+            try:
+                if self.copies.two and not self.pending.failed:
+                    self.states.check_edits()
+                    self.optimizer.flush()  # what is on the device is the newest then
+                    self.residency.resume_all()
+            finally:
+                self._closed = True
+                self._finalizer()
             self.pending.check_once()
 
 
@@ -333,7 +342,9 @@ def gathered(
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
-    engine.residency.acquire(indices, owner, note=False, keep=True)
+    if write and engine.copies.two:
+        engine.optimizer.flush()  # an edit is of the newest, and what comes after it sees it
+    engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.residency.release, indices, owner)
         if write:
@@ -374,10 +385,22 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
         "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
         "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
         "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "delayed/drift": engine.updater.drift.value,
         "fetch/units": float(engine.residency.fetches),
         "fetch/hits": float(engine.residency.hits),
     }
     return values
+
+
+def flush(thing: object) -> None:
+    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward uses
+    the newest parameters then, as it does at the end of the warm-up.
+
+    Raises:
+        ParameterError: that would change parameters inside a `gathered` block.
+        StorageError: an update failed.
+    """
+    engine_of(thing).optimizer.flush()
 
 
 def close(thing: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ReleasedParameterError
-from infinity.training.hooks import Hooks
+from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.param import ReleasedParameter, ShardedParam
 from infinity.training.state import States
 from infinity.training.unit import Residency
@@ -22,8 +22,8 @@ from infinity.training.unit import Residency
 class _Engine(Protocol):
     params: dict[nn.Parameter, ShardedParam]
     states: States
-    hooks: Hooks
     residency: Residency
+    optimizer: OffloadOptimizer
 
     def check(self) -> None: ...
 
@@ -35,11 +35,16 @@ def install(model: nn.Module, engine: _Engine) -> None:
     def own(module: nn.Module) -> list[ShardedParam]:
         return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
 
+    def outdated(sharded: ShardedParam) -> bool:
+        """Whether what is on the device is older than the last step (with delayed updates)."""
+        unit = engine.residency.units[sharded.unit]
+        return unit.resident and engine.residency.outdated(unit)
+
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        sharded = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
+        engine.check()
+        sharded = [s for s in own(module) if isinstance(s.param, ReleasedParameter) or outdated(s)]
         if not sharded:
             return
-        engine.check()
         if keep_vars:
             raise ReleasedParameterError(
                 "state_dict(keep_vars=True) of a model whose parameters are released",
@@ -52,6 +57,8 @@ def install(model: nn.Module, engine: _Engine) -> None:
         engine.states.check_room(everything if module is model or prefix else part)
         for s in sharded:
             s.on_detach = _copier(s)
+            if not isinstance(s.param, ReleasedParameter):
+                engine.residency.ask(engine.residency.units[s.unit])
 
     def _copier(sharded: ShardedParam) -> Callable[[], torch.Tensor]:
         return lambda: engine.states.copy_of(sharded)
@@ -59,10 +66,11 @@ def install(model: nn.Module, engine: _Engine) -> None:
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         for s in own(module):
             s.on_detach = None
+            engine.residency.resume(engine.residency.units[s.unit])
 
     def load_begins(module: nn.Module, *_: Any) -> None:
         engine.check()
-        engine.hooks.settle()
+        engine.optimizer.flush()
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

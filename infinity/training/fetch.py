@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,12 @@ class Fetch:
     """One unit on its way. `issued` is set when all its copies are on the copy stream (then
     `event` tells when they are done) or when it failed."""
 
-    def __init__(self, target: torch.Tensor, chunks: Sequence[Chunk], after: Event | None) -> None:
+    def __init__(
+        self, target: torch.Tensor, chunks: Sequence[Chunk], parts: Mapping[int, str], after: Event | None
+    ) -> None:
         self.target = target  # uint8, the unit's storage
         self.chunks = deque(chunks)
+        self.parts = parts  # by chunk id: the part that holds the version that is wanted
         self.after = after
         self.issued = threading.Event()
         self.event: Event | None = None
@@ -79,11 +82,18 @@ class Fetcher:
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def start(
-        self, target: torch.Tensor, chunks: Sequence[Chunk], after: Event | None, *, urgent: bool = False
+        self,
+        target: torch.Tensor,
+        chunks: Sequence[Chunk],
+        parts: Mapping[int, str],
+        after: Event | None,
+        *,
+        urgent: bool = False,
     ) -> Fetch:
-        """Queue the copies of `chunks` into `target` (uint8, as long as the unit's copy); an
-        urgent fetch goes before those that are only expected to be needed."""
-        fetch = Fetch(target, chunks, after)
+        """Queue the copies of `chunks` into `target` (uint8, as long as the unit's copy), from the
+        part that `parts` names for each; an urgent fetch goes before those that are only expected to
+        be needed."""
+        fetch = Fetch(target, chunks, parts, after)
         self._worker.add(fetch, urgent)
         return fetch
 
@@ -186,7 +196,7 @@ class _Worker:
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
-                if self._pending.has_chunk(chunk.id):
+                if self._pending.gates(chunk.id):
                     return
                 if plan.copy_tier is Tier.NVME:
                     self._bring_home(wait=False)
@@ -202,7 +212,7 @@ class _Worker:
                         continue
                     fetch.chunks.remove(chunk)
                 if lease is not None:
-                    transfer = self._store.read(chunk.id, "copy", lease)
+                    transfer = self._store.read(chunk.id, fetch.parts[chunk.id], lease)
             except BaseException as error:
                 if lease is not None:
                     lease.release()
@@ -218,7 +228,7 @@ class _Worker:
             return False
         first = self._waiting[0]
         try:
-            return not first.chunks or not self._pending.has_chunk(first.chunks[0].id)
+            return not first.chunks or not self._pending.gates(first.chunks[0].id)
         except Exception:
             return True  # to be told of it there
 
@@ -232,7 +242,7 @@ class _Worker:
                 source = (
                     lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
                     if lease is not None
-                    else self._store.view(chunk.id, "copy")
+                    else self._store.view(chunk.id, fetch.parts[chunk.id])
                 )
                 target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
                 fetch.event = self._device.h2d(target, source, fetch.after)

@@ -13,7 +13,7 @@ not depend on the tier, on the size of a chunk or on the instruction set.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from infinity.core.sizes import Tier, ceil_to
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event, HostStream, Task
-from infinity.planning.partition import Chunk, ChunkPlan, Segment
+from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan, Segment
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
@@ -41,12 +41,13 @@ class _Arrival(NamedTuple):
 class ChunkGradient:
     """What is known of one chunk's gradient. `dtype` None: its bytes mean nothing (zeros)."""
 
-    __slots__ = ("dtype", "present", "spans")
+    __slots__ = ("dtype", "present", "slot", "spans")
 
     def __init__(self, spans: int) -> None:
         self.dtype: torch.dtype | None = None
         self.present: set[int] = set()  # parameters (indices in the unit) that have arrived
         self.spans = np.zeros(spans)
+        self.slot = 0  # the part that it is in, an index into GRADIENT_PARTS
 
     def clear(self) -> None:
         """Forget everything."""
@@ -81,13 +82,16 @@ class Gradients:
         self._writes: deque[tuple[Transfer, Lease]] = deque()
         self._pending = pending
         self._slots = slots  # leases of the gradient quota
-        self._on_device: dict[int, torch.Tensor] = {}
+        self._lent: dict[int, int] = {}  # chunk → the slot that its update reads
+        self._on_device: dict[int, torch.Tensor] = {}  # all slots, one after the other
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
                 self.entries[chunk.id] = ChunkGradient(chunk.spans)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
                     self._on_device[chunk.id] = torch.empty(
-                        plans[chunk.id].gradient_nbytes, dtype=torch.uint8, device=device.torch_device
+                        plans[chunk.id].gradient_nbytes * plans[chunk.id].gradient_slots,
+                        dtype=torch.uint8,
+                        device=device.torch_device,
                     )
 
     # -- the user's thread ------------------------------------------------------------------
@@ -114,10 +118,25 @@ class Gradients:
             return
         while self._tasks:
             self._tasks.popleft().wait()
-        self._pending.wait_unit(unit.index)  # its update still reads what this overwrites
+        self._avoid(unit)
         self._device.tidy()
         after = self._device.mark()
         self._tasks.append(self._stream.submit(lambda: self._take(unit, arrivals, after)))
+
+    def _avoid(self, unit: ParamUnit) -> None:
+        """Keep clear of what an update still reads: take the other slot, or wait for it."""
+        for chunk in unit.layout.trainable_chunks:
+            entry = self.entries[chunk.id]
+            if self._lent.get(chunk.id) != entry.slot or not self._pending.has_chunk(chunk.id):
+                continue
+            if entry.dtype is None and self._plans[chunk.id].gradient_slots > 1:
+                entry.slot ^= 1
+            else:
+                self._pending.wait_unit(unit.index)
+
+    def lend(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Note which slot of which chunk the update that was posted reads."""
+        self._lent = dict(slots)
 
     def flush_all(self) -> None:
         """Send everything that has arrived."""
@@ -184,9 +203,10 @@ class Gradients:
                 segments = [s for s in chunk.segments if s.param in stale]
                 self._stream.submit(lambda c=chunk, s=segments: self._erase(c, s)).wait()  # type: ignore[misc]
 
-    def on_device(self, chunk: Chunk) -> torch.Tensor:
+    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
-        return self._on_device[chunk.id]
+        nbytes = self._plans[chunk.id].gradient_nbytes
+        return self._on_device[chunk.id][slot * nbytes : (slot + 1) * nbytes]
 
     def close(self) -> None:
         """Finish and end the worker."""
@@ -272,6 +292,7 @@ class _Work:
         self._chunk = chunk
         self._entry = owner.entries[chunk.id]
         self._plan = owner._plans[chunk.id]
+        self._part = GRADIENT_PARTS[self._entry.slot]
         self._lease: Lease | None = None
 
     def __enter__(self) -> _Work:
@@ -282,12 +303,12 @@ class _Work:
                 owner._finish_write()
             self._lease = owner._lease(plan.gradient_nbytes)
             if self._entry.dtype is not None:
-                owner._store.read(chunk.id, "gradient", self._lease).wait()
+                owner._store.read(chunk.id, self._part, self._lease).wait()
             self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_nbytes)
         elif plan.gradient_tier is Tier.HOST:
-            self._bytes = owner._store.view(chunk.id, "gradient")
+            self._bytes = owner._store.view(chunk.id, self._part)
         else:
-            self._bytes = owner._on_device[chunk.id]
+            self._bytes = owner.on_device(chunk, self._entry.slot)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -347,6 +368,6 @@ class _Work:
             entry.spans[:] = adam_reference.sum_of_squares_reference(target)
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
-            transfer = owner._store.write(self._chunk.id, "gradient", self._lease, nbytes=nbytes)
+            transfer = owner._store.write(self._chunk.id, self._part, self._lease, nbytes=nbytes)
             owner._writes.append((transfer, self._lease))
             self._lease = None

@@ -31,10 +31,11 @@ from .unit import Residency
 class _Call:
     """One forward of one scope: the owner of its backward's claim."""
 
-    __slots__ = ("scope",)
+    __slots__ = ("newest", "scope")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
+        self.newest = newest  # the version that it used: [Note: two versions]
 
 
 class _BackwardEnd(torch.autograd.Function):
@@ -123,7 +124,9 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_replaced(scope)
             self._release_lazy(scope)
-            call = _Call(scope)
+            if not self._depth and not _in_backward():  # not called through the root
+                self._residency.show(not scope.module.training)
+            call = _Call(scope, self._residency.shows_newest)
             current.append(call)
             self._residency.acquire(scope.units, scope)
             if torch.is_grad_enabled():
@@ -131,7 +134,7 @@ class Hooks:
             return None
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            call = current.pop() if current else _Call(scope)
+            call = current.pop() if current else _Call(scope, self._residency.shows_newest)
             if torch.is_grad_enabled():
                 self._watch(output, call)
             if current:
@@ -166,6 +169,7 @@ class Hooks:
             self.settle()
             self._check_params()
             self._check_added(module)
+            self._residency.show(not module.training)
         self._depth += 1
         if self._compute_dtype is torch.float32:
             return None
@@ -225,6 +229,7 @@ class Hooks:
         def begins(grad: torch.Tensor) -> None:
             self._queue_end()
             self._release_lazy(call.scope)
+            self._residency.show(call.newest)
             self._residency.acquire(call.scope.units, call)
             self._release_lazy(None)
 

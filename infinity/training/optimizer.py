@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         gradients: Gradients,
         states: States,
         updater: Updater,
-        overlap: bool,
+        update: str,
+        delay_warmup_steps: int,
         params: Mapping[nn.Parameter, ShardedParam],
         decoupled: bool,
         max_grad_norm: float | None,
@@ -88,7 +89,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._gradients = gradients
         self._states = states
         self._updater = updater
-        self._overlap = overlap
+        self._update = update
+        self._delay_warmup_steps = delay_warmup_steps
         self._params = params
         self._decoupled = decoupled
         self._max_grad_norm = max_grad_norm
@@ -143,6 +145,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._scaled = False
         norm = self._norm(present)
         self.grad_norm = norm / self._scale
+        self._states.check_edits()
+        published = self._residency.publish()  # what the update before this one has made
+        self._bump(published)
         if self._fp16 and not math.isfinite(norm):
             self._scale = max(self._scale / 2, 2.0**-14)
             self._good_steps = 0
@@ -156,10 +161,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         updates = self._updates(present, clip)
         work = self._work(updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
-        torch.autograd.graph.increment_version([s.param for s in present])
-        for sharded in present:
-            sharded.version = sharded.param._version
-        if self._overlap:
+        self._bump(present)
+        if self.delaying:
+            # [Note: two versions] The next forward uses what has just been published.
+            self._updater.post(work, delayed=True)
+            self._residency.prefetch()
+        elif self._update != "sync":
             # [Note: behind the next forward] Units are updated in the order of the forward; each
             # is waited for where it is used, and everything by the next step.
             self._residency.suspend({u.chunk.unit for u in work})
@@ -175,6 +182,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._scale = min(self._scale * 2, 2.0**24)
         self._after_step(time.perf_counter() - start)
         return loss
+
+    @property
+    def delaying(self) -> bool:
+        """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
+        return self._update == "delayed" and self.steps >= self._delay_warmup_steps
+
+    def flush(self) -> None:
+        """Wait for every update; the next forward uses the newest parameters, also with delayed
+        updates. A graph from before it cannot be used if that changes them, as after a step in torch,
+        and edits that were made to them outside of `gathered` are gone.
+
+        Raises:
+            ParameterError: that would change parameters inside a `gathered` block.
+            StorageError: an update failed.
+        """
+        self._before_step()
+        self._bump(self._residency.publish())
+
+    @staticmethod
+    def _bump(params: Sequence[ShardedParam]) -> None:
+        torch.autograd.graph.increment_version([s.param for s in params])
+        for sharded in params:
+            sharded.version = sharded.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
@@ -279,7 +309,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     if (unit.index, s.param) in updates
                 }
                 if params:
-                    work.append(ChunkUpdate(chunk, params, self._gradients.entries[chunk.id].dtype))
+                    entry = self._gradients.entries[chunk.id]
+                    work.append(ChunkUpdate(chunk, params, entry.dtype, entry.slot))
         return work
 
     # -- state dicts ------------------------------------------------------------------------
@@ -307,8 +338,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
         """
-        self._before_step()
         pairs = self._match(state_dict)
+        self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for sharded, values in pairs:

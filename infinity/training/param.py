@@ -128,6 +128,10 @@ class PendingParameter(nn.Parameter):
     ) -> Any:
         """Wait for the values, then do what was asked."""
         kwargs = kwargs or {}
+        if func is _T.detach and isinstance(args[0], PendingParameter):
+            answer = _detach(args[0])
+            if answer is not NotImplemented:
+                return answer
         if func not in _METADATA:
             for value in _walk((args, kwargs)):
                 if isinstance(value, PendingParameter):
@@ -196,7 +200,7 @@ def _set_data(param: ReleasedParameter, value: object) -> Any:
     return None if value is param else NotImplemented
 
 
-def _detach(param: ReleasedParameter) -> Any:
+def _detach(param: torch.Tensor) -> Any:
     sharded = sharded_of(param)
     return sharded.on_detach() if sharded is not None and sharded.on_detach else NotImplemented
 

@@ -25,15 +25,18 @@ class Pending:
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
         self._told = False
+        self._gate = True
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
         """Have `call` called after every change, on the thread that makes it."""
         self._listeners.append(call)
 
-    def post(self, chunks: Iterable[Chunk]) -> None:
-        """Note that the update of `chunks` is about to run."""
+    def post(self, chunks: Iterable[Chunk], *, gate: bool = True) -> None:
+        """Note that the update of `chunks` is about to run; nothing else may be pending. `gate`: it
+        makes the copies that the next forward uses, so fetches wait for it."""
         with self._changed:
+            self._gate = gate
             for chunk in chunks:
                 self._chunks[chunk.id] = chunk.unit
                 self._units[chunk.unit] = self._units.get(chunk.unit, 0) + 1
@@ -65,6 +68,11 @@ class Pending:
             self._told = True
             raise _again(error)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an update failed."""
+        return self._error is not None
+
     def check_once(self) -> None:
         """Raise the error of an update, if nobody was told of it."""
         if not self._told:
@@ -80,6 +88,10 @@ class Pending:
             return False
         self.check()
         return True
+
+    def gates(self, chunk: int) -> bool:
+        """Return whether a fetch of a chunk has to wait for its update; raise if that failed."""
+        return self._gate and self.has_chunk(chunk)
 
     def has_unit(self, unit: int) -> bool:
         """Return whether a unit still waits for its update."""

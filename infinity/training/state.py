@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, ParameterChangedError
 from infinity.core.sizes import Tier, format_size
 from infinity.planning.partition import Chunk, Segment
 
@@ -157,6 +157,21 @@ class States:
 
     # -- edits ------------------------------------------------------------------------------
 
+    def check_edits(self) -> None:
+        """Raise if a resident parameter was edited in place while a newer version of it waits to be
+        published: the edit was made to values that are about to go."""
+        if not self._places.copies.any_newer():
+            return
+        for unit in self._places.units:
+            edited = [p for p in unit.params if unit.resident and p.param._version != p.version]
+            if edited and any(self._places.copies.is_newer(c.id) for c in unit.layout.chunks):
+                raise ParameterChangedError(
+                    f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
+                    expected="edits inside `with infinity.gathered(params, write=True):`",
+                    found="an in-place edit of values that the last update has replaced",
+                    cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
+                )
+
     def adopt_edits(self) -> None:
         """Take over in-place edits of resident parameters (their version tells)."""
         for unit in self._places.units:
@@ -218,19 +233,22 @@ class States:
     def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host."""
         self._quiesce()
-        unit = self._places.units[sharded.unit]
+        unit, copies = self._places.units[sharded.unit], self._places.copies
         out = torch.empty(sharded.spec.numel, dtype=sharded.spec.dtype)
         for chunk in unit.layout.chunks:
             segments = [s for s in chunk.segments if s.param == sharded.index]
             if not segments:
                 continue
             if unit.resident:
-                source, lease = unit.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype), None
+                source, lease = unit.chunk_view(chunk), None
+                if copies.is_newer(chunk.id) and not unit.newest:
+                    source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
             elif self._places.plans[chunk.id].copy_tier is Tier.HOST:
-                source, lease = self._places.store.view(chunk.id, "copy", chunk.dtype), None
+                source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+                lease = None
             else:
                 lease = self._places.pool.lease("fetch", chunk.copy_nbytes)
-                self._places.store.read(chunk.id, "copy", lease).wait()
+                self._places.store.read(chunk.id, copies.newest(chunk.id), lease).wait()
                 source = lease.tensor(chunk.dtype, 0, chunk.numel)
             try:
                 for segment in segments:

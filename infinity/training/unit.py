@@ -10,16 +10,17 @@ from __future__ import annotations
 import enum
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
-from infinity.hardware.device import Device
-from infinity.planning.partition import UnitLayout
+from infinity.hardware.device import Device, Event
+from infinity.planning.partition import Chunk, UnitLayout
 from infinity.planning.schedule import Schedule
 
+from .copies import Copies
 from .fetch import Fetch, Fetcher
 from .param import ShardedParam
 from .pending import Pending
@@ -49,6 +50,7 @@ class ParamUnit:
         self.state = ParamState.SHARDED
         self.users: set[object] = set()
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
+        self.newest = False  # shows the newest version instead of the published: [Note: two versions]
         self._memory = device.memory(layout.copy_nbytes)
         self.storage = self._memory.storage
         self._device = device
@@ -65,18 +67,22 @@ class ParamUnit:
         size = dtype.itemsize
         return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
 
+    def chunk_view(self, chunk: Chunk) -> torch.Tensor:
+        """Return the part of the storage that holds a chunk's copy, in its compute dtype."""
+        return self.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
+
     def make_resident(self) -> None:
         """Give the storage its memory for good."""
         self._memory.fill()
         self.state = ParamState.UNSHARDED
 
-    def prefetch(self, fetcher: Fetcher, *, urgent: bool = False) -> None:
-        """SHARDED → FETCHING. Never waits."""
+    def prefetch(self, fetcher: Fetcher, parts: Mapping[int, str], *, urgent: bool = False) -> None:
+        """SHARDED → FETCHING. Never waits. `parts`: where each chunk's copy is, by its id."""
         after = self._device.mark()
         self._memory.fill()
         self.state = ParamState.FETCHING
         target = self.view(0, self.layout.copy_nbytes)
-        self._fetch = fetcher.start(target, self.layout.chunks, after, urgent=urgent)
+        self._fetch = fetcher.start(target, self.layout.chunks, parts, after, urgent=urgent)
 
     @property
     def fetch(self) -> Fetch | None:
@@ -158,8 +164,10 @@ class Residency:
         capacity: int,
         device: Device,
         pending: Pending,
+        copies: Copies,
     ) -> None:
         self.units = units
+        self._newest = False
         self.schedule = Schedule()
         self.fetches = 0
         self.hits = 0
@@ -169,15 +177,40 @@ class Residency:
         self._fetcher = fetcher
         self._device = device
         self._pending = pending
-        self._suspended: set[int] = set()  # resident units whose update is under way
+        self._copies = copies
+        # Resident units whose values are on their way, and how to wait for them.
+        self._suspended: dict[int, Callable[[], None]] = {}
         self._warned = False
 
-    def acquire(self, indices: Iterable[int], user: object, *, note: bool = True, keep: bool = False) -> None:
+    def show(self, newest: bool) -> None:
+        """Have `acquire` and `prefetch` bring the newest version, or the published one."""
+        self._newest = newest and self._copies.two
+
+    @property
+    def shows_newest(self) -> bool:
+        """Which version they bring: [Note: two versions]."""
+        return self._newest
+
+    def acquire(
+        self,
+        indices: Iterable[int],
+        user: object,
+        *,
+        note: bool = True,
+        keep: bool = False,
+        newest: bool | None = None,
+    ) -> None:
         """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user.
 
-        `note`: record it in the schedule. `keep`: the claim outlives `forget_users`.
+        `note`: record it in the schedule. `keep`: the claim outlives `forget_users`. `newest`: which
+        version, if another one than `show` said.
+
+        Raises:
+            ParameterError: somebody else uses another version of one of them.
         """
         wanted = [self.units[i] for i in indices]
+        for unit in wanted:
+            self._show(unit, user, self._newest if newest is None else newest and self._copies.two)
         for unit in wanted:
             (unit.keepers if keep else unit.users).add(user)
             if note:
@@ -200,20 +233,84 @@ class Residency:
         """Make the values of resident units wait for the update that was posted."""
         for i in indices:
             if self.units[i].resident:
-                self._suspended.add(i)
-                unit = self.units[i]
-                unit.suspend(functools.partial(self.resume, unit))
+                self._suspend(self.units[i], functools.partial(self._pending.wait_unit, i))
+
+    def _suspend(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
+        self._suspended[unit.index] = wait
+        unit.suspend(functools.partial(self.resume, unit))
 
     def resume(self, unit: ParamUnit) -> None:
-        """Wait for a resident unit's update, then let its values be used."""
-        self._pending.wait_unit(unit.index)
-        self._suspended.discard(unit.index)
-        unit.resume()
+        """Wait for a resident unit's values, then let them be used."""
+        wait = self._suspended.get(unit.index)
+        if wait is not None:
+            wait()
+            del self._suspended[unit.index]
+            unit.resume()
 
     def resume_all(self) -> None:
-        """Wait for every resident unit's update."""
+        """Wait for every resident unit's values."""
         for i in sorted(self._suspended):
             self.resume(self.units[i])
+
+    def publish(self) -> list[ShardedParam]:
+        """Have forward and backward use the newest copies from now on; return the parameters that
+        changes. No update may be under way. See [Note: two versions]."""
+        if not self._copies.any_newer():
+            return []
+        changed = [u for u in self.forward_order() if self._has_newer(u)]
+        self.reshard_all({u.index for u in changed})
+        for unit in changed:
+            self.resume(unit)
+            events = self._copies.publish(unit.layout.trainable_chunks, unit.chunk_view, swapped=unit.newest)
+            if events:
+                self._suspend(unit, functools.partial(self._wait_on_device, events))
+        for unit in self.units:
+            unit.newest = False
+        return [p for u in changed for p in u.params]
+
+    def outdated(self, unit: ParamUnit) -> bool:
+        """Wait for a unit's update; return whether it shows an older version than that made."""
+        if not self._copies.two or unit.newest:
+            return False
+        self._pending.wait_unit(unit.index)
+        return self._has_newer(unit)
+
+    def _has_newer(self, unit: ParamUnit) -> bool:
+        return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
+
+    def ask(self, unit: ParamUnit) -> None:
+        """Have a resident unit's parameters ask before their values are used, until `resume`."""
+        self.resume(unit)
+        self._suspend(unit, lambda: None)
+
+    def _wait_on_device(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._device.wait_on_device(event)
+
+    def _show(self, unit: ParamUnit, user: object, newest: bool) -> None:
+        """Have `unit` show the version that is wanted."""
+        if unit.newest == newest:
+            return
+        if newest:
+            self._pending.wait_unit(unit.index)
+        if not self._has_newer(unit):
+            return  # there is but one
+        if unit.resident:
+            self.resume(unit)
+            self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
+        else:
+            if (unit.users | unit.keepers) - {user}:
+                raise ParameterError(
+                    f"two versions of unit {unit.layout.name!r} are wanted at once",
+                    expected="a training forward or backward outside of `gathered` blocks, which show the "
+                    "newest parameters",
+                    found="one inside such a block, with delayed updates",
+                    cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
+                )
+            if unit.state is ParamState.UNSHARDED:
+                unit.idle()
+            self._drop(unit)
+        unit.newest = newest
 
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
@@ -259,7 +356,9 @@ class Residency:
         self.peak = max(self.peak, self.held)
         self.fetches += 1
         self._device.tidy()
-        unit.prefetch(self._fetcher, urgent=urgent)
+        copies = self._copies
+        part = copies.newest if unit.newest else copies.published
+        unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)
 
     def _drop(self, unit: ParamUnit) -> None:
         if unit.state is ParamState.FETCHING:
@@ -312,6 +411,8 @@ class Residency:
                 continue
             seen.add(index)
             need = unit.layout.copy_nbytes
+            if self._newest and self._pending.has_unit(index):
+                return  # which version is the newest is not known yet
             if self.held + need > self._capacity:
                 ranks = ranks if ranks is not None else self._ranks()
                 for other in self._idle(ranks):
@@ -323,4 +424,5 @@ class Residency:
                         break
                 if self.held + need > self._capacity:
                     return
+            unit.newest = self._newest and self._has_newer(unit)
             self._start(unit)

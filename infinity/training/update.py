@@ -7,13 +7,14 @@ same bits ([Note: one rounding per operation]).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import ceil_to
+from infinity.core.sizes import SPAN, ceil_to
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.aio import Priority
 from infinity.hardware.device import Event, HostStream, Task
@@ -42,13 +43,14 @@ class ParamUpdate(NamedTuple):
 class ChunkUpdate(NamedTuple):
     """A chunk and what is to be done to its segments, by parameter index; others stay.
 
-    `grad_dtype` is that of the chunk's gradient when `step()` was called; None: it is zero. What
-    happens to `p.grad` afterwards is the next step's.
+    `grad_dtype` is that of the chunk's gradient when `step()` was called, None: it is zero; and
+    `grad_slot` is where it is. What happens to `p.grad` afterwards is the next step's.
     """
 
     chunk: Chunk
     params: dict[int, ParamUpdate]
     grad_dtype: torch.dtype | None
+    grad_slot: int = 0
 
 
 class Updater:
@@ -61,19 +63,22 @@ class Updater:
         self._stream: HostStream | None = None
         self._ahead: deque[ChunkVisit] = deque()
         self._task: Task | None = None
+        self.drift = Drift()
 
     def run(self, work: Sequence[ChunkUpdate]) -> None:
         """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
-        _run(self._places, work, self._take_ahead(), None)
+        _run(self._places, work, self._take_ahead(), None, None)
 
-    def post(self, work: Sequence[ChunkUpdate]) -> None:
-        """Start the same on the worker; `wait`, or `Pending` for one unit, tells when."""
+    def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
+        """Start the same on the worker; `wait`, or `Pending` for one unit, tells when. `delayed`: the
+        copies that are made are for the forward after the next; all that are newer are published."""
         if self._stream is None:
             self._stream = HostStream("update")
         ahead = self._take_ahead()
         after = self._places.device.mark()  # the user's stream may still make what the update reads
-        self._pending.post(u.chunk for u in work)
-        self._task = self._stream.submit(lambda: self._work(work, ahead, after))
+        self._pending.post((u.chunk for u in work), gate=not delayed)
+        self._places.gradients.lend((u.chunk.id, u.grad_slot) for u in work)
+        self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 
     def wait(self) -> None:
         """Block until what was posted is complete on its tier; raise what went wrong."""
@@ -117,10 +122,14 @@ class Updater:
         ahead, self._ahead = self._ahead, deque()
         return ahead
 
-    def _work(self, work: Sequence[ChunkUpdate], ahead: deque[ChunkVisit], after: Event | None) -> None:
+    def _work(
+        self, work: Sequence[ChunkUpdate], ahead: deque[ChunkVisit], after: Event | None, delayed: bool
+    ) -> None:
+        drift = Drift() if delayed else None
         try:
             self._places.device.wait_on_device(after)
-            _run(self._places, work, ahead, self._finish)
+            _run(self._places, work, ahead, self._finish_delayed if delayed else self._finish, drift)
+            self.drift = drift or self.drift
         except BaseException as error:
             self._pending.fail(error)
             raise
@@ -133,12 +142,42 @@ class Updater:
         visit.arrive()
         self._pending.finish(chunk)
 
+    def _finish_delayed(self, chunk: Chunk, visit: ChunkVisit) -> None:
+        visit.arrive()
+        self._places.copies.updated(chunk.id)
+        self._pending.finish(chunk)
+
+
+class Drift:
+    """How far a delayed update moves the parameters away from those that the forward beside it uses:
+    ‖θ_t − θ_{t−1}‖ / ‖θ_t‖ over one span of each chunk (fp32 masters, 2-norms)."""
+
+    def __init__(self) -> None:
+        self._moved = self._whole = 0.0
+
+    def before(self, master: torch.Tensor) -> torch.Tensor:
+        """Return what `after` compares with."""
+        return master[:SPAN].clone()
+
+    def after(self, before: torch.Tensor, master: torch.Tensor) -> None:
+        """Add one chunk."""
+        now = master[:SPAN]
+        squares = cpu_adam.sum_of_squares if now.is_cpu else adam_reference.sum_of_squares_reference
+        self._whole += float(squares(now).sum())
+        self._moved += float(squares(before.sub_(now)).sum())
+
+    @property
+    def value(self) -> float:
+        """The figure; 0.0 where nothing was delayed."""
+        return math.sqrt(self._moved / self._whole) if self._whole else 0.0
+
 
 def _run(
     places: Places,
     work: Sequence[ChunkUpdate],
     ahead: deque[ChunkVisit],
     finished: Callable[[Chunk, ChunkVisit], None] | None,
+    drift: Drift | None,
 ) -> None:
     todo = deque(work)
     reading: deque[tuple[ChunkUpdate, ChunkVisit]] = deque()
@@ -162,13 +201,22 @@ def _run(
                     visit = enter(places, chunk)
                 update = todo.popleft()
                 reading.append((update, visit))
-                visit.read(gradient=update.grad_dtype)
+                if drift is not None:
+                    visit.delay()
+                visit.read(gradient=update.grad_dtype, slot=update.grad_slot)
                 if len(reading) > 2 and not places.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
             update, visit = reading.popleft()
             writing.append(visit)
             visit.wait()
-            _compute(places, update, visit)
+            if drift is not None:
+                places.copies.wait_published(update.chunk.id)
+                visit.carry_over()
+                before = drift.before(visit.master)
+                _compute(places, update, visit, delayed=True)
+                drift.after(before, visit.master)
+            else:
+                _compute(places, update, visit)
             visit.write(state=True, copy=True)
             if finished is not None:
                 finished(update.chunk, visit)
@@ -195,7 +243,7 @@ def _abandon(visit: ChunkVisit) -> None:
         return  # the first error is on its way to the user; the store keeps the rest
 
 
-def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit) -> None:
+def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit, *, delayed: bool = False) -> None:
     segments = [
         cpu_adam.Segment(s.start, s.numel, **update.params[s.param]._asdict())
         for s in update.chunk.segments
@@ -214,5 +262,5 @@ def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit) -> None:
         return
     adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
     if out is not None:
-        resident = places.units[update.chunk.unit].resident
+        resident = places.units[update.chunk.unit].resident and not delayed
         (visit.device_copy if resident else out).copy_(master)

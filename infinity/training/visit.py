@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from infinity.core.sizes import Tier, ceil_to
+from infinity.hardware import cpu_adam
 from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
 from infinity.planning.footprint import lease_nbytes
-from infinity.planning.partition import Chunk, ChunkPlan
+from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
+from .copies import Copies
 from .gradients import Gradients
 from .unit import ParamUnit
 
@@ -33,7 +35,9 @@ class Places:
         pool: PinnedPool,
         device: Device,
         gradients: Gradients,
+        copies: Copies,
     ) -> None:
+        self.copies = copies
         self.units = units
         self.plans = plans
         self.store = store
@@ -70,6 +74,9 @@ class ChunkVisit:
         self._transfers: list[Transfer] = []
         self._events: list[Event] = []
         self._begun = False
+        self._delayed = False
+        self._copy_part = places.copies.newest(chunk.id)  # that is read; and written, unless delayed
+        self._gradient_slot = 0
         staged = places.device.staged
         plan = self._plan
         at = 0
@@ -98,15 +105,24 @@ class ChunkVisit:
                 store.read(self.chunk.id, "state", lease, self._state_at, priority=priority)
             )
         if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
-            self._transfers.append(store.read(self.chunk.id, "copy", lease, self._copy_at, priority=priority))
+            part = self._copy_part
+            self._transfers.append(store.read(self.chunk.id, part, lease, self._copy_at, priority=priority))
 
-    def read(self, *, gradient: torch.dtype | None = None, copy: bool = False) -> None:
-        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not."""
+    def delay(self) -> None:
+        """Have `copy` and `write` mean the spare, which nobody uses: [Note: two versions]. The newest
+        version must be the published one."""
+        self._delayed = True
+
+    def read(self, *, gradient: torch.dtype | None = None, slot: int = 0, copy: bool = False) -> None:
+        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `slot`
+        is where it is."""
         self.read_state(copy=copy)
+        self._gradient_slot = slot
         lease = self._lease
         if gradient is not None and self._plan.gradient_tier is Tier.NVME and lease is not None:
             store = self._places.store
-            self._transfers.append(store.read(self.chunk.id, "gradient", lease, self._grad_at))
+            part = GRADIENT_PARTS[self._gradient_slot]
+            self._transfers.append(store.read(self.chunk.id, part, lease, self._grad_at))
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
@@ -114,21 +130,30 @@ class ChunkVisit:
         for transfer in transfers:
             transfer.wait()
 
+    def carry_over(self) -> None:
+        """Give a spare in host memory the values that its update begins with, where it is the master."""
+        plan, chunk, store = self._plan, self.chunk, self._places.store
+        if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
+            here, there = self.copy, store.view(chunk.id, self._copy_part)
+            cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), plan.copy_nbytes)
+
+    def _written_part(self) -> str:
+        return self._places.copies.spare(self.chunk.id) if self._delayed else self._copy_part
+
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype."""
         plan, chunk = self._plan, self.chunk
-        if plan.copy_tier is Tier.HOST:
-            return self._places.store.view(chunk.id, "copy", chunk.dtype)
+        if plan.copy_tier is Tier.HOST or (self._delayed and plan.copy_tier is Tier.DEVICE):
+            return self._places.store.view(chunk.id, self._written_part(), chunk.dtype)
         if self._copy_leased and self._lease is not None:
             return self._lease.tensor(chunk.dtype, self._copy_at, chunk.numel)
-        return self._places.units[chunk.unit].view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
+        return self.device_copy
 
     @property
     def device_copy(self) -> torch.Tensor:
         """The copy in the storage of a resident unit."""
-        chunk = self.chunk
-        return self._places.units[chunk.unit].view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
+        return self._places.units[self.chunk.unit].chunk_view(self.chunk)
 
     def _sections(self) -> list[torch.Tensor]:
         plan, chunk = self._plan, self.chunk
@@ -173,9 +198,9 @@ class ChunkVisit:
             grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
         else:
             flat = (
-                self._places.store.view(chunk.id, "gradient")
+                self._places.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
                 if plan.gradient_tier is Tier.HOST
-                else gradients.on_device(chunk)
+                else gradients.on_device(chunk, self._gradient_slot)
             )
             kind = dtype or chunk.dtype
             grad = flat[: chunk.numel * kind.itemsize].view(kind)
@@ -188,8 +213,8 @@ class ChunkVisit:
             if state and plan.state_tier is Tier.NVME:
                 self._transfers.append(store.write(self.chunk.id, "state", lease, self._state_at))
             if copy and plan.copy_tier is Tier.NVME:
-                self._transfers.append(store.write(self.chunk.id, "copy", lease, self._copy_at))
-            if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased:
+                self._transfers.append(store.write(self.chunk.id, self._written_part(), lease, self._copy_at))
+            if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
                 source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
                 device = self._places.device
                 self._events.append(device.h2d(self.device_copy, source, device.mark()))
