@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.core.errors import StorageError
@@ -276,3 +278,79 @@ def test_random_delays_change_nothing(
     wanted = train(folders[0], "sync")
     monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
     assert_same(train(folders[1], "overlap"), wanted)
+
+
+class Stack(nn.Module):
+    """Linear layers of which a forward may leave some out or stop early."""
+
+    def __init__(self, layers: int = 10, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+_ALL = tuple(range(10))
+_ORDERS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "as recorded": (_ALL, _ALL, _ALL),
+    "early exit": (_ALL, _ALL[:5], _ALL, _ALL[:7], _ALL),
+    "skipped": (_ALL, _ALL[::2], _ALL, (0, 1, 2, 7, 8, 9)),
+    "experts": ((0, 1, 2, 9), (0, 3, 4, 9), (0, 5, 6, 9), (0, 1, 2, 9), (0, 3, 4, 9), (0, 5, 6, 9)),
+    "shared": ((0, 1, 2, 1, 2, 1, 2, 3),) * 3,
+    "reversed": (_ALL, _ALL[::-1], _ALL, _ALL[::-1]),
+}
+
+
+@pytest.mark.parametrize("name", _ORDERS)
+def test_a_changed_order_costs_the_fetches_that_it_changes_and_no_more(tmp_path: Path, name: str) -> None:
+    """Mixture of experts, early exit, skipped and shared layers: what was seen before is prefetched."""
+    orders = _ORDERS[name]
+    torch.manual_seed(0)
+    model, plain = Stack(), Stack()
+    plain.load_state_dict(model.state_dict())
+    config = config_for(tmp_path, device_memory="448KiB", output_dtype=None)  # room for five of ten
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
+    residency = engine_of(model).residency
+    x = torch.randn(4, 128)
+    try:
+        missed = []
+        for order in (*orders, *orders):  # the second time, every order is known
+            before = residency.missed
+            for net, opt in ((model, optimizer), (plain, adam)):
+                net(x, order).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            missed.append(residency.missed - before)
+            with torch.no_grad():
+                assert torch.allclose(model(x, order), plain(x, order), rtol=1e-5, atol=1e-6)
+        turns = len(orders)
+        # Some where the order departs from the last one, while fetches begun in vain still hold room.
+        assert sum(missed[turns:]) <= sum(2 * len(o) for o in orders) // 3, missed
+    finally:
+        infinity.close(optimizer)
+
+
+def test_several_forwards_before_a_backward_and_generation_are_prefetched(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    config = config_for(tmp_path, device_memory="448KiB")
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    residency = engine_of(model).residency
+    x = torch.randn(4, 128)
+    try:
+        for turn in range(4):
+            before = residency.missed
+            (model(x, _ALL).mean() + model(2 * x, _ALL).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for _ in range(5):
+                    model(x, _ALL)
+            if turn > 1:
+                assert residency.missed - before <= 3
+    finally:
+        infinity.close(optimizer)

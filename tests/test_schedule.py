@@ -48,13 +48,27 @@ def test_an_unknown_unit_does_not_move_the_position() -> None:
     assert next(schedule.upcoming()) == 1
 
 
+def test_orders_that_come_back_are_known_again() -> None:
+    schedule = Schedule()
+    full, early = [0, 1, 2, 3, 4, 3, 2, 1, 0], [0, 1, 2, 1, 0]
+    for cycle in (full, early):
+        for unit in cycle:
+            schedule.note(unit)
+        schedule.end_cycle()
+    for unit in (0, 1, 2):
+        schedule.note(unit)
+    assert next(schedule.upcoming()) == 1  # as in the last cycle
+    schedule.note(3)  # no: as in the one before it
+    assert list(islice(schedule.upcoming(), 3)) == [4, 3, 2]
+
+
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=6))
 def test_any_order_is_accepted(cycles: list[list[int]]) -> None:
     schedule = Schedule()
-    previous: list[int] = []
+    seen: set[int] = set()
     for cycle in cycles:
         for unit in cycle:
             schedule.note(unit)
-            assert set(schedule.upcoming()) <= set(previous)
+            assert set(schedule.upcoming()) <= seen
         schedule.end_cycle()
-        previous = cycle or previous
+        seen |= set(cycle)

@@ -1,7 +1,9 @@
 """The order in which units are used: recorded as it happens, then followed.
 
-The record of the last cycle (one forward and its backward) predicts the next one. A unit that
-comes out of order moves the position to where that unit comes next in the record; nothing ever
+A record of a past cycle (one forward and its backward, or a forward alone) predicts the one under way.
+The last few different cycles are kept: mixture of experts, early exit and generation between training
+steps each have orders that come back. A unit that comes out of order moves the position to where that
+unit comes next in the record, or to a record that knows the two last units as neighbours; nothing ever
 stalls to record again, and a wrong guess costs one fetch that was not hidden.
 """
 
@@ -9,41 +11,66 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+#: Records that are kept.
+_RECORDS = 8
+
 
 class Schedule:
     """Predicts which units come next. Not thread-safe: the user's thread notes and asks."""
 
     def __init__(self) -> None:
-        self._recorded: list[int] = []  # the last complete cycle
+        #: different complete cycles, and whether they had a backward to come; the last one first
+        self._records: list[tuple[bool, list[int]]] = []
+        self._grad = True
         self._current: list[int] = []  # the one under way
-        self._position = 0  # in _recorded, of what should come next
+        self._followed: list[int] = []  # the record that predicts
+        self._position = 0  # in it, of what should come next
+
+    def expect(self, grad: bool) -> None:
+        """Note that a forward begins, and whether a backward may follow it."""
+        if self._current:
+            return  # one of several forwards of a cycle
+        self._grad = grad
+        for kind, record in self._records:
+            if kind == grad:
+                self._followed, self._position = record, 0
+                return
 
     def note(self, unit: int) -> None:
         """Note that `unit` is used now. The same unit twice in a row counts once."""
-        if self._current and self._current[-1] == unit:
+        previous = self._current[-1] if self._current else None
+        if previous == unit:
             return
         self._current.append(unit)
-        recorded = self._recorded
-        if self._position < len(recorded) and recorded[self._position] == unit:
+        followed = self._followed
+        if self._position < len(followed) and followed[self._position] == unit:
             self._position += 1
             return
-        for ahead in range(self._position, len(recorded)):
-            if recorded[ahead] == unit:
+        for ahead in range(self._position, len(followed)):
+            if followed[ahead] == unit:
                 self._position = ahead + 1
                 return
+        for _, record in self._records:
+            for at in range(1, len(record)):
+                if record[at] == unit and record[at - 1] == previous:
+                    self._followed, self._position = record, at + 1
+                    return
 
     def end_cycle(self) -> None:
         """Note that a cycle (a backward, or a forward without one) is complete."""
         if self._current:
-            self._recorded, self._current = self._current, []
+            last = (self._grad, self._current)
+            self._records = [last, *(r for r in self._records if r != last)][:_RECORDS]
+            self._current = []
+        self._followed = self._records[0][1] if self._records else []
         self._position = 0
 
     def recorded(self) -> list[int]:
         """Return the last complete cycle: its first half is the order of the forward."""
-        return list(self._recorded)
+        return list(self._records[0][1]) if self._records else []
 
     def upcoming(self) -> Iterator[int]:
         """Yield the units expected from here, nearest first, across the end of the cycle."""
-        yield from self._recorded[self._position :]
+        yield from self._followed[self._position :]
         # The first half of the next cycle begins like this one.
-        yield from self._recorded[: self._position]
+        yield from self._followed[: self._position]

@@ -170,6 +170,7 @@ class Hooks:
             self._check_params()
             self._check_added(module)
             self._residency.show(not module.training)
+            self._residency.schedule.expect(torch.is_grad_enabled())
         self._depth += 1
         if self._compute_dtype is torch.float32:
             return None

@@ -171,6 +171,7 @@ class Residency:
         self.schedule = Schedule()
         self.fetches = 0
         self.hits = 0
+        self.missed = 0  # units that were needed before their fetch had begun
         self.held = 0
         self.peak = 0
         self._capacity = capacity
@@ -218,6 +219,7 @@ class Residency:
         for unit in wanted:
             if unit.state is ParamState.SHARDED:
                 self._make_room(unit)
+                self.missed += 1
                 self._start(unit, urgent=True)
             elif not unit.resident and unit.state is ParamState.FETCHING:
                 self.hits += 1
