@@ -404,7 +404,7 @@ def _place(need: float, others: float, spans: Sequence[Span], about: Mapping[str
     setting = _SETTING[part]
     shares = about["placements"][setting]
     less = min(1.0, (need - others) / need * sum(traffic.values()) / traffic[part])
-    moved = math.ceil(less * shares["nvme"] * 10) / 10  # tenths, so that one can type it
+    moved = math.ceil(round(less * shares["nvme"] * 10, 6)) / 10  # tenths, so that one can type it
     moved = min(moved, shares["nvme"])
     here = about["bytes"]["nvme"][setting.replace("_", " ")]
     room = about["host_memory"] - sum(about["bytes"]["host"].values())
