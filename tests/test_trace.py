@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import infinity
 from infinity.core.errors import ConfigError, DirectoryError, WrapError
 from infinity.core.spans import CAUSES
+from infinity.hardware.device import HostDevice
 from infinity.surface.engine import engine_of
 from infinity.tools.cli import run
 from infinity.tools.roofline import Span, analyse, read_trace, spans_of, window_of
@@ -181,6 +183,30 @@ def test_a_trace_changes_no_bit(settings: dict[str, Any], tmp_path: Path) -> Non
         found = train(folders[1], begin)
     assert_same(found, wanted)
     assert analyse(read_trace(str(tmp_path / "t.json")))["steps"] == 2
+
+
+class _Moment:
+    """A moment of a device whose work is done at once."""
+
+    def __init__(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def ns(self) -> int:
+        return self._ns
+
+
+def test_a_device_with_moments_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "start_clock", lambda self: _Moment)
+    traced = Traced(tmp_path / "run")
+    assert not traced.of("compute")
+    launched, computed = traced.of("launch"), traced.of("device compute")
+    assert [s.args for s in launched] == [s.args for s in computed]
+    assert {s.args["cause"] for s in traced.of("device stall")} <= set(CAUSES)
+    laps = sorted((s.begin, s.end) for s in traced.of("device compute", "device stall"))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(laps))
+    result = analyse(traced.content)
+    assert sum(result["where"].values()) == pytest.approx(result["step_seconds"])
+    assert result["where"]["compute"] > 0
 
 
 def test_a_full_trace_says_so_and_still_answers(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class HostDevice:
         self._h2d = HostStream("h2d")
 
     def h2d(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, *, chunk: int = -1
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
     ) -> Event:
         """Start copying `source` to `target` (same dtype and numel, contiguous); `chunk`: for traces."""
         nbytes, recorder = source.numel() * source.element_size(), self._recorder
@@ -155,7 +155,7 @@ class HostDevice:
             event.wait()
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, *, chunk: int = -1
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
     ) -> Event:
         """Copy `source` to `target` (same dtype and numel, contiguous); call from a worker."""
         task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
@@ -229,7 +229,7 @@ class CudaDevice:
             self._d2h = torch.cuda.Stream()
 
     def h2d(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, *, chunk: int = -1
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
     ) -> Event:
         """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
         with torch.cuda.stream(self._h2d):
@@ -260,7 +260,7 @@ class CudaDevice:
             event.wait()
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, *, chunk: int = -1
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
     ) -> Event:
         """Start copying `source` to `target` (pinned) on the d2h stream, after `after`."""
         with torch.cuda.stream(self._d2h):
