@@ -197,6 +197,13 @@ def test_bound_by_waiting(cause: str, update: str, cure: str) -> None:
     assert "hidden" not in result["sentence"]
 
 
+def test_time_that_the_engine_does_not_have() -> None:
+    sentence = analyse(made(("compute", 0.0, 0.5), ("stall", 0.5, 0.6)))["sentence"]
+    assert "; 0.39 s outside of the model; look at what loads data" in sentence
+    sentence = analyse(made(("compute", 0.0, 0.5), ("step", 0.5, 0.98, 0, {"step": 9})))["sentence"]
+    assert "in `step()` itself" in sentence
+
+
 def test_on_a_device_of_its_own_the_devices_times_count() -> None:
     result = analyse(
         made(

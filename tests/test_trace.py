@@ -48,15 +48,22 @@ class Traced:
         def moved() -> tuple[int, int, int, int]:
             return tuple(map(sum, zip(*(s[2:] for s in engine.store.stats()), strict=True))) or (0,) * 4  # type: ignore[return-value]
 
+        def rest() -> None:
+            engine.quiesce()
+            until = time.monotonic() + 30
+            while engine.store.unfinished:  # copies fetched ahead
+                assert time.monotonic() < until
+                time.sleep(0.001)
+
         step(0)
-        engine.quiesce()
+        rest()
         before = moved()
         self.path = folder / "t.json"
         with infinity.trace(optimizer, self.path):
             for index in range(STEPS):
                 step(index + 1)
             self.metrics = infinity.metrics(optimizer)
-            engine.quiesce()
+            rest()
         self.moved = [b - a for a, b in zip(before, moved(), strict=True)]
         self.units = [u.layout.name for u in engine.units]
         self.chunks = sum(len(u.layout.trainable_chunks) for u in engine.units)

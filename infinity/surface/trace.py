@@ -12,12 +12,12 @@ import json
 import os
 import statistics
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier
-from infinity.core.spans import LIMIT, Recording, now, span_cost
+from infinity.core.spans import LIMIT, Recording, Span, Time, now, span_cost
 from infinity.hardware.tuned import bandwidths
 from infinity.version import __version__
 
@@ -39,6 +39,11 @@ TRACKS: Final = {
     "write": "write",
 }
 _NAMES: Final = tuple(dict.fromkeys(TRACKS.values()))
+#: What the detail of a span is called; elsewhere it is a chunk's part.
+_DETAIL: Final = {
+    **dict.fromkeys(("compute", "device compute", "launch"), "phase"),
+    **dict.fromkeys(("stall", "device stall"), "cause"),
+}
 _LANES: Final = 1000  # room for lanes between two tracks' numbers
 
 
@@ -121,10 +126,15 @@ def _write(file: TextIO, log: Recording, engine: Engine) -> None:
     file.write('{"displayTimeUnit": "ms",\n"otherData": ')
     file.write(json.dumps(_about(log, engine)))
     file.write(',\n"traceEvents": [\n')
-    events = list(_events(log, units, unit_of))
-    lines = (json.dumps(event) for event in [*_names(events), *events])
-    for index, line in enumerate(lines):
-        file.write(line if not index else ",\n" + line)
+    file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "infinity"}}))
+    tids = set()
+    for event in _events(log, units, unit_of):  # one at a time: they are larger than what they tell
+        tids.add(event["tid"])
+        file.write(",\n" + json.dumps(event))
+    for tid in sorted(tids):
+        name = _NAMES[tid // _LANES - 1] + (f" {tid % _LANES + 1}" if tid % _LANES else "")
+        for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            file.write(",\n" + json.dumps({"name": key, "ph": "M", "pid": 1, "tid": tid, "args": value}))
     file.write("\n]}\n")
 
 
@@ -172,49 +182,50 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
 
 def _events(log: Recording, units: list[str], unit_of: dict[int, int]) -> Iterator[dict[str, Any]]:
     """Yield the events of Chrome's format, by time of beginning. Times are µs since the trace began."""
-    rows = []
-    for kind, detail, unit, chunk, directory, begin, end, nbytes in list(log.spans):
-        if not isinstance(begin, int):
-            begin = begin.ns()
-            kind = "device compute" if kind == "compute" else kind
-        end = end if isinstance(end, int) else end.ns()
-        unit = unit_of.get(chunk, unit)
-        args: dict[str, Any] = {"unit": units[unit]} if unit >= 0 else {}
-        if detail:
-            args[{"stall": "cause", "device stall": "cause", "launch": "phase"}.get(kind, "part")] = detail
-        if chunk >= 0:
-            args["chunk"] = chunk
-        if directory >= 0:
-            args["directory"] = directory
-        if nbytes:
-            args["bytes"] = nbytes
-        if kind in ("compute", "device compute"):
-            args["phase"] = args.pop("part", "")
-        name = " ".join(filter(None, (kind if kind != "compute" else "", detail, args.get("unit", ""))))
-        rows.append((begin - log.began, end - log.began, kind, name, args))
-    for number, (begin, end) in enumerate(log.steps, 1):
-        rows.append((begin - log.began, end - log.began, "step", "step()", {"step": number}))
+    spans = list(log.spans)
+    rows = [(_ns(span[5]) - log.began, _ns(span[6]) - log.began, i) for i, span in enumerate(spans)]
+    rows += [(begin - log.began, end - log.began, ~i) for i, (begin, end) in enumerate(log.steps)]
     # Of two that begin together the longer is around the other.
     rows.sort(key=lambda row: (row[0], -row[1]))
     lanes: dict[str, list[tuple[int, int]]] = {}
-    for begin, end, kind, name, args in rows:
+    for begin, end, index in rows:
         if end <= 0:
             continue  # over before the trace began
+        if index >= 0:
+            kind, name, args = _told(spans[index], units, unit_of)
+        else:
+            kind, name, args = "step", "step()", {"step": ~index + 1}
         track = TRACKS[kind]
         lane = 0 if track in _NAMES[:2] else _lane(lanes.setdefault(track, []), begin, end)
-        yield {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "ts": max(0, begin) / 1000,
-            "dur": (end - max(0, begin)) / 1000,
-            "pid": 1,
-            "tid": (1 + _NAMES.index(track)) * _LANES + lane,
-            "args": args,
-        }
+        begin = max(0, begin)
+        where = {"pid": 1, "tid": (1 + _NAMES.index(track)) * _LANES + lane}
+        times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+        yield {"name": name, "cat": kind, "ph": "X", **times, **where, "args": args}
         if kind == "step":
-            mark = {"name": f"end of step {args['step']}", "ph": "i", "s": "g", "cat": "mark"}
-            yield {**mark, "ts": end / 1000, "pid": 1, "tid": _LANES}
+            mark = {"name": f"end of step {args['step']}", "cat": "mark", "ph": "i", "s": "g"}
+            yield {**mark, "ts": end / 1000, **where}
+
+
+def _ns(time: Time) -> int:
+    return time if isinstance(time, int) else time.ns()
+
+
+def _told(span: Span, units: list[str], unit_of: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
+    """Return the kind, the name and the arguments of a span's event."""
+    kind, detail, unit, chunk, directory, begin, _, nbytes = span
+    if kind == "compute" and not isinstance(begin, int):
+        kind = "device compute"
+    unit = unit_of.get(chunk, unit)
+    args: dict[str, Any] = {"unit": units[unit]} if unit >= 0 else {}
+    if detail:
+        args[_DETAIL.get(kind, "part")] = detail
+    if chunk >= 0:
+        args["chunk"] = chunk
+    if directory >= 0:
+        args["directory"] = directory
+    if nbytes:
+        args["bytes"] = nbytes
+    return kind, " ".join(filter(None, (kind, detail, args.get("unit")))), args
 
 
 def _lane(ends: list[tuple[int, int]], begin: int, end: int) -> int:
@@ -225,11 +236,3 @@ def _lane(ends: list[tuple[int, int]], begin: int, end: int) -> int:
         return lane
     heapq.heappush(ends, (end, len(ends)))
     return len(ends) - 1
-
-
-def _names(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "infinity"}}
-    for tid in sorted({event["tid"] for event in events}):
-        name = _NAMES[tid // _LANES - 1] + (f" {tid % _LANES + 1}" if tid % _LANES else "")
-        yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}

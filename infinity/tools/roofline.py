@@ -31,7 +31,14 @@ _LONG: Final = {
     "link h2d": "the link to the device",
     "link d2h": "the link from the device",
 }
-_FOR: Final = {"h2d": "copies to the device", "nvme": "drives", "update": "the update", "reduce": "gradients"}
+_LOST: Final = {
+    "stall: h2d": "of stalls for copies to the device",
+    "stall: nvme": "of stalls for the drives",
+    "stall: update": "of stalls for the update",
+    "stall: reduce": "of stalls for gradients on their way",
+    "step()": "in `step()` itself",
+    "outside": "outside of the model",
+}
 _SETTING: Final = {"state": "optimizer_state", "copy": "parameters", "gradient": "gradients"}
 
 
@@ -339,13 +346,13 @@ def _sentence(
         parts = [f"bound by {_LONG.get(bound.name, bound.name)}: {rate}"]
         advice = _advice(bound, resources, spans, about, steps)
     else:
-        waits = {k.removeprefix("stall: "): v for k, v in result["where"].items() if k.startswith("stall")}
-        cause = max(waits, key=lambda k: waits[k])
+        idle = {name: time for name, time in result["where"].items() if name != "compute"}
+        most = max(idle, key=lambda name: idle[name])
         parts = [
             f"bound by waiting: {_LONG.get(bound.name, bound.name)}, the busiest, at {rate}; "
-            f"{_time(waits[cause])} of stalls for {_FOR[cause]}"
+            f"{_time(idle[most])} {_LOST[most]}"
         ]
-        advice = _cure(cause, waits[cause] > 0.05 * step, about)
+        advice = _cure(most, about)
     if hidden:
         parts.append(f"{' and '.join(hidden)} hidden behind it")
     return "; ".join([*parts, advice])
@@ -359,18 +366,18 @@ def _time(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def _cure(cause: str, long: bool, about: Mapping[str, Any]) -> str:
-    """Return what shortens stalls."""
-    if not long:
-        return "most of it lies outside of the engine: data, logging, or code between the steps"
-    if cause == "update" and about["update"] == "sync":
+def _cure(most: str, about: Mapping[str, Any]) -> str:
+    """Return what gives back the time that is lost to `most`, a name in ``where``."""
+    if most == "stall: update" and about["update"] == "sync":
         return '`update="overlap"` would hide the update behind the next forward'
     return {
-        "update": "more `read_ahead_memory` and `host_memory` would begin the update earlier",
-        "nvme": "more `prefetch_memory` and `host_memory` would read further ahead",
-        "h2d": "more `prefetch_memory` would copy further ahead",
-        "reduce": 'faster gradients: `gradients="host"` where they are on NVMe, or fewer and larger units',
-    }[cause]
+        "stall: update": "more `read_ahead_memory` and `host_memory` would begin the update earlier",
+        "stall: nvme": "more `prefetch_memory` and `host_memory` would read further ahead",
+        "stall: h2d": "more `prefetch_memory` would copy further ahead",
+        "stall: reduce": '`gradients="host"` where they are on NVMe, or fewer and larger units, would help',
+        "step()": "fewer and larger chunks (`chunk_elements`) and units would help",
+        "outside": "look at what loads data, logs, or runs between the steps",
+    }[most]
 
 
 def _advice(

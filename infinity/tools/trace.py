@@ -18,6 +18,7 @@ from .iobench_show import check_plot, gigabytes, wide_console
 from .roofline import analyse, read_trace, spans_of, union, window_of
 
 _COST: Final = 0.01  # of a step: what recording may cost
+_WORST: Final = 3  # units that are named
 _TRACKS: Final = {
     "compute": "#4878a8",
     "stall": "#c44e52",
@@ -82,6 +83,11 @@ def show(result: Mapping[str, Any]) -> None:
         )
     _right(roof)
     console.print(roof)
+    waited = {unit: kinds["stall"] for unit, kinds in result["units"].items() if "stall" in kinds}
+    worst = sorted(waited, key=lambda unit: -waited[unit])[:_WORST]
+    if worst:
+        text = ", ".join(f"{unit} {_seconds(waited[unit])}" for unit in worst)
+        console.print(f"Stalled most for the units {text}", markup=False)
     console.print(f"Efficiency: {result['efficiency']:.1%} (the largest need by the step)", markup=False)
     console.print(f"{result['sentence'][:1].upper()}{result['sentence'][1:]}.", markup=False, style="bold")
     _notes(console, result)
