@@ -81,6 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixed": MIXED,
     "host": ON_HOST,
     "sync": {"update": "sync"},
+    "delayed": {"update": "delayed", "delay_warmup_steps": 1},
     "recompute": {"recompute": "non-reentrant"},
 }
 
@@ -168,7 +169,16 @@ def test_the_file_says_what_recording_cost_and_what_ran(traced: Traced) -> None:
     assert not list(traced.path.parent.glob("*.part"))
 
 
-@pytest.mark.parametrize("settings", [{}, MIXED, {"dtype": "bf16", "update": "sync"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        MIXED,
+        {"dtype": "bf16", "update": "sync"},
+        {"parameters": "device", "update": "delayed", "delay_warmup_steps": 1},
+    ],
+    ids=str,
+)
 def test_a_trace_changes_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

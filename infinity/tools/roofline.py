@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
+from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS
 from infinity.surface.trace import FORMAT
 
 Interval = tuple[int, int]  # ns since the trace began
@@ -39,7 +40,12 @@ _LOST: Final = {
     "step()": "in `step()` itself",
     "outside": "outside of the model",
 }
-_SETTING: Final = {"state": "optimizer_state", "copy": "parameters", "gradient": "gradients"}
+#: part of a chunk → the setting that places it
+_SETTING: Final = {
+    "state": "optimizer_state",
+    **dict.fromkeys(COPY_PARTS, "parameters"),
+    **dict.fromkeys(GRADIENT_PARTS, "gradients"),
+}
 
 
 class Span(NamedTuple):
@@ -406,14 +412,15 @@ def _place(need: float, others: float, spans: Sequence[Span], about: Mapping[str
     traffic: dict[str, int] = {}
     for span in spans:
         if span.kind in ("read", "write"):
-            traffic[span.args["part"]] = traffic.get(span.args["part"], 0) + span.nbytes
-    part = max(traffic, key=lambda p: traffic[p])
-    setting = _SETTING[part]
+            name = _SETTING[span.args["part"]]
+            traffic[name] = traffic.get(name, 0) + span.nbytes
+    setting = max(traffic, key=lambda name: traffic[name])
     shares = about["placements"][setting]
-    less = min(1.0, (need - others) / need * sum(traffic.values()) / traffic[part])
+    less = min(1.0, (need - others) / need * sum(traffic.values()) / traffic[setting])
     moved = math.ceil(round(less * shares["nvme"] * 10, 6)) / 10  # tenths, so that one can type it
     moved = min(moved, shares["nvme"])
-    here = about["bytes"]["nvme"][setting.replace("_", " ")]
+    purpose = setting.replace("_", " ")  # and, with delayed updates, "parameters being updated"
+    here = sum(nbytes for name, nbytes in about["bytes"]["nvme"].items() if name.startswith(purpose))
     room = about["host_memory"] - sum(about["bytes"]["host"].values())
     wanted = here * moved / shares["nvme"]
     new = {**shares, "host": shares.get("host", 0.0) + moved, "nvme": shares["nvme"] - moved}

@@ -288,8 +288,10 @@ class Residency:
         self._suspend(unit, lambda: None)
 
     def _wait_on_device(self, events: Sequence[Event]) -> None:
+        wait = self._recorder.waits()
         for event in events:
             self._device.wait_on_device(event)
+        self._recorder.waited(wait, ("h2d", 0))
 
     def _show(self, unit: ParamUnit, user: object, newest: bool) -> None:
         """Have `unit` show the version that is wanted."""

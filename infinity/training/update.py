@@ -218,9 +218,10 @@ def _run(
             update, visit = reading.popleft()
             writing.append(visit)
             visit.wait()
-            begin = now()
             if drift is not None:
                 places.copies.wait_published(update.chunk.id)
+            begin = now()
+            if drift is not None:
                 visit.carry_over()
                 before = drift.before(visit.master)
                 _compute(places, update, visit, delayed=True)
