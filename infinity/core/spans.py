@@ -52,7 +52,7 @@ class Recording:
         self.dropped = 0
         self.full_at = 0  # when the first span was dropped
         self.moment = moment
-        self.dear: list[int] = []  # ns that recording took, where it is more than an append
+        self.dear: list[int] = []  # see `spent`
         self._limit = limit
         # The user's thread: who is computing, innermost last, and since when.
         self._inside: list[tuple[object, str, int]] = []
@@ -77,6 +77,11 @@ class Recording:
             return
         self.full_at = self.full_at or now()
         self.dropped += 1
+
+    def spent(self, ns: int) -> None:
+        """Note what recording a span took, where it is more than an append."""
+        if len(self.dear) < self._limit:
+            self.dear.append(ns)
 
     def enter(self, owner: object, phase: str, unit: int) -> None:
         """The user's thread computes for `owner` from here on (until `leave`)."""
@@ -116,7 +121,7 @@ class Recording:
         self._since = end = now() if until is None else until
         if self.moment is not None and moment is None:
             moment = self.moment()
-            self.dear.append(now() - end)
+            self.spent(now() - end)
         self._device_since = moment
         if self._inside:
             _, phase, unit = self._inside[-1]
@@ -164,7 +169,7 @@ class Recorder:
         if log is None or log.moment is None:
             return begin, None
         moment = log.moment()
-        log.dear.append(now() - begin)
+        log.spent(now() - begin)
         return begin, moment
 
     def waited(self, wait: Wait, *causes: tuple[str, int], unit: int = -1) -> None:

@@ -225,7 +225,7 @@ class Transfer:
                 directory=self.extent.directory,
                 nbytes=self.extent.nbytes,
             )
-            log.dear.append(now() - begin)
+            log.spent(now() - begin)
 
     def _check(self) -> CorruptionError | None:
         """Compare what was read with the table; see [Note: every read is checked]."""

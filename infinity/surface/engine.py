@@ -386,7 +386,8 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has
-    them: sizes in GiB, times in seconds."""
+    them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
+    to the end of the next), rates of the drives over the whole step in GB/s."""
     engine = engine_of(optimizer)
     stats = engine.store.stats()
     pool = engine.pool.stats()
