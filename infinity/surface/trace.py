@@ -144,7 +144,7 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     steps, spans = max(1, len(log.steps)), len(log.spans)
     plain = span_cost()
     dear = statistics.median(log.dear) if log.dear else 0.0
-    cost = plain * (spans - len(log.dear)) + dear * len(log.dear)
+    cost = plain * max(0, spans - len(log.dear)) + dear * len(log.dear)
     return {
         "infinity": __version__,
         "format": FORMAT,
