@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .core.errors import InfinityError
     from .surface.engine import close, gathered, gradient, metrics, wrap
     from .surface.init import init
+    from .surface.trace import trace
 
 __all__ = [
     "Config",
@@ -23,6 +24,7 @@ __all__ = [
     "gradient",
     "init",
     "metrics",
+    "trace",
     "wrap",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "Config": "core.config",
     "InfinityError": "core.errors",
     "init": "surface.init",
+    "trace": "surface.trace",
     **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "wrap"), "surface.engine"),
 }
 

@@ -4,6 +4,7 @@ carries what it should."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 from infinity.hardware.device import CudaDevice, open_device
 from infinity.surface.engine import Engine, engine_of
+from infinity.tools.roofline import analyse, read_trace, spans_of
 from infinity.training.param import ReleasedParameter
 
 from .models import Case, case
@@ -295,6 +297,29 @@ def test_what_goes_to_the_device_comes_back() -> None:
     device.synchronize()
     assert event.done()
     assert device.close()
+
+
+def test_a_trace_has_the_times_of_the_device(tmp_path: Path) -> None:
+    """Copies and compute lie within the trace, in the order in which they happened."""
+    made, optimizer, engine = wrapped(tmp_path / "run", VARIANTS["nvme"])
+    one_step(made, optimizer)
+    path = tmp_path / "t.json"
+    with infinity.trace(optimizer, path):
+        for step in range(1, 4):
+            one_step(made, optimizer, step)
+        engine.quiesce()
+    content = read_trace(str(path))
+    spans = spans_of(content)
+    last = content["otherData"]["duration_ns"] + 1_000_000
+    for kind in ("h2d", "d2h", "device compute"):
+        found = [s for s in spans if s.kind == kind]
+        assert found, kind
+        assert all(-1_000_000 <= s.begin <= s.end <= last for s in found), kind
+    laps = sorted((s.begin, s.end) for s in spans if s.kind == "device compute")
+    assert all(a[1] <= b[0] + 1000 for a, b in itertools.pairwise(laps))
+    result = analyse(content)
+    assert sum(result["where"].values()) == pytest.approx(result["step_seconds"])
+    infinity.close(optimizer)
 
 
 # -- memory and the link ---------------------------------------------------------------------------

@@ -265,10 +265,14 @@ def test_a_loss_that_does_not_fall_is_said_so(
 
 
 def test_json_is_all_that_stdout_gets(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", "--json", *options(settings(text, nvme, steps=2, sample_tokens=0))]) == 0
+    trace = os.path.join(nvme, "t.json")
+    given = settings(text, nvme, steps=2, sample_tokens=0, trace=trace)
+    assert run(["train", "--json", *options(given)]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["steps"] == 2
     assert "step 2/2" in shown.err
+    assert run(["trace", trace, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1  # from the end of the first to the next
 
 
 def test_a_run_that_cannot_fit_builds_nothing(text: str, nvme: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,13 +265,18 @@ class Ticket:
     @property
     def seconds(self) -> tuple[float, float]:
         """Seconds in the queue, and from the first submission to completion; NaN until then."""
-        info = self._describe()
-        queued, started, finished = int(info.queued_ns), int(info.started_ns), int(info.finished_ns)
+        queued, started, finished = self.times
         nan = float("nan")
         return (
             (started - queued) * 1e-9 if started else nan,
             (finished - started) * 1e-9 if started and finished else nan,
         )
+
+    @property
+    def times(self) -> tuple[int, int, int]:
+        """When it was queued, first given to the kernel, and complete: ns of CLOCK_MONOTONIC; 0: not yet."""
+        info = self._describe()
+        return int(info.queued_ns), int(info.started_ns), int(info.finished_ns)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every byte is moved; its unsent blocks go to the front of the queue.

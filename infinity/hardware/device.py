@@ -1,9 +1,8 @@
 """The device: its copy streams and events, and what is free on it.
 
 `HostDevice` (device memory is host memory) and `CudaDevice` have one interface. Copies are
-asynchronous on both: a CUDA stream there, a *host stream* here, which is a thread with a queue.
-With INFINITY_DELAY_SEED set, host streams sleep at random before each task, so that a missing
-wait shows on a machine without a GPU.
+asynchronous on both: a CUDA stream there, a *host stream* here (streams.py).
+All others import streams and events from here.
 """
 
 from __future__ import annotations
@@ -12,23 +11,32 @@ import contextlib
 import ctypes
 import mmap
 import os
-import queue
-import random
-import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from infinity.core.errors import ClosedError, ConfigError, StorageError
+from infinity.core.errors import ConfigError, StorageError
 from infinity.core.sizes import MiB
+from infinity.core.spans import Moment, Recorder, now
 
 from . import cpu_adam
+from .clock import DeviceClock, timed
+from .streams import POLL, Event, HostStream, Task
 
-#: No wait is longer than this, so that an interrupt arrives (seconds).
-POLL = 0.1
+__all__ = [
+    "POLL",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "HostDevice",
+    "HostStream",
+    "PagedMemory",
+    "ResizedMemory",
+    "Task",
+    "open_device",
+]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -49,128 +57,6 @@ class _MallocInfo(ctypes.Structure):
 _mallinfo = getattr(_libc, "mallinfo2", None)
 if _mallinfo is not None:
     _mallinfo.restype = _MallocInfo
-
-
-class Event(Protocol):
-    """Something that happens on a stream."""
-
-    def done(self) -> bool:
-        """Return whether it has happened; raise what went wrong."""
-
-    def wait(self) -> None:
-        """Block the host until it has happened; raise what went wrong."""
-
-
-class Task:
-    """One call on a host stream; an `Event` that also carries the result or the error."""
-
-    __slots__ = ("_call", "_error", "_finished", "_result")
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call: Callable[[], Any] | None = call
-        self._error: BaseException | None = None
-        self._result: Any = None
-        self._finished = threading.Event()
-
-    def run(self) -> None:
-        """Run the call (on the stream's thread)."""
-        call, self._call = self._call, None
-        try:
-            if call is not None:
-                self._result = call()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del call  # what it holds goes home before anyone is told
-            self._finished.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Finish without running."""
-        self._call, self._error = None, error
-        self._finished.set()
-
-    def done(self) -> bool:
-        """Return whether the call has returned; raise its error."""
-        if not self._finished.is_set():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self) -> None:
-        """Block until the call has returned; raise its error."""
-        while not self._finished.wait(POLL):
-            pass
-        if self._error is not None:
-            raise self._error
-
-    def result(self) -> Any:
-        """Wait, then return what the call returned."""
-        self.wait()
-        return self._result
-
-
-class HostStream:
-    """A queue of calls that one daemon thread runs in order."""
-
-    def __init__(self, name: str, *, delay_seed: int | None = None) -> None:
-        self.name = name
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._pid = os.getpid()
-        self._closed = False
-        if delay_seed is None and os.environ.get("INFINITY_DELAY_SEED"):
-            delay_seed = int(os.environ["INFINITY_DELAY_SEED"])
-        delay = random.Random(f"{name}{delay_seed}") if delay_seed is not None else None
-        self._thread = threading.Thread(
-            target=_run_stream, args=(self._queue, delay), name=f"infinity-{name}", daemon=True
-        )
-        self._thread.start()
-        # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
-
-    def submit(self, call: Callable[[], Any]) -> Task:
-        """Queue `call`; return its task.
-
-        Raises:
-            ClosedError: the stream was closed, or belongs to another process.
-        """
-        if self._closed or os.getpid() != self._pid:
-            raise ClosedError(
-                f"the stream {self.name!r} is not usable",
-                expected="an open stream of this process",
-                found="a closed one" if self._closed else "a forked process",
-                cure="wrap the model again in this process",
-            )
-        task = Task(call)
-        self._queue.put(task)
-        return task
-
-    def synchronize(self) -> None:
-        """Block until everything queued so far has run. Errors stay with their tasks."""
-        self.submit(lambda: None).wait()
-
-    def close(self, timeout: float = 30.0) -> bool:
-        """Run what is queued, end the thread; return whether it ended within `timeout` seconds."""
-        if not self._closed:
-            self._closed = True
-            self._finalizer.detach()
-            self._queue.put(None)
-        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            end = time.monotonic() + timeout
-            while self._thread.is_alive() and time.monotonic() < end:
-                self._thread.join(POLL)
-        return not self._thread.is_alive()
-
-
-def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | None) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        if delay is not None and delay.random() < 0.5:
-            time.sleep(delay.random() * 0.004)
-        task.run()
-        del task
 
 
 class PagedMemory:
@@ -230,20 +116,30 @@ class HostDevice:
     #: Whether what crosses to the device needs pinned leases.
     staged = False
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
         self.slack = 8 * MiB  # what the C heap may keep for reuse
+        self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
 
-    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        """Start copying `source` to `target` (same dtype and numel, contiguous)."""
-        nbytes = source.numel() * source.element_size()
+    def h2d(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+    ) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous); `chunk`: for traces."""
+        nbytes, recorder = source.numel() * source.element_size(), self._recorder
 
         # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
         def copy() -> None:
+            begin = now()
             cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), nbytes)
+            if (log := recorder.log) is not None:
+                log.add("h2d", begin, now(), chunk=chunk, nbytes=nbytes)
 
         return self._h2d.submit(copy)
+
+    def start_clock(self) -> Callable[[], Moment] | None:
+        """Return what tells the moments of the device's compute; None: the host's clock does."""
+        return None
 
     def memory(self, nbytes: int) -> PagedMemory:
         """Return the storage of a unit, empty."""
@@ -258,10 +154,15 @@ class HostDevice:
         if event is not None:
             event.wait()
 
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def d2h(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+    ) -> Event:
         """Copy `source` to `target` (same dtype and numel, contiguous); call from a worker."""
         task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
+        begin = now()
         task.run()
+        if (log := self._recorder.log) is not None:
+            log.add("d2h", begin, now(), chunk=chunk, nbytes=source.nbytes)
         return task
 
     def tidy(self) -> None:
@@ -318,20 +219,30 @@ class CudaDevice:
 
     staged = True
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
         self.slack = 0
+        self._recorder = recorder or Recorder()
+        self._clock: DeviceClock | None = None
         with torch.cuda.device(torch_device):
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
 
-    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def h2d(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+    ) -> Event:
         """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
         with torch.cuda.stream(self._h2d):
             if isinstance(after, _CudaEvent):
                 self._h2d.wait_event(after.event)
-            target.copy_(source, non_blocking=True)
+            with timed(self._recorder.log, self._clock, "h2d", self._h2d, chunk, source.nbytes):
+                target.copy_(source, non_blocking=True)
             return _record(self._h2d)
+
+    def start_clock(self) -> Callable[[], Moment] | None:
+        """Return what tells the moments of the current stream. Waits for the device once."""
+        self._clock = DeviceClock(self.torch_device)
+        return self._clock.moment
 
     def memory(self, nbytes: int) -> ResizedMemory:
         """Return the storage of a unit, empty."""
@@ -348,12 +259,15 @@ class CudaDevice:
         elif event is not None:
             event.wait()
 
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def d2h(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+    ) -> Event:
         """Start copying `source` to `target` (pinned) on the d2h stream, after `after`."""
         with torch.cuda.stream(self._d2h):
             if isinstance(after, _CudaEvent):
                 self._d2h.wait_event(after.event)
-            target.copy_(source, non_blocking=True)
+            with timed(self._recorder.log, self._clock, "d2h", self._d2h, chunk, source.nbytes):
+                target.copy_(source, non_blocking=True)
             event = _record(self._d2h)
         source.record_stream(self._d2h)
         return event
@@ -397,8 +311,9 @@ class CudaDevice:
 Device = HostDevice | CudaDevice
 
 
-def open_device(name: str | None) -> Device:
-    """Return the device called `name`; None: cuda where there is one, else the CPU.
+def open_device(name: str | None, recorder: Recorder | None = None) -> Device:
+    """Return the device called `name`; None: cuda where there is one, else the CPU. `recorder` is
+    told of copies while a trace is on.
 
     Raises:
         ConfigError: there is no such device.
@@ -407,7 +322,7 @@ def open_device(name: str | None) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cpu":
-        return HostDevice(torch.device("cpu"))
+        return HostDevice(torch.device("cpu"), recorder)
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"there is no device {name!r}",
@@ -416,4 +331,4 @@ def open_device(name: str | None) -> Device:
             cure='device="cpu", or a torch build with CUDA',
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaDevice(torch.device("cuda", index))
+    return CudaDevice(torch.device("cuda", index), recorder)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from infinity.core.errors import InfinityError, StorageError
 from infinity.core.sizes import Tier
+from infinity.core.spans import Recorder
 
 from .layout import Layout
 from .table import NEVER, ChunkTable
@@ -61,8 +62,9 @@ class Order:
         failed: the first transfer that failed. Nothing begins after that.
     """
 
-    def __init__(self, layout: Layout, table: ChunkTable, start: Start) -> None:
+    def __init__(self, layout: Layout, table: ChunkTable, start: Start, recorder: Recorder) -> None:
         self.lock = threading.RLock()
+        self.recorder = recorder
         self.failed: Transfer | None = None
         self._layout = layout
         self._table = table

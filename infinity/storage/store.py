@@ -13,6 +13,7 @@ import torch
 
 from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
+from infinity.core.spans import Recorder
 from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
 from infinity.hardware.tuned import bandwidths
 
@@ -55,6 +56,7 @@ class Store:
         backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
             ``auto`` or None is what `infinity tune` found for the drive, else a default.
         register, unregister: pin the memory of the host tier for a device.
+        recorder: is told of transfers while a trace is on.
 
     Raises:
         ConfigError: `chunks`, `weights` or `slots` make no sense.
@@ -79,12 +81,13 @@ class Store:
         delay_seed: int | None = None,
         register: Register | None = None,
         unregister: Register | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
         self.layout = Layout(chunks, len(directories), weights=weights, slots=slots)
         self.table = ChunkTable(self.layout)
-        self._order = Order(self.layout, self.table, self._start)
+        self._order = Order(self.layout, self.table, self._start, recorder or Recorder())
         self._pool = pool
         self._pid = os.getpid()
         self._closed = self._given_up = False
@@ -311,6 +314,11 @@ class Store:
     def ring_stats(self) -> list[RingStats]:
         """Return the figures of each directory's ring, in the order of the directories."""
         return [ring.stats() for ring in self._rings]
+
+    @property
+    def unfinished(self) -> int:
+        """Transfers that were begun and are not complete, or not seen to be."""
+        return len(self._order.pending())
 
     def close(self) -> None:
         """Wait for all that is pending, end the rings and remove the arenas. A second call does

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT
+from infinity.core.spans import Recorder, now
 from infinity.hardware.aio import Priority, Ticket, crc32c
 
 from .layout import Extent
@@ -25,6 +26,10 @@ class Owner(Protocol):
     @property
     def lock(self) -> threading.RLock:
         """Guards `Transfer.waits_for` and `Transfer.waited_by`."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """Is told of what is complete."""
 
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
         """See to the end of a transfer whose ticket is complete."""
@@ -195,12 +200,32 @@ class Transfer:
                 if timeout is not None and not ticket.done:
                     return False  # our timeout, not its deadline
                 error = named(found, self)
+            if self._order.recorder.log is not None:
+                self._record(ticket)
             if error is None and not self.is_write:
+                begin = now()
                 error = self._check()
+                if (log := self._order.recorder.log) is not None:
+                    log.add("crc", begin, now(), detail=self.part, chunk=self.chunk, nbytes=self.nbytes)
             self._order.finish(self, error)
             return True
         finally:
             self._gate.release()
+
+    def _record(self, ticket: Ticket) -> None:
+        begin, log = now(), self._order.recorder.log
+        _, started, finished = ticket.times
+        if log is not None and started and finished:
+            log.add(
+                "write" if self.is_write else "read",
+                started,
+                finished,
+                detail=self.part,
+                chunk=self.chunk,
+                directory=self.extent.directory,
+                nbytes=self.extent.nbytes,
+            )
+            log.spent(now() - begin)
 
     def _check(self) -> CorruptionError | None:
         """Compare what was read with the table; see [Note: every read is checked]."""

@@ -14,6 +14,7 @@ from torch import nn
 from infinity.core.config import Config
 from infinity.core.errors import ClosedError, WrapError
 from infinity.core.sizes import GiB, Tier
+from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import Device, open_device
 from infinity.planning.footprint import Footprint, footprint
@@ -49,7 +50,8 @@ class Engine:
         groups = check_model(model, optimizer)
         self.config = config
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
-        device = open_device(config.device)
+        self.recorder = Recorder()
+        device = open_device(config.device, self.recorder)
         if config.threads is not None:
             cpu_adam.set_threads(config.threads)
 
@@ -82,6 +84,7 @@ class Engine:
                 deadline=config.io_deadline,
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
+                recorder=self.recorder,
             )
             undo.callback(store.close)
             self._build(
@@ -115,19 +118,28 @@ class Engine:
             resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             units.append(ParamUnit(layout, sharded, device, resident=resident))
         self.units = units
-        self.pending = Pending()
+        self.pending = Pending(self.recorder)
         self.fetcher = Fetcher(store, pool, device, plans, self.pending)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
         self.copies = Copies(plans, store, device)
-        self.residency = Residency(units, self.fetcher, capacity, device, self.pending, self.copies)
+        self.residency = Residency(
+            units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder
+        )
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
-            units, plans, store, pool, device, slots=quota.slots if quota else 0, pending=self.pending
+            units,
+            plans,
+            store,
+            pool,
+            device,
+            slots=quota.slots if quota else 0,
+            pending=self.pending,
+            recorder=self.recorder,
         )
         self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
-        self.updater = Updater(self.places, self.pending, self.fetcher)
+        self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
         self.states = States(self.places, self._room, self.quiesce)
         self._take_over(model, optimizer)
         self.hooks = Hooks(
@@ -140,6 +152,7 @@ class Engine:
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
             on_backward=self._read_ahead,
+            recorder=self.recorder,
         )
         install(model, self)
         self._closed = False
@@ -228,6 +241,12 @@ class Engine:
             self.times["step"] = now - self._last_step_end
         self.times["update"] = seconds
         self._last_step_end = now
+        stats = self.store.stats()
+        self.recorder.step(
+            round((now - seconds) * 1e9),
+            sum(s.bytes_read for s in stats),
+            sum(s.bytes_written for s in stats),
+        )
 
     def close(self) -> None:
         """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
@@ -367,7 +386,8 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has
-    them: sizes in GiB, times in seconds."""
+    them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
+    to the end of the next), rates of the drives over the whole step in GB/s."""
     engine = engine_of(optimizer)
     stats = engine.store.stats()
     pool = engine.pool.stats()
@@ -388,6 +408,7 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
         "delayed/drift": engine.updater.drift.value,
         "fetch/units": float(engine.residency.fetches),
         "fetch/hits": float(engine.residency.hits),
+        **engine.recorder.figures,
     }
     return values
 

@@ -27,6 +27,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "tune_command",
         "Find the I/O settings that suit a drive, and keep them.",
     ),
+    "trace": ("infinity.tools.trace", "trace_command", "Say where the time of a step went, and why."),
     "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
 }
 

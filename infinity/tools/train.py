@@ -13,6 +13,7 @@ The loop is the one that a user would write (see `_loop`); what surrounds it pla
 from __future__ import annotations
 
 import codecs
+import contextlib
 import importlib
 import itertools
 import json
@@ -32,6 +33,7 @@ from infinity.core.sizes import GiB, Tier, format_size
 from infinity.planning.planner import Plan
 from infinity.surface.engine import close, engine_of, metrics, wrap
 from infinity.surface.init import init
+from infinity.surface.trace import trace
 from infinity.training.optimizer import OffloadOptimizer
 
 from .data import Corpus, open_stream
@@ -105,7 +107,8 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         model, optimizer = _build(run, config, workload)
         try:
             on_disk = bytes_on_disk(config.directories) - before
-            trained = _loop(run, workload, corpus, model, optimizer, report)
+            with trace(optimizer, train.trace) if train.trace else contextlib.nullcontext():
+                trained = _loop(run, workload, corpus, model, optimizer, report)
             measured = _measure(run, config, workload, model, optimizer, plan, trained, peak, on_disk)
             report.pause()
             fell = _summary(report, trained)

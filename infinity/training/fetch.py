@@ -17,6 +17,7 @@ import torch
 
 from infinity.core.errors import ClosedError
 from infinity.core.sizes import Tier
+from infinity.core.spans import now
 from infinity.hardware.device import POLL, Device, Event
 from infinity.planning.partition import Chunk, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
@@ -40,6 +41,9 @@ class Fetch:
         self.event: Event | None = None
         self.error: BaseException | None = None
         self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
+        # For traces: when it was started, when its last chunk was updated and read (0: none was).
+        self.began, self.updated, self.read = now(), 0, 0
+        self.behind_update = False
 
     def wait_issued(self) -> Event | None:
         """Block until the copies are on the stream; return the event of the last; raise its error."""
@@ -48,6 +52,11 @@ class Fetch:
         if self.error is not None:
             raise self.error
         return self.event
+
+    def causes(self) -> tuple[tuple[str, int], ...]:
+        """Return what a wait that ends now was for, with when each of these was over."""
+        updated = now() if self.behind_update else self.updated
+        return ("update", updated), ("nvme", self.read), ("h2d", 0)
 
     def settled(self) -> bool:
         """Return whether nothing of it is under way (done or failed), without blocking."""
@@ -157,6 +166,7 @@ class _Worker:
                 return  # it failed, or read the chunk already
             fetch.chunks.remove(chunk)
             fetch.supplies.append((chunk, lease.retain(), offset))
+            fetch.updated = now()
             self._wake.notify()
 
     def stop(self) -> None:
@@ -197,7 +207,10 @@ class _Worker:
             lease = transfer = None
             try:
                 if self._pending.gates(chunk.id):
+                    fetch.behind_update = True
                     return
+                if fetch.behind_update:
+                    fetch.behind_update, fetch.updated = False, now()
                 if plan.copy_tier is Tier.NVME:
                     self._bring_home(wait=False)
                     lease = self._pool.try_lease("fetch", plan.copy_nbytes)
@@ -238,6 +251,7 @@ class _Worker:
         try:
             if transfer is not None:
                 transfer.wait()
+                fetch.read = now()
             if fetch.error is None:
                 source = (
                     lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
@@ -245,7 +259,7 @@ class _Worker:
                     else self._store.view(chunk.id, fetch.parts[chunk.id])
                 )
                 target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
-                fetch.event = self._device.h2d(target, source, fetch.after)
+                fetch.event = self._device.h2d(target, source, fetch.after, chunk.id)
                 if lease is not None:
                     self._landing.append((fetch.event, lease))
                     lease = None

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from infinity.core.sizes import Tier, ceil_to
+from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan, Segment
@@ -69,8 +70,10 @@ class Gradients:
         *,
         slots: int,
         pending: Pending,
+        recorder: Recorder,
     ) -> None:
         self.units = units
+        self._recorder = recorder
         self.entries: dict[int, ChunkGradient] = {}
         self._plans = plans
         self._store = store
@@ -116,8 +119,7 @@ class Gradients:
         arrivals = self._waiting.pop(unit.index, None)
         if not arrivals:
             return
-        while self._tasks:
-            self._tasks.popleft().wait()
+        self._wait_tasks()
         self._avoid(unit)
         self._device.tidy()
         after = self._device.mark()
@@ -146,9 +148,17 @@ class Gradients:
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.flush_all()
+        self._wait_tasks()
+        task = self._stream.submit(self._finish_writes)
+        wait = self._recorder.waits()
+        task.wait()
+        self._recorder.waited(wait, ("nvme", 0))
+
+    def _wait_tasks(self) -> None:
         while self._tasks:
+            wait = self._recorder.waits()
             self._tasks.popleft().wait()
-        self._stream.submit(self._finish_writes).wait()
+            self._recorder.waited(wait, ("reduce", 0))
 
     def zero(self, sharded: ShardedParam) -> None:
         """Make the gradient of one parameter zero; it stays present."""
@@ -215,6 +225,13 @@ class Gradients:
     # -- the worker -------------------------------------------------------------------------
 
     def _take(self, unit: ParamUnit, arrivals: dict[int, list[_Arrival]], after: Event | None) -> None:
+        begin = now()
+        self._take_chunks(unit, arrivals, after)
+        if (log := self._recorder.log) is not None:
+            nbytes = sum(a.grad.nbytes for several in arrivals.values() for a in several)
+            log.add("reduce", begin, now(), unit=unit.index, nbytes=nbytes)
+
+    def _take_chunks(self, unit: ParamUnit, arrivals: dict[int, list[_Arrival]], after: Event | None) -> None:
         for chunk in unit.layout.trainable_chunks:
             rounds = max((len(arrivals.get(s.param, ())) for s in chunk.segments), default=0)
             for i in range(rounds):
@@ -334,12 +351,15 @@ class _Work:
     def put(self, part: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         """Write `source` over `part`."""
         if source.device == part.device and part.is_cpu:
+            begin = now()
             cpu_adam.convert(part, source)
+            if (log := self._owner._recorder.log) is not None:  # this is what d2h is on a CPU device
+                log.add("d2h", begin, now(), chunk=self._chunk.id, nbytes=source.nbytes)
         elif source.device == part.device:
             self._owner._device.wait_on_device(after)
             part.copy_(source)
         elif part.dtype is source.dtype:
-            self._owner._device.d2h(part, source, after).wait()
+            self._owner._device.d2h(part, source, after, self._chunk.id).wait()
         else:
             self._staged(part, source, after, cpu_adam.convert)
 
@@ -356,7 +376,7 @@ class _Work:
     def _staged(self, part: torch.Tensor, source: torch.Tensor, after: Event | None, then: object) -> None:
         with self._owner._lease(source.nbytes) as lease:
             host = lease.tensor(source.dtype, 0, source.numel())
-            self._owner._device.d2h(host, source, after).wait()
+            self._owner._device.d2h(host, source, after, self._chunk.id).wait()
             then(part, host)  # type: ignore[operator]
 
     def store(self, target: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 
 from infinity.core.errors import ParameterChangedError, PrecisionError
+from infinity.core.spans import Recorder, now
 
 from .discover import Scope
 from .gradients import Gradients
@@ -67,7 +68,10 @@ class Hooks:
         output_dtype: torch.dtype | None,
         check: Callable[[], None],
         on_backward: Callable[[], None],
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
+        self._left = 0  # when the last forward with a graph ended, for traces
         self._residency = residency
         self._gradients = gradients
         self._params = params
@@ -110,6 +114,9 @@ class Hooks:
 
     def settle(self) -> None:
         """Finish what a backward that raised, or a forward without one, has left."""
+        self._left = 0
+        if (log := self._recorder.log) is not None:
+            log.settle()
         self._lazy = None
         self._depth = 0
         self._tasks.clear()
@@ -129,12 +136,16 @@ class Hooks:
             call = _Call(scope, self._residency.shows_newest)
             current.append(call)
             self._residency.acquire(scope.units, scope)
+            if (log := self._recorder.log) is not None:
+                log.enter(call, "recompute" if _in_backward() else "forward", _first(scope))
             if torch.is_grad_enabled():
                 return _wrap_inputs(args, kwargs, lambda: self._backward_ends(call))
             return None
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             call = current.pop() if current else _Call(scope, self._residency.shows_newest)
+            if (log := self._recorder.log) is not None:
+                log.leave(call)
             if torch.is_grad_enabled():
                 self._watch(output, call)
             if current:
@@ -172,6 +183,8 @@ class Hooks:
             self._residency.show(not module.training)
             self._residency.schedule.expect(torch.is_grad_enabled())
         self._depth += 1
+        if (log := self._recorder.log) is not None and self._depth == 1:
+            log.enter(self, "recompute" if _in_backward() else "forward", -1)
         if self._compute_dtype is torch.float32:
             return None
         return _cast((args, kwargs), self._compute_dtype)
@@ -179,6 +192,9 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
         self._depth = max(0, self._depth - 1)
+        if (log := self._recorder.log) is not None and not self._depth:
+            log.leave(self)
+            self._left = now() if torch.is_grad_enabled() and not _in_backward() else 0
         if not torch.is_grad_enabled() and not self._depth and not _in_backward():
             self._residency.schedule.end_cycle()
         if self._output_dtype is None:
@@ -233,6 +249,8 @@ class Hooks:
             self._residency.show(call.newest)
             self._residency.acquire(call.scope.units, call)
             self._release_lazy(None)
+            if (log := self._recorder.log) is not None:
+                log.enter(call, "backward", _first(call.scope))
 
         for tensor in tensors:
             tensor.register_hook(begins)
@@ -243,6 +261,8 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if not self._tasks:
+                if (log := self._recorder.log) is not None:
+                    log.backward(self, self._left)
                 self._on_backward()
             self._tasks.add(task)
             Variable._execution_engine.queue_callback(lambda: self._ends(task))
@@ -258,6 +278,8 @@ class Hooks:
         for index in call.scope.units:
             self._gradients.flush(self._residency.units[index])
         self._residency.release(call.scope.units, call)
+        if (log := self._recorder.log) is not None:
+            log.leave(call)
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
         param = sharded.param
@@ -269,6 +291,11 @@ class Hooks:
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):
             self._gradients.flush(unit)
+
+
+def _first(scope: Scope) -> int:
+    """Return the unit that a scope's time is put down to."""
+    return scope.units[0] if scope.units else -1
 
 
 def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tensor], None]:

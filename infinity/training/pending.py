@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from infinity.core.errors import InfinityError
+from infinity.core.spans import Recorder, now
 from infinity.hardware.device import POLL
 from infinity.planning.partition import Chunk
 from infinity.storage.transfer import again
@@ -19,7 +20,9 @@ from infinity.storage.transfer import again
 class Pending:
     """Chunks whose update was posted and whose kernel has not run yet. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.finished_at = 0  # when the last kernel had run, for traces
         self._changed = threading.Condition()
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
@@ -49,6 +52,7 @@ class Pending:
                 self._units[unit] -= 1
                 if not self._units[unit]:
                     del self._units[unit]
+            self.finished_at = now()
             self._changed.notify_all()
         for call in self._listeners:
             call()
@@ -101,10 +105,12 @@ class Pending:
         """Block until a unit is updated; raise if that failed."""
         if unit not in self._units:
             return
+        wait = self._recorder.waits()
         with self._changed:
             while unit in self._units:
                 self.check()
                 self._changed.wait(POLL)
+        self._recorder.waited(wait, ("update", 0), unit=unit)
 
     def wait_all(self) -> None:
         """Block until every kernel has run; raise if one failed."""

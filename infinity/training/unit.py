@@ -16,6 +16,7 @@ import torch
 
 from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
+from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
 from infinity.planning.partition import Chunk, UnitLayout
 from infinity.planning.schedule import Schedule
@@ -165,8 +166,10 @@ class Residency:
         device: Device,
         pending: Pending,
         copies: Copies,
+        recorder: Recorder,
     ) -> None:
         self.units = units
+        self._recorder = recorder
         self._newest = False
         self.schedule = Schedule()
         self.fetches = 0
@@ -227,7 +230,8 @@ class Residency:
             self.prefetch()
         for unit in wanted:
             if unit.state is ParamState.FETCHING:
-                unit.unshard()
+                self._wait_for(unit, unit.unshard)
+                self._record_unshard(unit)
             elif unit.index in self._suspended:
                 self.resume(unit)
 
@@ -286,8 +290,10 @@ class Residency:
         self._suspend(unit, lambda: None)
 
     def _wait_on_device(self, events: Sequence[Event]) -> None:
+        wait = self._recorder.waits()
         for event in events:
             self._device.wait_on_device(event)
+        self._recorder.waited(wait, ("h2d", 0))
 
     def _show(self, unit: ParamUnit, user: object, newest: bool) -> None:
         """Have `unit` show the version that is wanted."""
@@ -364,8 +370,24 @@ class Residency:
 
     def _drop(self, unit: ParamUnit) -> None:
         if unit.state is ParamState.FETCHING:
-            unit.reshard()
+            self._wait_for(unit, unit.reshard)
             self.held -= unit.layout.copy_nbytes
+
+    def _wait_for(self, unit: ParamUnit, call: Callable[[], None]) -> None:
+        """Do what waits for a unit's fetch; if that is under way, the user's thread stalls."""
+        fetch = unit.fetch
+        if fetch is None or fetch.settled():
+            call()
+            return
+        wait = self._recorder.waits()
+        call()
+        self._recorder.waited(wait, *fetch.causes(), unit=unit.index)
+
+    def _record_unshard(self, unit: ParamUnit) -> None:
+        log, fetch = self._recorder.log, unit.fetch
+        if log is not None and fetch is not None and fetch.began:
+            log.add("unshard", fetch.began, now(), unit=unit.index, nbytes=unit.layout.copy_nbytes)
+            fetch.began = 0  # when it is used again, it is there already
 
     def forward_order(self) -> list[ParamUnit]:
         """Return all units in the order of the last forward; those it did not use come last."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.core.sizes import SPAN, ceil_to
+from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.aio import Priority
 from infinity.hardware.device import Event, HostStream, Task
@@ -56,8 +57,9 @@ class ChunkUpdate(NamedTuple):
 class Updater:
     """Runs updates, at once or behind the user's back, and reads state ahead for them."""
 
-    def __init__(self, places: Places, pending: Pending, fetcher: Fetcher) -> None:
+    def __init__(self, places: Places, pending: Pending, fetcher: Fetcher, recorder: Recorder) -> None:
         self._places = places
+        self._recorder = recorder
         self._pending = pending
         self._fetcher = fetcher
         self._stream: HostStream | None = None
@@ -67,7 +69,9 @@ class Updater:
 
     def run(self, work: Sequence[ChunkUpdate]) -> None:
         """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
-        _run(self._places, work, self._take_ahead(), None, None)
+        wait = self._recorder.waits()
+        _run(self._places, work, self._take_ahead(), None, None, self._recorder)
+        self._recorder.waited(wait, ("update", 0))
 
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
         """Start the same on the worker; `wait`, or `Pending` for one unit, tells when. `delayed`: the
@@ -84,7 +88,10 @@ class Updater:
         """Block until what was posted is complete on its tier; raise what went wrong."""
         task, self._task = self._task, None
         if task is not None:
+            wait = self._recorder.waits()
             task.wait()
+            # When the last kernel has run, what is left are writes.
+            self._recorder.waited(wait, ("update", self._pending.finished_at), ("nvme", 0))
         self._pending.check()
 
     def read_ahead(self, chunks: Iterable[Chunk]) -> None:
@@ -128,7 +135,8 @@ class Updater:
         drift = Drift() if delayed else None
         try:
             self._places.device.wait_on_device(after)
-            _run(self._places, work, ahead, self._finish_delayed if delayed else self._finish, drift)
+            finish = self._finish_delayed if delayed else self._finish
+            _run(self._places, work, ahead, finish, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
             self._pending.fail(error)
@@ -178,6 +186,7 @@ def _run(
     ahead: deque[ChunkVisit],
     finished: Callable[[Chunk, ChunkVisit], None] | None,
     drift: Drift | None,
+    recorder: Recorder,
 ) -> None:
     todo = deque(work)
     reading: deque[tuple[ChunkUpdate, ChunkVisit]] = deque()
@@ -211,6 +220,8 @@ def _run(
             visit.wait()
             if drift is not None:
                 places.copies.wait_published(update.chunk.id)
+            begin = now()
+            if drift is not None:
                 visit.carry_over()
                 before = drift.before(visit.master)
                 _compute(places, update, visit, delayed=True)
@@ -218,6 +229,8 @@ def _run(
             else:
                 _compute(places, update, visit)
             visit.write(state=True, copy=True)
+            if (log := recorder.log) is not None:  # with the CRC of what it made
+                log.add("update", begin, now(), chunk=update.chunk.id, nbytes=_moved(update, visit))
             if finished is not None:
                 finished(update.chunk, visit)
         while writing:
@@ -241,6 +254,14 @@ def _abandon(visit: ChunkVisit) -> None:
         visit.leave()
     except Exception:
         return  # the first error is on its way to the user; the store keeps the rest
+
+
+def _moved(update: ChunkUpdate, visit: ChunkVisit) -> int:
+    """Return the bytes of memory that the kernel reads and writes: state, gradient and copy."""
+    chunk = update.chunk
+    grad = update.grad_dtype or chunk.dtype
+    copy = 0 if visit.copy_is_master else chunk.dtype.itemsize
+    return chunk.numel * (2 * 3 * 4 + grad.itemsize + copy)
 
 
 def _compute(places: Places, update: ChunkUpdate, visit: ChunkVisit, *, delayed: bool = False) -> None:

@@ -1,0 +1,143 @@
+"""Host streams: a queue of calls that one thread runs in order, with events like those of a device.
+
+With INFINITY_DELAY_SEED set, they sleep at random before each task, so that a missing wait shows on
+a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from infinity.core.errors import ClosedError
+
+#: No wait is longer than this, so that an interrupt arrives (seconds).
+POLL = 0.1
+
+
+class Event(Protocol):
+    """Something that happens on a stream."""
+
+    def done(self) -> bool:
+        """Return whether it has happened; raise what went wrong."""
+
+    def wait(self) -> None:
+        """Block the host until it has happened; raise what went wrong."""
+
+
+class Task:
+    """One call on a host stream; an `Event` that also carries the result or the error."""
+
+    __slots__ = ("_call", "_error", "_finished", "_result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Run the call (on the stream's thread)."""
+        call, self._call = self._call, None
+        try:
+            if call is not None:
+                self._result = call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del call  # what it holds goes home before anyone is told
+            self._finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish without running."""
+        self._call, self._error = None, error
+        self._finished.set()
+
+    def done(self) -> bool:
+        """Return whether the call has returned; raise its error."""
+        if not self._finished.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self) -> None:
+        """Block until the call has returned; raise its error."""
+        while not self._finished.wait(POLL):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> Any:
+        """Wait, then return what the call returned."""
+        self.wait()
+        return self._result
+
+
+class HostStream:
+    """A queue of calls that one daemon thread runs in order."""
+
+    def __init__(self, name: str, *, delay_seed: int | None = None) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._pid = os.getpid()
+        self._closed = False
+        if delay_seed is None and os.environ.get("INFINITY_DELAY_SEED"):
+            delay_seed = int(os.environ["INFINITY_DELAY_SEED"])
+        delay = random.Random(f"{name}{delay_seed}") if delay_seed is not None else None
+        self._thread = threading.Thread(
+            target=_run_stream, args=(self._queue, delay), name=f"infinity-{name}", daemon=True
+        )
+        self._thread.start()
+        # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, call: Callable[[], Any]) -> Task:
+        """Queue `call`; return its task.
+
+        Raises:
+            ClosedError: the stream was closed, or belongs to another process.
+        """
+        if self._closed or os.getpid() != self._pid:
+            raise ClosedError(
+                f"the stream {self.name!r} is not usable",
+                expected="an open stream of this process",
+                found="a closed one" if self._closed else "a forked process",
+                cure="wrap the model again in this process",
+            )
+        task = Task(call)
+        self._queue.put(task)
+        return task
+
+    def synchronize(self) -> None:
+        """Block until everything queued so far has run. Errors stay with their tasks."""
+        self.submit(lambda: None).wait()
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Run what is queued, end the thread; return whether it ended within `timeout` seconds."""
+        if not self._closed:
+            self._closed = True
+            self._finalizer.detach()
+            self._queue.put(None)
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            end = time.monotonic() + timeout
+            while self._thread.is_alive() and time.monotonic() < end:
+                self._thread.join(POLL)
+        return not self._thread.is_alive()
+
+
+def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | None) -> None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        if delay is not None and delay.random() < 0.5:
+            time.sleep(delay.random() * 0.004)
+        task.run()
+        del task

@@ -1,0 +1,238 @@
+"""`trace`: what the engine does and when, in a file that Perfetto and `infinity trace` read.
+
+The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track;
+where several pieces of a kind are under way at once, they lie in several lanes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final, TextIO
+
+from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.sizes import Tier
+from infinity.core.spans import LIMIT, Recording, Span, Time, now, span_cost
+from infinity.hardware.tuned import bandwidths
+from infinity.version import __version__
+
+from .engine import Engine, engine_of
+
+#: Of the file's own part, ``otherData``.
+FORMAT: Final = 1
+#: kind → its track; in the order in which they are shown.
+TRACKS: Final = {
+    **dict.fromkeys(("step", "launch", "compute", "stall"), "user's thread"),
+    **dict.fromkeys(("device compute", "device stall"), "device"),
+    "unshard": "unshard",
+    "h2d": "h2d",
+    "d2h": "d2h",
+    "reduce": "reduce",
+    "update": "update",
+    "crc": "crc of what was read",
+    "read": "read",
+    "write": "write",
+}
+_NAMES: Final = tuple(dict.fromkeys(TRACKS.values()))
+#: What the detail of a span is called; elsewhere it is a chunk's part.
+_DETAIL: Final = {
+    **dict.fromkeys(("compute", "device compute", "launch"), "phase"),
+    **dict.fromkeys(("stall", "device stall"), "cause"),
+}
+_LANES: Final = 1000  # room for lanes between two tracks' numbers
+
+
+@contextlib.contextmanager
+def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]:
+    """Record what the engine does inside the block, and write it to `path` at its end.
+
+    Any number of steps may be inside; whole ones count, from the end of a `step()` to the end of the
+    next. The file is also written when the block raises.
+
+    Args:
+        thing: a wrapped model, its optimizer, or one of its parameters.
+        path: the file, replaced if it exists; JSON in Chrome's trace format.
+        limit: most spans that are kept (250 bytes of memory each). Those beyond are counted: the file
+            says how many there were, and a warning too.
+
+    Raises:
+        WrapError: `thing` belongs to no wrapped model.
+        ConfigError: a trace of this engine is on already.
+        DirectoryError: the file cannot be written; nothing was recorded.
+    """
+    engine = engine_of(thing)
+    engine.check()
+    if engine.recorder.log is not None:
+        raise ConfigError(
+            "a trace of this model is being recorded already",
+            expected="one trace at a time",
+            found="a `with infinity.trace(...)` inside another",
+            cure="end the first one before the next begins",
+        )
+    path = os.fspath(path)
+    temporary = f"{path}.{os.getpid()}.part"
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(temporary, "w", encoding="utf-8"))
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        stack.callback(_forget, temporary)
+        log = Recording(engine.device.start_clock(), limit)
+        engine.recorder.log = log
+        try:
+            yield
+        finally:
+            engine.recorder.log = None
+            log.ended = now()
+            try:
+                _write(file, log, engine)
+                file.flush()
+                os.replace(temporary, path)
+            except OSError as error:
+                raise _unwritable(path, error) from error
+    if log.dropped:
+        warnings.warn(
+            f"the trace {path!r} is full: {log.dropped} spans after the first {limit} are not in it. "
+            "Trace fewer steps.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _forget(temporary: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # it has its name, as a rule
+        os.unlink(temporary)
+
+
+def _unwritable(path: str, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"the trace {path!r} cannot be written",
+        errno=error.errno,
+        path=path,
+        expected="a file in a directory that exists and has room",
+        found=os.strerror(error.errno or 0),
+        cure="name another file",
+    )
+
+
+def _write(file: TextIO, log: Recording, engine: Engine) -> None:
+    units = [unit.layout.name for unit in engine.units]
+    unit_of = {chunk.id: unit.index for unit in engine.units for chunk in unit.layout.chunks}
+    file.write('{"displayTimeUnit": "ms",\n"otherData": ')
+    file.write(json.dumps(_about(log, engine)))
+    file.write(',\n"traceEvents": [\n')
+    file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "infinity"}}))
+    tids = set()
+    for event in _events(log, units, unit_of):  # one at a time: they are larger than what they tell
+        tids.add(event["tid"])
+        file.write(",\n" + json.dumps(event))
+    for tid in sorted(tids):
+        name = _NAMES[tid // _LANES - 1] + (f" {tid % _LANES + 1}" if tid % _LANES else "")
+        for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            file.write(",\n" + json.dumps({"name": key, "ph": "M", "pid": 1, "tid": tid, "args": value}))
+    file.write("\n]}\n")
+
+
+def _about(log: Recording, engine: Engine) -> dict[str, Any]:
+    """Return what a reader needs beside the spans. Bytes; times in ns."""
+    config, taken = engine.config, engine.footprint
+    steps, spans = max(1, len(log.steps)), len(log.spans)
+    plain = span_cost()
+    dear = statistics.median(log.dear) if log.dear else 0.0
+    cost = plain * max(0, spans - len(log.dear)) + dear * len(log.dear)
+    return {
+        "infinity": __version__,
+        "format": FORMAT,
+        "device": str(engine.device.torch_device),
+        "update": config.update,
+        "units": [unit.layout.name for unit in engine.units],
+        "parameters": sum(p.spec.numel for p in engine.params.values()),
+        "placements": {
+            name: {tier.value: share for tier, share in shares.items()}
+            for name, shares in config.placements.items()
+        },
+        "nvme": list(config.directories),
+        "tuned_bytes_per_second": bandwidths(config.directories) if config.directories else None,
+        "bytes": {
+            tier.value: dict(values)
+            for tier, values in (
+                (Tier.DEVICE, taken.device),
+                (Tier.HOST, taken.host),
+                (Tier.NVME, taken.nvme),
+            )
+        },
+        "host_memory": engine.budget.host,
+        "cost": {
+            "ns_per_span": cost / spans if spans else plain,
+            "spans_per_step": spans / steps,
+            "ns_per_step": cost / steps,
+        },
+        "spans": spans,
+        "limit_reached_ns": log.full_at - log.began if log.dropped else None,
+        "dropped_spans": log.dropped,
+        "unfinished_transfers": engine.store.unfinished,
+        "duration_ns": log.ended - log.began,
+    }
+
+
+def _events(log: Recording, units: list[str], unit_of: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield the events of Chrome's format, by time of beginning. Times are µs since the trace began."""
+    spans = list(log.spans)
+    rows = [(_ns(span[5]) - log.began, _ns(span[6]) - log.began, i) for i, span in enumerate(spans)]
+    rows += [(begin - log.began, end - log.began, ~i) for i, (begin, end) in enumerate(log.steps)]
+    # Of two that begin together the longer is around the other.
+    rows.sort(key=lambda row: (row[0], -row[1]))
+    lanes: dict[str, list[tuple[int, int]]] = {}
+    for begin, end, index in rows:
+        if end <= 0:
+            continue  # over before the trace began
+        if index >= 0:
+            kind, name, args = _told(spans[index], units, unit_of)
+        else:
+            kind, name, args = "step", "step()", {"step": ~index + 1}
+        track = TRACKS[kind]
+        lane = 0 if track in _NAMES[:2] else _lane(lanes.setdefault(track, []), begin, end)
+        begin = max(0, begin)
+        where = {"pid": 1, "tid": (1 + _NAMES.index(track)) * _LANES + lane}
+        times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+        yield {"name": name, "cat": kind, "ph": "X", **times, **where, "args": args}
+        if kind == "step":
+            mark = {"name": f"end of step {args['step']}", "cat": "mark", "ph": "i", "s": "g"}
+            yield {**mark, "ts": end / 1000, **where}
+
+
+def _ns(time: Time) -> int:
+    return time if isinstance(time, int) else time.ns()
+
+
+def _told(span: Span, units: list[str], unit_of: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
+    """Return the kind, the name and the arguments of a span's event."""
+    kind, detail, unit, chunk, directory, begin, _, nbytes = span
+    if kind == "compute" and not isinstance(begin, int):
+        kind = "device compute"
+    unit = unit_of.get(chunk, unit)
+    args: dict[str, Any] = {"unit": units[unit]} if unit >= 0 else {}
+    if detail:
+        args[_DETAIL.get(kind, "part")] = detail
+    if chunk >= 0:
+        args["chunk"] = chunk
+    if directory >= 0:
+        args["directory"] = directory
+    if nbytes:
+        args["bytes"] = nbytes
+    return kind, " ".join(filter(None, (kind, detail, args.get("unit")))), args
+
+
+def _lane(ends: list[tuple[int, int]], begin: int, end: int) -> int:
+    """Return a lane whose last span is over at `begin`; `ends` is a heap of (end, lane)."""
+    if ends and ends[0][0] <= begin:
+        lane = ends[0][1]
+        heapq.heapreplace(ends, (end, lane))
+        return lane
+    heapq.heappush(ends, (end, len(ends)))
+    return len(ends) - 1

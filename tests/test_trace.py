@@ -1,0 +1,304 @@
+"""Traces of real runs: what is in the file is what happened, and recording changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.core.errors import ConfigError, DirectoryError, WrapError
+from infinity.core.spans import CAUSES
+from infinity.hardware.device import HostDevice
+from infinity.surface.engine import engine_of
+from infinity.tools.cli import run
+from infinity.tools.roofline import Span, analyse, read_trace, spans_of, window_of
+
+from .models import case
+from .offloaded import ON_HOST, assert_same, config_for, train_offloaded
+from .reference import two_groups
+
+MIXED = {"parameters": "nvme", "optimizer_state": {"host": 0.5, "nvme": 0.5}, "gradients": "host"}
+STEPS = 3
+
+
+class Traced:
+    """A short run, traced, and what the engine says of it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        folder.mkdir()
+        this = case("gpt", layers=2, width=96, recompute=settings.pop("recompute", None))
+        config = config_for(folder, max_grad_norm=1.0, **settings)
+        groups = torch.optim.AdamW(this.model.parameters(), lr=1e-3)
+        model, optimizer = infinity.wrap(this.model, groups, config)
+        engine = engine_of(model)
+
+        def step(index: int) -> None:
+            this.loss(model, this.batches[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def moved() -> tuple[int, int, int, int]:
+            return tuple(map(sum, zip(*(s[2:] for s in engine.store.stats()), strict=True))) or (0,) * 4  # type: ignore[return-value]
+
+        def rest() -> None:
+            engine.quiesce()
+            until = time.monotonic() + 30
+            while engine.store.unfinished:  # copies fetched ahead
+                assert time.monotonic() < until
+                time.sleep(0.001)
+
+        step(0)
+        rest()
+        before = moved()
+        self.path = folder / "t.json"
+        with infinity.trace(optimizer, self.path):
+            for index in range(STEPS):
+                step(index + 1)
+            self.metrics = infinity.metrics(optimizer)
+            rest()
+        self.moved = [b - a for a, b in zip(before, moved(), strict=True)]
+        self.units = [u.layout.name for u in engine.units]
+        self.chunks = sum(len(u.layout.trainable_chunks) for u in engine.units)
+        infinity.close(optimizer)
+        self.content = read_trace(str(self.path))
+        self.spans = spans_of(self.content)
+
+    def of(self, *kinds: str) -> list[Span]:
+        """The spans of some kinds."""
+        return [s for s in self.spans if s.kind in kinds]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nvme": {},
+    "mixed": MIXED,
+    "host": ON_HOST,
+    "sync": {"update": "sync"},
+    "delayed": {"update": "delayed", "delay_warmup_steps": 1},
+    "recompute": {"recompute": "non-reentrant"},
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    folder = tmp_path_factory.mktemp("trace")
+    return Traced(folder / "run", **SETTINGS[request.param])
+
+
+def test_bytes_and_transfers_are_those_of_the_store(traced: Traced) -> None:
+    bytes_read, bytes_written, reads, writes = traced.moved
+    assert (sum(s.nbytes for s in traced.of("read")), len(traced.of("read"))) == (bytes_read, reads)
+    assert (sum(s.nbytes for s in traced.of("write")), len(traced.of("write"))) == (bytes_written, writes)
+    assert traced.content["otherData"]["unfinished_transfers"] == 0
+    assert len(traced.of("crc")) == reads
+
+
+def test_every_unit_and_every_chunk_appears(traced: Traced) -> None:
+    for kind in ("compute", "reduce", "update", "h2d"):
+        assert {s.args["unit"] for s in traced.of(kind) if "unit" in s.args} == set(traced.units), kind
+    assert len(traced.of("update")) == STEPS * traced.chunks
+    assert len(traced.of("step")) == STEPS
+    phases = {s.args["phase"] for s in traced.of("compute")}
+    assert phases >= {"forward", "loss", "backward"}
+    assert "recompute" not in phases or traced.content["otherData"]["units"] == traced.units
+    unsharded = [s.args["unit"] for s in traced.of("unshard")]
+    assert set(unsharded) == set(traced.units)
+
+
+def test_spans_of_one_track_nest_or_follow_each_other(traced: Traced) -> None:
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for event in traced.content["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            tracks.setdefault(event["tid"], []).append((begin, begin + round(event["dur"] * 1000)))
+    named = {e["tid"] for e in traced.content["traceEvents"] if e["name"] == "thread_name"}
+    assert set(tracks) == named
+    for found in tracks.values():
+        open_ends: list[float] = []
+        for begin, end in sorted(found, key=lambda s: (s[0], -s[1])):
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            assert begin <= end
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def test_the_users_thread_is_in_one_place_at_a_time(traced: Traced) -> None:
+    laps = sorted((s.begin, s.end) for s in traced.of("compute", "stall"))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(laps))
+    result = analyse(traced.content)
+    assert result["steps"] == STEPS - 1
+    assert sum(result["where"].values()) == pytest.approx(result["step_seconds"])
+    assert sum(result["phases"].values()) == pytest.approx(result["where"]["compute"])
+    (first, last), _ = window_of(traced.content, traced.spans)
+    assert (last - first) * 1e-9 / (STEPS - 1) == pytest.approx(result["step_seconds"])
+    for name, value in result["where"].items():
+        assert value >= 0, name
+    assert 0 < result["efficiency"] <= 1
+    assert result["sentence"].startswith("bound by ")
+
+
+def test_metrics_have_the_stalls_and_rates_of_the_last_step(traced: Traced) -> None:
+    ends = sorted(s.end for s in traced.of("step"))
+    first, last = ends[-2:]
+    for cause in CAUSES:
+        inside = [s for s in traced.of("stall") if s.args["cause"] == cause and first <= s.begin < last]
+        found = sum(s.end - s.begin for s in inside) / (last - first) * 100
+        assert traced.metrics[f"stall/{cause}(%)"] == pytest.approx(found, rel=1e-3, abs=1e-3), cause
+    on_nvme = bool(traced.moved[0])
+    assert (traced.metrics["io/read(GB/s)"] > 0) == on_nvme
+    assert (traced.metrics["io/write(GB/s)"] > 0) == on_nvme
+
+
+def test_the_file_says_what_recording_cost_and_what_ran(traced: Traced) -> None:
+    about = traced.content["otherData"]
+    cost = about["cost"]
+    assert cost["ns_per_span"] > 0
+    assert cost["spans_per_step"] == about["spans"] / STEPS
+    assert cost["ns_per_step"] == pytest.approx(cost["ns_per_span"] * cost["spans_per_step"])
+    assert about["dropped_spans"] == 0
+    assert about["units"] == traced.units
+    assert {e["ph"] for e in traced.content["traceEvents"]} == {"M", "X", "i"}
+    assert not list(traced.path.parent.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        MIXED,
+        {"dtype": "bf16", "update": "sync"},
+        {"parameters": "device", "update": "delayed", "delay_warmup_steps": 1},
+    ],
+    ids=str,
+)
+def test_a_trace_changes_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    def train(folder: Path, before_step: Any = None) -> Any:
+        config = config_for(folder, max_grad_norm=0.5, **settings)
+        return train_offloaded(
+            case("gpt"), config, steps=4, accumulate=2, groups=two_groups, before_step=before_step
+        )
+
+    wanted = train(folders[0])
+    with contextlib.ExitStack() as stack:  # it ends after the engine is closed, too
+
+        def begin(optimizer: Any, step: int) -> None:
+            if step == 1:
+                stack.enter_context(infinity.trace(optimizer, tmp_path / "t.json"))
+
+        found = train(folders[1], begin)
+    assert_same(found, wanted)
+    assert analyse(read_trace(str(tmp_path / "t.json")))["steps"] == 2
+
+
+class _Moment:
+    """A moment of a device whose work is done at once."""
+
+    def __init__(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def ns(self) -> int:
+        return self._ns
+
+
+def test_a_device_with_moments_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "start_clock", lambda self: _Moment)
+    traced = Traced(tmp_path / "run")
+    assert not traced.of("compute")
+    launched, computed = traced.of("launch"), traced.of("device compute")
+    assert [s.args for s in launched] == [s.args for s in computed]
+    assert {s.args["cause"] for s in traced.of("device stall")} <= set(CAUSES)
+    laps = sorted((s.begin, s.end) for s in traced.of("device compute", "device stall"))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(laps))
+    result = analyse(traced.content)
+    assert sum(result["where"].values()) == pytest.approx(result["step_seconds"])
+    assert result["where"]["compute"] > 0
+
+
+def test_a_full_trace_says_so_and_still_answers(tmp_path: Path) -> None:
+    this = case("gpt")
+    model, optimizer = infinity.wrap(
+        this.model, torch.optim.AdamW(this.model.parameters()), config_for(tmp_path)
+    )
+    path = tmp_path / "t.json"
+    counts = []
+    for limit in (10**6, None):
+        with contextlib.ExitStack() as stack:
+            if limit is None:
+                limit = counts[0] // 2
+                stack.enter_context(pytest.warns(RuntimeWarning, match="spans after the first"))
+            with infinity.trace(model, path, limit=limit):
+                for index in range(6):
+                    this.loss(model, this.batches[index]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        about = read_trace(str(path))["otherData"]
+        counts.append(about["spans"] + about["dropped_spans"])
+    assert about["spans"] == limit
+    assert about["dropped_spans"] > 0
+    assert 1 <= analyse(read_trace(str(path)))["steps"] < 5
+    infinity.close(optimizer)
+
+
+def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
+    this = case("gpt")
+    with pytest.raises(WrapError), infinity.trace(this.model, tmp_path / "t.json"):
+        pass
+    model, optimizer = infinity.wrap(
+        this.model, torch.optim.AdamW(this.model.parameters()), config_for(tmp_path)
+    )
+    with pytest.raises(DirectoryError), infinity.trace(model, tmp_path / "missing" / "t.json"):
+        pass
+    with infinity.trace(model, tmp_path / "t.json"):
+        with pytest.raises(ConfigError, match="already"), infinity.trace(model, tmp_path / "u.json"):
+            pass
+
+    def fail() -> None:
+        with infinity.trace(model, tmp_path / "v.json"):
+            this.loss(model, this.batches[0]).backward()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert spans_of(read_trace(str(tmp_path / "v.json"))), "the file of a block that raised is there"
+    assert engine_of(model).recorder.log is None
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["t.json", "v.json"]
+    infinity.close(optimizer)
+
+
+def test_the_command_line(
+    traced: Traced, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = analyse(traced.content)
+    assert run(["trace", str(traced.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(result))
+    assert run(["trace", str(traced.path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert result["sentence"][1:] in shown
+    assert "Efficiency" in shown
+    assert f"{result['cost']['share']:.2%} of a step" in shown
+    assert run(["trace", str(tmp_path / "missing.json")]) == 2
+    assert "is no trace" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(["trace", str(traced.path), "--plot", str(tmp_path / "t.png")]) == 2
+    assert "infinity-offload[plot]" in capsys.readouterr().err
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    traced = Traced(tmp_path / "run")
+    assert run(["trace", str(traced.path), "--plot", str(tmp_path / "t.png")]) == 0
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert run(["trace", str(traced.path), "--plot", str(tmp_path / "t.nothing")]) == 2
