@@ -20,7 +20,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "bench": (
         "infinity.tools.bench",
         "bench_group",
-        "Measure drives, the link to the device, or the CPU's Adam.",
+        "Measure drives, the link to the device, the CPU's Adam, or whole steps.",
     ),
     "tune": (
         "infinity.tools.tune",
