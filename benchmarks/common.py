@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
 from infinity.tools.contest import Child, lines, tell  # noqa: E402
+from infinity.tools.measure import scratch  # noqa: E402
 from infinity.tools.stepbench_case import start  # noqa: E402
 from infinity.tools.stepbench_child import ADAMW, Model, Task  # noqa: E402
-from infinity.tools.stepbench_rounds import median, paired, scratch  # noqa: E402
+from infinity.tools.stepbench_rounds import median, paired  # noqa: E402
 
 __all__ = ["ADAMW", "Child", "Model", "Task", "lines", "median", "paired", "scratch", "start", "tell"]
 

@@ -20,12 +20,17 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "bench": (
         "infinity.tools.bench",
         "bench_group",
-        "Measure drives, the link to the device, the CPU's Adam, or whole steps.",
+        "Measure drives, the link, the CPU's Adam, or whole steps.",
     ),
     "tune": (
         "infinity.tools.tune",
         "tune_command",
         "Find the I/O settings that suit a drive, and keep them.",
+    ),
+    "verify": (
+        "infinity.tools.verify",
+        "verify_command",
+        "Check that every placement and update mode gives the same bits here.",
     ),
     "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
 }

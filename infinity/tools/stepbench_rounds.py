@@ -9,12 +9,9 @@ A contestant that fails is part of the result, with its error; the others go on.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from infinity.core.config import Config
@@ -22,6 +19,7 @@ from infinity.core.sizes import parse_dtype
 from infinity.hardware import cpu_adam
 
 from .contest import Child, ChildError, Watch
+from .measure import scratch
 from .stepbench_bound import Measured, Rates, bound, rates
 from .stepbench_case import PLACEMENTS, Request, check_room, start, task_of
 
@@ -91,16 +89,6 @@ class Group:
             self.errors[name] = {"error": error.reason, "exit_status": error.code, "log": said[-25:]}
         else:
             self.errors[name] = {"error": str(error), "exit_status": None, "log": []}
-
-
-@contextlib.contextmanager
-def scratch(directory: str) -> Iterator[str]:
-    """Lend a directory of its own on the drive; remove it afterwards, whatever it holds."""
-    path = tempfile.mkdtemp(prefix="infinity-bench-", dir=directory)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
