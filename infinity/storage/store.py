@@ -54,7 +54,7 @@ class Store:
             equal where it has not.
         backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
             ``auto`` or None is what `infinity tune` found for the drive, else a default.
-        register, unregister: pin the memory of the host tier for a device.
+        register, unregister: pin the memory of the host tier for a device; `node` as in `HostMemory`.
 
     Raises:
         ConfigError: `chunks`, `weights` or `slots` make no sense.
@@ -79,6 +79,7 @@ class Store:
         delay_seed: int | None = None,
         register: Register | None = None,
         unregister: Register | None = None,
+        node: int | None = None,
     ) -> None:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
@@ -106,7 +107,9 @@ class Store:
                 ring.register_file(arena.file)
                 for address, size in pool.buffers():
                     ring.register_buffer(address, size)
-            self._memory = HostMemory(self.layout.host_nbytes, register=register, unregister=unregister)
+            self._memory = HostMemory(
+                self.layout.host_nbytes, register=register, unregister=unregister, node=node
+            )
             for number, chunk in enumerate(self.layout.chunks):
                 for name, spec in chunk.items():
                     if spec.tier is Tier.HOST:
