@@ -45,13 +45,12 @@ class Engine:
         import torch
 
         import infinity
-        from infinity.hardware import cpu_adam
         from infinity.hardware.aio import DirectFile, open_ring
         from infinity.surface.engine import engine_of
 
         torch.set_num_threads(args.threads)
-        cpu_adam.set_threads(args.threads)
-        model = common.gpt2(args.layers, args.width, args.vocabulary, args.positions)
+        task = common.model_of(args)
+        model = task.build()
         self.config = infinity.Config(
             nvme=args.directory,
             device="cpu",
@@ -60,12 +59,12 @@ class Engine:
             optimizer_state="nvme",
             gradients="host",
             update="sync",
+            threads=args.threads,
             **json.loads(args.config),
         )
         optimizer = torch.optim.AdamW(model.parameters(), **common.ADAMW)
         self.model, self.optimizer = infinity.wrap(model, optimizer, self.config)
-        tokens = common.batch(args.vocabulary, args.tokens)
-        self.loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.loss = task.loss_of(1, args.tokens, "cpu")(self.model)
         self.loss.backward()
         self.engine = engine_of(self.model)
         self.plans = self.engine.places.plans
@@ -208,8 +207,15 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         if args.deepspeed_python:
             peer = os.path.join(folder, "deepspeed")
             os.makedirs(peer)
-            options = ["--state=nvme", f"--directory={peer}", *shared]
-            theirs = common.deepspeed_child(args.deepspeed_python, options, timeout=args.timeout)
+            task = common.Task(
+                contestant="deepspeed",
+                model=common.model_of(args),
+                tokens=args.tokens,
+                directory=peer,
+                threads=args.threads,
+                settings={"state": "nvme", "parameters": "device"},
+            )
+            theirs = common.start(task, folder, python=args.deepspeed_python, timeout=args.timeout)
             children["deepspeed"] = theirs
             runs["deepspeed"] = lambda: theirs.ask("1")
         if args.fio:

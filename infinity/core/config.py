@@ -69,7 +69,9 @@ class Config:
         queue_depth: requests in the kernel at once, per directory; None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
         io_deadline: seconds after which an unfinished transfer is an error.
-        threads: threads of the CPU Adam; None: one per core that this process may use.
+        threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
+            its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory where the
+            device is not the CPU.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.

@@ -20,6 +20,8 @@ import torch
 from infinity.core.errors import BuildError, ConfigError, ParameterError
 from infinity.core.sizes import SPAN
 
+from .cores import usable_cores
+
 try:
     from infinity import _cpu_adam as _native
 except ImportError as error:
@@ -92,7 +94,7 @@ def threads() -> int:
 
 
 def set_threads(count: int | None) -> None:
-    """Use `count` threads; None: one per core that this process may use, divided by LOCAL_WORLD_SIZE.
+    """Use `count` threads; None: one for each of `usable_cores`.
 
     Raises:
         ConfigError: `count` is below 1.
@@ -101,9 +103,10 @@ def set_threads(count: int | None) -> None:
         raise ConfigError(
             "the CPU Adam needs a thread", expected="an integer ≥ 1", found=repr(count), cure="threads=1"
         )
-    _native.set_threads(count or 0)
+    _native.set_threads(count or usable_cores().mine)
 
 
+set_threads(None)  # the native default does not know of a cgroup's quota
 if os.environ.get("INFINITY_ISA"):
     set_isa(os.environ["INFINITY_ISA"])
 

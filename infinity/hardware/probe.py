@@ -53,25 +53,30 @@ def cgroup_memory_limit() -> int | None:
 
 def _cgroups() -> list[tuple[Path, str, str]]:
     """Return (folder, file of the limit, file of the use) of each memory cgroup, inside out."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+    return [(folder, *names[version]) for folder, version in cgroups_of("memory")]
+
+
+def cgroups_of(
+    controller: str, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[Path, int]]:
+    """Return (folder, version 1 or 2) of each cgroup of this process that has `controller`, and of
+    those above it, inside out (cgroups(7))."""
     places = []
-    for line in lines:
+    for line in (_text(proc) or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            root = Path("/sys/fs/cgroup/memory")
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        if controller in controllers.split(","):
+            top, version = root / controllers, 1
+            if not top.exists():  # mounted together with others, with a link for each, or alone
+                top = root / controller
         elif controllers == "":
-            root = Path("/sys/fs/cgroup")
-            limit, used = "memory.max", "memory.current"
+            top, version = root, 2
         else:
             continue
-        folder = root / path.lstrip("/")
+        folder = top / path.lstrip("/")
         while True:
-            places.append((folder, limit, used))
-            if folder == root or root not in folder.parents:
+            places.append((folder, version))
+            if folder == top or top not in folder.parents:
                 break
             folder = folder.parent
     return places
@@ -130,10 +135,10 @@ class NumaNode(NamedTuple):
     memory: int
 
 
-def numa_nodes() -> tuple[NumaNode, ...]:
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
     """Return the NUMA nodes of this machine; one node, or none, is a machine without NUMA."""
     nodes = []
-    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+    for folder in sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
         found = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo") or "")
         memory = int(found[1]) * 1024 if found else 0
         nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(_text(folder / "cpulist") or ""), memory))
@@ -344,13 +349,23 @@ def gpus() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts: Any = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        pci = None
-        if hasattr(facts, "pci_bus_id"):
-            pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        folder = Path("/sys/bus/pci/devices", pci or "none")
-        node = numa_node_of(folder.resolve()) if folder.exists() else None
-        found.append(Gpu(index, facts.name, f"{facts.major}.{facts.minor}", total, free, pci, node))
+        pci = pci_address(facts)
+        capability = f"{facts.major}.{facts.minor}"
+        found.append(Gpu(index, facts.name, capability, total, free, pci, gpu_numa_node(pci)))
     return tuple(found)
+
+
+def pci_address(facts: Any) -> str | None:
+    """Return the PCI address in a CUDA device's properties, as /sys writes it; None: torch has none."""
+    if not hasattr(facts, "pci_bus_id"):
+        return None
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
+def gpu_numa_node(pci: str | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node of the device at a PCI address, or None."""
+    folder = root / (pci or "none")
+    return numa_node_of(folder.resolve()) if folder.exists() else None
 
 
 def _text(file: Path) -> str | None:

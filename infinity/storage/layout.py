@@ -77,6 +77,17 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class DirectoryStats(NamedTuple):
+    """What was given to one directory's ring: bytes (padding included) and transfers."""
+
+    path: str
+    arena_nbytes: int
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+
+
 class Layout:
     """The extents of all parts of all chunks.
 

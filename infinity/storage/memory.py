@@ -18,6 +18,7 @@ import torch
 
 from infinity.core.errors import BudgetError, StorageError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+from infinity.hardware.cores import prefer_node
 
 #: Called with the address and the bytes of a mapping, to pin it for a device or to undo that.
 Register = Callable[[int, int], None]
@@ -32,13 +33,16 @@ class HostMapping:
     """`nbytes` of zeroed memory at `address`, which is a multiple of 4096.
 
     The memory lasts as long as this object or any tensor of it. `io_address` is where the kernel
-    finds the same bytes: `address` itself, unless `twice`.
+    finds the same bytes: `address` itself, unless `twice`. With `node` its pages come from that NUMA
+    node, as far as it has any.
 
     Raises:
         BudgetError: the system has not so much memory.
     """
 
-    def __init__(self, nbytes: int, *, populate: bool = False, twice: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, *, populate: bool = False, twice: bool = False, node: int | None = None
+    ) -> None:
         self.nbytes = nbytes
         self.twice = twice
         try:
@@ -62,6 +66,8 @@ class HostMapping:
             self.io_address = (
                 torch.frombuffer(self._io_map, dtype=torch.uint8).data_ptr() if twice else self.address
             )
+            if node is not None:
+                prefer_node(self.address, nbytes, node)
             if populate and not _advise(self._map, _MADV_POPULATE_WRITE):
                 self._bytes.zero_()
         except OSError as error:
@@ -101,20 +107,28 @@ class HostMemory:
 
     Args:
         register: pins the mapping for a device; `unregister` undoes that.
+        node: the NUMA node that it prefers if it is pinned; what the CPU alone uses comes from where it
+            is first touched.
 
     Raises:
         BudgetError: the system has not so much memory.
     """
 
     def __init__(
-        self, nbytes: int, *, register: Register | None = None, unregister: Register | None = None
+        self,
+        nbytes: int,
+        *,
+        register: Register | None = None,
+        unregister: Register | None = None,
+        node: int | None = None,
     ) -> None:
         self.nbytes = ceil_to(nbytes, ALIGNMENT)
         self.used = 0
         self._unregister = unregister if register is not None else None
         self._mapping: HostMapping | None = None
         if nbytes:
-            self._mapping = HostMapping(self.nbytes, populate=register is not None)
+            pinned = register is not None
+            self._mapping = HostMapping(self.nbytes, populate=pinned, node=node if pinned else None)
             if register is not None:
                 register(self._mapping.address, self._mapping.nbytes)
 

@@ -198,6 +198,7 @@ class PinnedPool:
             and lends nothing.
         register: called with address and bytes of each mapping, to pin it for a device;
             `unregister` undoes that.
+        node: the NUMA node that the memory prefers.
         protect: map everything twice; see [Note: one owner]. For tests: slow.
 
     Raises:
@@ -210,6 +211,7 @@ class PinnedPool:
         *,
         register: Register | None = None,
         unregister: Register | None = None,
+        node: int | None = None,
         protect: bool = False,
     ) -> None:
         self._lock = threading.RLock()
@@ -227,7 +229,10 @@ class PinnedPool:
                 quota = _Quota(name, slot_nbytes, slots if slot_nbytes else 0)
                 if quota.slots:
                     quota.mapping = HostMapping(
-                        quota.stride * quota.slots, populate=register is not None, twice=protect
+                        quota.stride * quota.slots,
+                        populate=register is not None,
+                        twice=protect,
+                        node=node,
                     )
                     if register is not None:
                         register(quota.mapping.address, quota.mapping.nbytes)

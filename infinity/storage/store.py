@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -19,7 +18,7 @@ from infinity.hardware.tuned import bandwidths
 
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
-from .layout import ChunkSpec, Extent, Layout, PartSpec
+from .layout import ChunkSpec, DirectoryStats, Extent, Layout, PartSpec
 from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
@@ -29,17 +28,6 @@ from .transfer import Transfer, again, check_room, crcs_of, named
 __all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
 
 _log = logging.getLogger("infinity.storage")
-
-
-class DirectoryStats(NamedTuple):
-    """What was given to one directory's ring: bytes (padding included) and transfers."""
-
-    path: str
-    arena_nbytes: int
-    bytes_read: int
-    bytes_written: int
-    reads: int
-    writes: int
 
 
 class Store:
@@ -55,8 +43,8 @@ class Store:
             equal where it has not.
         backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
             ``auto`` or None is what `infinity tune` found for the drive, else a default.
-        register, unregister: pin the memory of the host tier for a device.
         recorder: is told of transfers while a trace is on.
+        register, unregister: pin the memory of the host tier for a device; `node` as in `HostMemory`.
 
     Raises:
         ConfigError: `chunks`, `weights` or `slots` make no sense.
@@ -82,6 +70,7 @@ class Store:
         register: Register | None = None,
         unregister: Register | None = None,
         recorder: Recorder | None = None,
+        node: int | None = None,
     ) -> None:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
@@ -109,7 +98,9 @@ class Store:
                 ring.register_file(arena.file)
                 for address, size in pool.buffers():
                     ring.register_buffer(address, size)
-            self._memory = HostMemory(self.layout.host_nbytes, register=register, unregister=unregister)
+            self._memory = HostMemory(
+                self.layout.host_nbytes, register=register, unregister=unregister, node=node
+            )
             for number, chunk in enumerate(self.layout.chunks):
                 for name, spec in chunk.items():
                     if spec.tier is Tier.HOST:

@@ -10,6 +10,7 @@ from torch import nn
 from infinity.core.config import Config
 from infinity.core.errors import WrapError
 from infinity.core.sizes import Tier
+from infinity.hardware.cores import adam_threads, usable_cores
 from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory
 from infinity.planning.footprint import Budget
@@ -33,6 +34,15 @@ def budget_of(config: Config, device: Device) -> Budget:
     if host is None:
         host = free if device.staged else max(free - on_device, 0)
     return Budget(device=on_device, host=int(host))
+
+
+def threads_of(config: Config, *, staged: bool) -> int:
+    """Return the threads of the CPU's Adam: as told, or as [Note: who gets the cores] says."""
+    if config.threads is not None:
+        return config.threads
+    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
+    rings = len(config.directories) if on_nvme else 0
+    return adam_threads(usable_cores().mine, staged=staged, rings=rings)
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -16,6 +16,7 @@ from infinity.core.errors import ClosedError, WrapError
 from infinity.core.sizes import GiB, Tier
 from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
+from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
@@ -29,13 +30,14 @@ from infinity.training.hooks import Hooks
 from infinity.training.optimizer import OffloadOptimizer, check_optimizer
 from infinity.training.param import ShardedParam
 from infinity.training.pending import Pending
+from infinity.training.residency import Residency
 from infinity.training.sharded_grad import ShardedGrad
 from infinity.training.state import States
-from infinity.training.unit import ParamUnit, Residency
+from infinity.training.unit import ParamUnit
 from infinity.training.update import Updater
 from infinity.training.visit import Places
 
-from .checks import budget_of, check_model, chunk_specs, param_specs
+from .checks import budget_of, check_model, chunk_specs, param_specs, threads_of
 from .init import release as release_scratch
 from .state_dict import install
 
@@ -52,8 +54,8 @@ class Engine:
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
         device = open_device(config.device, self.recorder)
-        if config.threads is not None:
-            cpu_adam.set_threads(config.threads)
+        cpu_adam.set_threads(threads_of(config, staged=device.staged))
+        node = node_for(device.torch_device, config.directories)
 
         members, scopes = discover(model, config.units)
         specs = param_specs(model, members, groups, config.compute_dtype)
@@ -72,6 +74,7 @@ class Engine:
                 {n: (q.slot_nbytes, q.slots) for n, q in self.footprint.quotas.items()},
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
+                node=node,
             )
             undo.callback(pool.close)
             store = Store(
@@ -85,6 +88,7 @@ class Engine:
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
                 recorder=self.recorder,
+                node=node,
             )
             undo.callback(store.close)
             self._build(

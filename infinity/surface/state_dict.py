@@ -15,8 +15,8 @@ from torch import nn
 from infinity.core.errors import ReleasedParameterError
 from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.param import ReleasedParameter, ShardedParam
+from infinity.training.residency import Residency
 from infinity.training.state import States
-from infinity.training.unit import Residency
 
 
 class _Engine(Protocol):

@@ -12,6 +12,7 @@ BENCHES: Final[dict[str, tuple[str, str, str]]] = {
     "io": ("infinity.tools.iobench", "io_command", "What drives can do, as the engine uses them."),
     "link": ("infinity.tools.linkbench", "link_command", "Copies between host and device."),
     "adam": ("infinity.tools.adambench", "adam_command", "The CPU's Adam, beside what memory allows."),
+    "step": ("infinity.tools.stepbench", "step_command", "Whole steps: placements, modes, peers."),
 }
 
 
@@ -38,4 +39,4 @@ class _Benches(click.Group):
 
 @click.group("bench", cls=_Benches)
 def bench_group() -> None:
-    """Measure one part of this machine as the engine uses it."""
+    """Measure this machine as the engine uses it: a part of it, or whole steps."""

@@ -20,7 +20,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "bench": (
         "infinity.tools.bench",
         "bench_group",
-        "Measure drives, the link to the device, or the CPU's Adam.",
+        "Measure drives, the link, the CPU's Adam, or whole steps.",
     ),
     "tune": (
         "infinity.tools.tune",
@@ -28,6 +28,11 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "Find the I/O settings that suit a drive, and keep them.",
     ),
     "trace": ("infinity.tools.trace", "trace_command", "Say where the time of a step went, and why."),
+    "verify": (
+        "infinity.tools.verify",
+        "verify_command",
+        "Check that every placement and update mode gives the same bits here.",
+    ),
     "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
 }
 

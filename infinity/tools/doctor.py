@@ -17,7 +17,7 @@ import click
 
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size
-from infinity.hardware import probe
+from infinity.hardware import cores, probe
 from infinity.version import __version__
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -185,10 +185,24 @@ def memory() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    """Cores and NUMA nodes."""
-    mine = os.sched_getaffinity(0)
+    """Cores, who gets them, and NUMA nodes."""
+    mine = cores.allowed_cpus()
     total = os.cpu_count() or len(mine)
-    yield Finding("cores", OK, f"{len(mine)} of {total} may be used by this process")
+    limits = cores.usable_cores()
+    text = f"{len(mine)} of {total} may be used by this process"
+    if limits.quota is not None:
+        text += f", its cgroup allows the time of {limits.quota:g}"
+    if limits.ranks > 1:
+        text += f", shared by {limits.ranks} ranks"
+    low = limits.quota is not None and limits.quota < 1
+    yield Finding("cores", WARNING if low else OK, text, "raise the cgroup's cpu quota" if low else None)
+    threads = [cores.adam_threads(limits.mine, staged=staged, rings=1) for staged in (False, True)]
+    yield Finding(
+        "threads",
+        OK,
+        f"Adam takes {threads[0]} beside torch on the CPU, {threads[1]} with a GPU and one NVMe directory "
+        f"(less one for each more); torch takes {_torch_threads()} and keeps them",
+    )
     nodes = probe.numa_nodes()
     if len(nodes) < 2:
         yield Finding("NUMA", OK, "one node")
@@ -196,12 +210,23 @@ def processors() -> Iterator[Finding]:
     text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
     used = [n.number for n in nodes if n.cpus & mine]
     across = len(used) > 1
+    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in probe.gpus()} or {"the CPU": None}
+    for name, node in own.items():
+        chosen = cores.choose_node(nodes, mine, node, ())
+        where = "where the kernel puts them" if chosen is None else f"on node {chosen}"
+        yield Finding("buffers", OK, f"for {name} they are {where}, as far as there is room")
     yield Finding(
         "NUMA",
         WARNING if across else OK,
         f"{text}; this process may run on {', '.join(map(str, used))}",
         "numactl --cpunodebind=N --membind=N, with the node of the GPU and the drives" if across else None,
     )
+
+
+def _torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def devices() -> Iterator[Finding]:
@@ -275,6 +300,10 @@ def directory(path: str) -> Iterator[Finding]:
     )
     yield from _backends_of(path)
     gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
+    if not gpus and drive is not None:
+        chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
+        if chosen is not None:
+            yield Finding(f"{path}: buffers", OK, f"those of a run with this drive prefer node {chosen}")
     if drive is not None and drive.numa_node is not None and gpus:
         near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")

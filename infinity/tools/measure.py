@@ -1,11 +1,14 @@
-"""What a run really takes: anonymous memory of the process, and bytes on disk."""
+"""What a run really takes: anonymous memory of the process, and bytes on disk; and where it may scribble."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +48,16 @@ def bytes_on_disk(directories: Sequence[str]) -> int:
                 except FileNotFoundError:
                     continue  # removed while we looked
     return total
+
+
+@contextlib.contextmanager
+def scratch(directory: str) -> Iterator[str]:
+    """Lend a directory of its own in `directory`; remove it afterwards, whatever it holds."""
+    path = tempfile.mkdtemp(prefix="infinity-", dir=directory)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Peak:

@@ -25,8 +25,8 @@ from infinity.core.spans import Recorder, now
 from .discover import Scope
 from .gradients import Gradients
 from .param import ShardedParam
+from .residency import Residency
 from .sharded_grad import ShardedGrad
-from .unit import Residency
 
 
 class _Call:

@@ -20,9 +20,9 @@ from infinity.core.errors import (
 
 from .gradients import Gradients
 from .param import ShardedParam
+from .residency import Residency
 from .sharded_grad import ShardedGrad
 from .state import States
-from .unit import Residency
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 

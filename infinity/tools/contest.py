@@ -1,0 +1,219 @@
+"""Contestants of a measurement: child processes that take turns.
+
+A contestant prints ``@@ {json}`` once when it is ready and once after each line that it is sent;
+anything else that it prints is kept as its log. As they take turns, a slow moment of the machine
+meets all of them, and nobody's memory is counted as another's. The standard library alone is imported
+here, so that a peer that lives in another environment can be a contestant too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+MARK: Final = "@@ "
+_POLL: Final = 0.1
+_GRACE: Final = 20.0  # seconds that a contestant has to end
+
+
+class ChildError(RuntimeError):
+    """A contestant ended, or did not answer in time (`code` None). `log` is the end of what it printed."""
+
+    def __init__(self, what: str, code: int | None, log: str) -> None:
+        said = [line for line in log.splitlines() if line.strip()]
+        self.reason = next((x for x in reversed(said) if "Error" in x), said[-1] if said else what).strip()
+        if code is None:
+            self.reason = what
+        elif code < 0:
+            self.reason = f"ended by {signal.Signals(-code).name}: is there enough memory?"
+        super().__init__(f"{what}: {self.reason} (exit status {code})\n{log}")
+        self.code = code
+        self.log = log
+
+
+class Child:
+    """One contestant. `command` is a whole command line; `timeout` is for each answer, in seconds.
+
+    Raises:
+        ChildError: it ended before it was ready, or was not ready in time.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._log: deque[str] = deque(maxlen=400)
+        self._answers: deque[dict[str, Any]] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **(env or {})},
+        )
+        with contextlib.suppress(OSError):  # if memory runs out, this and nobody else's work is to end
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
+        threading.Thread(target=self._listen, name=f"{name}-output", daemon=True).start()
+        try:
+            self.ready = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process, for /proc."""
+        return self._process.pid
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send one line; return the answer, with the bytes that the process made drives read and write.
+
+        Raises:
+            ChildError: it ended or is too slow.
+        """
+        before = io_bytes(self.pid)
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended, which _answer says with its log
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+        answer = self._answer()
+        after = io_bytes(self.pid)
+        answer["read_bytes"], answer["written_bytes"] = (a - b for a, b in zip(after, before, strict=True))
+        return answer
+
+    def close(self) -> None:
+        """Ask it to end; after 20 s kill it."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_GRACE)
+
+    def log(self) -> str:
+        """Return the end of what it printed."""
+        return "".join(list(self._log))
+
+    def _listen(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                answer = _answer_in(line)
+                with self._changed:
+                    if answer is None:
+                        self._log.append(line)
+                    else:
+                        self._answers.append(answer)
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _answer(self) -> dict[str, Any]:
+        until = time.monotonic() + self.timeout
+        with self._changed:
+            while not self._answers and not self._ended and time.monotonic() < until:
+                self._changed.wait(_POLL)
+            if self._answers:
+                return self._answers.popleft()
+            ended = self._ended
+        if not ended:
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        what = "ended" if ended else f"did not answer in {self.timeout:.0f} s"
+        code = self._process.returncode if ended else None
+        raise ChildError(f"{self.name} {what}", code, self.log()[-6000:])
+
+
+def _answer_in(line: str) -> dict[str, Any] | None:
+    """Return the answer that a line is, or None: others write to the same stream."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        found = json.loads(line[len(MARK) :])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def tell(answer: Mapping[str, Any]) -> None:
+    """Answer the parent (in a child)."""
+    sys.stdout.write(MARK + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def lines() -> Iterator[str]:
+    """Yield what the parent asks, until it asks no more (in a child)."""
+    for line in sys.stdin:
+        yield line.strip()
+
+
+class Watch(threading.Thread):
+    """Looks at the anonymous memory of processes, from outside of them, every 20 ms.
+
+    Args:
+        pids: processes by name. `anonymous` has the most bytes of each so far.
+    """
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._pids = dict(pids)
+        self._done = threading.Event()
+        self.anonymous = dict.fromkeys(pids, 0)
+
+    def run(self) -> None:
+        """Look until `stop`."""
+        while not self._done.wait(0.02):
+            for name, pid in self._pids.items():
+                self.anonymous[name] = max(self.anonymous[name], status(pid).get("RssAnon", 0))
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._done.set()
+        self.join()
+
+
+def status(pid: int) -> dict[str, int]:
+    """Return the sizes in /proc/PID/status, in bytes; empty when the process is gone."""
+    found = {}
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith("kB"):
+            found[name] = int(value.split()[0]) * 1024
+    return found
+
+
+def io_bytes(pid: int) -> tuple[int, int]:
+    """Return the bytes that a process made drives read and write, so far (proc_pid_io(5))."""
+    try:
+        pairs = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0, 0
+    return int(pairs["read_bytes"]), int(pairs["write_bytes"])
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Make VmHWM count from here on."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")

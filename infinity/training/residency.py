@@ -1,0 +1,320 @@
+"""Which units are on the device, within a number of bytes, and what is fetched next."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+from infinity.core.errors import ParameterError
+from infinity.core.sizes import format_size
+from infinity.core.spans import Recorder, now
+from infinity.hardware.device import Device, Event
+from infinity.planning.schedule import Schedule
+
+from .copies import Copies
+from .fetch import Fetcher
+from .param import ShardedParam
+from .pending import Pending
+from .unit import ParamState, ParamUnit
+
+
+class Residency:
+    """Decides which units are on the device, within a number of bytes.
+
+    A unit that nobody uses stays while there is room; when room is needed, the one whose next
+    use is farthest away goes first.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        fetcher: Fetcher,
+        capacity: int,
+        device: Device,
+        pending: Pending,
+        copies: Copies,
+        recorder: Recorder,
+    ) -> None:
+        self.units = units
+        self._recorder = recorder
+        self._newest = False
+        self.schedule = Schedule()
+        self.fetches = 0
+        self.hits = 0
+        self.missed = 0  # units that were needed before their fetch had begun
+        self.held = 0
+        self.peak = 0
+        self._capacity = capacity
+        self._fetcher = fetcher
+        self._device = device
+        self._pending = pending
+        self._copies = copies
+        # Resident units whose values are on their way, and how to wait for them.
+        self._suspended: dict[int, Callable[[], None]] = {}
+        self._warned = False
+
+    def show(self, newest: bool) -> None:
+        """Have `acquire` and `prefetch` bring the newest version, or the published one."""
+        self._newest = newest and self._copies.two
+
+    @property
+    def shows_newest(self) -> bool:
+        """Which version they bring: [Note: two versions]."""
+        return self._newest
+
+    def acquire(
+        self,
+        indices: Iterable[int],
+        user: object,
+        *,
+        note: bool = True,
+        keep: bool = False,
+        newest: bool | None = None,
+    ) -> None:
+        """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user.
+
+        `note`: record it in the schedule. `keep`: the claim outlives `forget_users`. `newest`: which
+        version, if another one than `show` said.
+
+        Raises:
+            ParameterError: somebody else uses another version of one of them.
+        """
+        wanted = [self.units[i] for i in indices]
+        for unit in wanted:
+            self._show(unit, user, self._newest if newest is None else newest and self._copies.two)
+        for unit in wanted:
+            (unit.keepers if keep else unit.users).add(user)
+            if note:
+                self.schedule.note(unit.index)
+        for unit in wanted:
+            if unit.state is ParamState.SHARDED:
+                self._make_room(unit)
+                self.missed += 1
+                self._start(unit, urgent=True)
+            elif not unit.resident and unit.state is ParamState.FETCHING:
+                self.hits += 1
+        if note:
+            self.prefetch()
+        for unit in wanted:
+            if unit.state is ParamState.FETCHING:
+                self._wait_for(unit, unit.unshard)
+                self._record_unshard(unit)
+            elif unit.index in self._suspended:
+                self.resume(unit)
+
+    def suspend(self, indices: Iterable[int]) -> None:
+        """Make the values of resident units wait for the update that was posted."""
+        for i in indices:
+            if self.units[i].resident:
+                self._suspend(self.units[i], functools.partial(self._pending.wait_unit, i))
+
+    def _suspend(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
+        self._suspended[unit.index] = wait
+        unit.suspend(functools.partial(self.resume, unit))
+
+    def resume(self, unit: ParamUnit) -> None:
+        """Wait for a resident unit's values, then let them be used."""
+        wait = self._suspended.get(unit.index)
+        if wait is not None:
+            wait()
+            del self._suspended[unit.index]
+            unit.resume()
+
+    def resume_all(self) -> None:
+        """Wait for every resident unit's values."""
+        for i in sorted(self._suspended):
+            self.resume(self.units[i])
+
+    def publish(self) -> list[ShardedParam]:
+        """Have forward and backward use the newest copies from now on; return the parameters that
+        changes. No update may be under way. See [Note: two versions]."""
+        if not self._copies.any_newer():
+            return []
+        changed = [u for u in self.forward_order() if self._has_newer(u)]
+        self.reshard_all({u.index for u in changed})
+        for unit in changed:
+            self.resume(unit)
+            events = self._copies.publish(unit.layout.trainable_chunks, unit.chunk_view, swapped=unit.newest)
+            if events:
+                self._suspend(unit, functools.partial(self._wait_on_device, events))
+        for unit in self.units:
+            unit.newest = False
+        return [p for u in changed for p in u.params]
+
+    def outdated(self, unit: ParamUnit) -> bool:
+        """Wait for a unit's update; return whether it shows an older version than that made."""
+        if not self._copies.two or unit.newest:
+            return False
+        self._pending.wait_unit(unit.index)
+        return self._has_newer(unit)
+
+    def _has_newer(self, unit: ParamUnit) -> bool:
+        return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
+
+    def ask(self, unit: ParamUnit) -> None:
+        """Have a resident unit's parameters ask before their values are used, until `resume`."""
+        self.resume(unit)
+        self._suspend(unit, lambda: None)
+
+    def _wait_on_device(self, events: Sequence[Event]) -> None:
+        wait = self._recorder.waits()
+        for event in events:
+            self._device.wait_on_device(event)
+        self._recorder.waited(wait, ("h2d", 0))
+
+    def _show(self, unit: ParamUnit, user: object, newest: bool) -> None:
+        """Have `unit` show the version that is wanted."""
+        if unit.newest == newest:
+            return
+        if newest:
+            self._pending.wait_unit(unit.index)
+        if not self._has_newer(unit):
+            return  # there is but one
+        if unit.resident:
+            self.resume(unit)
+            self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
+        else:
+            if (unit.users | unit.keepers) - {user}:
+                raise ParameterError(
+                    f"two versions of unit {unit.layout.name!r} are wanted at once",
+                    expected="a training forward or backward outside of `gathered` blocks, which show the "
+                    "newest parameters",
+                    found="one inside such a block, with delayed updates",
+                    cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
+                )
+            if unit.state is ParamState.UNSHARDED:
+                unit.idle()
+            self._drop(unit)
+        unit.newest = newest
+
+    def release(self, indices: Iterable[int], user: object) -> None:
+        """Take back `user`'s claim; a unit without users becomes idle."""
+        for i in indices:
+            unit = self.units[i]
+            unit.users.discard(user)
+            unit.keepers.discard(user)
+            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
+                unit.idle()
+
+    def forget_users(self) -> None:
+        """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
+        for unit in self.units:
+            unit.users.clear()
+            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
+                unit.idle()
+
+    def reshard_all(self, indices: Iterable[int] | None = None) -> None:
+        """Free every unit that is not resident (its copy is about to change).
+
+        Raises:
+            ParameterError: one of them is inside a `gathered` block.
+        """
+        chosen = self.units if indices is None else [self.units[i] for i in indices]
+        for unit in chosen:
+            if unit.resident:
+                continue
+            if unit.keepers:
+                raise ParameterError(
+                    f"the parameters of unit {unit.layout.name!r} are about to change inside a "
+                    "`gathered` block",
+                    expected="step() and load_state_dict() outside the block",
+                    found="a block that is still open",
+                    cure="leave `with infinity.gathered(...)` first",
+                )
+            unit.users.clear()
+            if unit.state is ParamState.UNSHARDED:
+                unit.idle()
+            self._drop(unit)
+
+    def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
+        self.held += unit.layout.copy_nbytes
+        self.peak = max(self.peak, self.held)
+        self.fetches += 1
+        self._device.tidy()
+        copies = self._copies
+        part = copies.newest if unit.newest else copies.published
+        unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)
+
+    def _drop(self, unit: ParamUnit) -> None:
+        if unit.state is ParamState.FETCHING:
+            self._wait_for(unit, unit.reshard)
+            self.held -= unit.layout.copy_nbytes
+
+    def _wait_for(self, unit: ParamUnit, call: Callable[[], None]) -> None:
+        """Do what waits for a unit's fetch; if that is under way, the user's thread stalls."""
+        fetch = unit.fetch
+        if fetch is None or fetch.settled():
+            call()
+            return
+        wait = self._recorder.waits()
+        call()
+        self._recorder.waited(wait, *fetch.causes(), unit=unit.index)
+
+    def _record_unshard(self, unit: ParamUnit) -> None:
+        log, fetch = self._recorder.log, unit.fetch
+        if log is not None and fetch is not None and fetch.began:
+            log.add("unshard", fetch.began, now(), unit=unit.index, nbytes=unit.layout.copy_nbytes)
+            fetch.began = 0  # when it is used again, it is there already
+
+    def forward_order(self) -> list[ParamUnit]:
+        """Return all units in the order of the last forward; those it did not use come last."""
+        order = dict.fromkeys([*self.schedule.recorded(), *range(len(self.units))])
+        return [self.units[i] for i in order]
+
+    def _ranks(self) -> dict[int, int]:
+        ranks: dict[int, int] = {}
+        for rank, index in enumerate(self.schedule.upcoming()):
+            ranks.setdefault(index, rank)
+        return ranks
+
+    def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
+        """Units that may go, the one needed last first."""
+        units = [u for u in self.units if not u.resident and not u.in_use and u.state is ParamState.FETCHING]
+        return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
+
+    def _make_room(self, unit: ParamUnit) -> None:
+        need = unit.layout.copy_nbytes
+        if self.held + need <= self._capacity:
+            return
+        for other in self._idle(self._ranks()):
+            self._drop(other)
+            if self.held + need <= self._capacity:
+                return
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"unit {unit.layout.name!r} needs {format_size(need)} on the device while other units are in "
+                f"use: {format_size(self.held + need)} instead of the planned "
+                f"{format_size(self._capacity)}; more units are used at once than the model's structure "
+                "shows. Name larger units with Config(units=[...]) to have this planned.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def prefetch(self) -> None:
+        """Start what comes next, nearest first, as far as there is room."""
+        ranks: dict[int, int] | None = None
+        seen: set[int] = set()
+        for index in self.schedule.upcoming():
+            unit = self.units[index]
+            if index in seen or unit.state is not ParamState.SHARDED:
+                seen.add(index)
+                continue
+            seen.add(index)
+            need = unit.layout.copy_nbytes
+            if self._newest and self._pending.has_unit(index):
+                return  # which version is the newest is not known yet
+            if self.held + need > self._capacity:
+                ranks = ranks if ranks is not None else self._ranks()
+                for other in self._idle(ranks):
+                    later = ranks.get(other.index, len(ranks) + 1) > ranks[index]
+                    if not later or not other.settled():
+                        break
+                    self._drop(other)
+                    if self.held + need <= self._capacity:
+                        break
+                if self.held + need > self._capacity:
+                    return
+            unit.newest = self._newest and self._has_newer(unit)
+            self._start(unit)
