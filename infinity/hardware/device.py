@@ -17,7 +17,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -234,16 +234,11 @@ class HostDevice:
         self.torch_device = torch_device
         self.slack = 8 * MiB  # what the C heap may keep for reuse
         self._h2d = HostStream("h2d")
+        self._d2h = HostStream("d2h")
 
-    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        """Start copying `source` to `target` (same dtype and numel, contiguous)."""
-        nbytes = source.numel() * source.element_size()
-
-        # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
-        def copy() -> None:
-            cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), nbytes)
-
-        return self._h2d.submit(copy)
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
+        return self._h2d.submit(_copier(target, source, after))
 
     def memory(self, nbytes: int) -> PagedMemory:
         """Return the storage of a unit, empty."""
@@ -258,11 +253,11 @@ class HostDevice:
         if event is not None:
             event.wait()
 
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        """Copy `source` to `target` (same dtype and numel, contiguous); call from a worker."""
-        task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
-        task.run()
-        return task
+    def d2h(
+        self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, kept: bool = False
+    ) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
+        return self._d2h.submit(_copier(target, source, after))
 
     def tidy(self) -> None:
         """Give back what the C heap holds in free blocks, if that is more than `slack` bytes
@@ -279,6 +274,7 @@ class HostDevice:
     def synchronize(self) -> None:
         """Block until all copies are done."""
         self._h2d.synchronize()
+        self._d2h.synchronize()
 
     def memory_free(self) -> int:
         """Return the bytes that could be allocated on the device."""
@@ -288,7 +284,19 @@ class HostDevice:
 
     def close(self) -> bool:
         """End the streams; return whether they ended."""
-        return self._h2d.close()
+        ended = [self._h2d.close(), self._d2h.close()]
+        return all(ended)
+
+
+def _copier(target: torch.Tensor, source: torch.Tensor, after: Sequence[Event | None]) -> Callable[[], None]:
+    # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
+    def copy() -> None:
+        for event in after:
+            if event is not None:
+                event.wait()
+        cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    return copy
 
 
 class _CudaEvent:
@@ -309,6 +317,12 @@ def _record(stream: torch.cuda.Stream) -> _CudaEvent:
     return _CudaEvent(event)
 
 
+def _wait(stream: torch.cuda.Stream, after: Sequence[Event | None]) -> None:
+    for event in after:
+        if isinstance(event, _CudaEvent):
+            stream.wait_event(event.event)
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()
 
@@ -325,11 +339,10 @@ class CudaDevice:
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
 
-    def h2d(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None) -> Event:
         """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
         with torch.cuda.stream(self._h2d):
-            if isinstance(after, _CudaEvent):
-                self._h2d.wait_event(after.event)
+            _wait(self._h2d, after)
             target.copy_(source, non_blocking=True)
             return _record(self._h2d)
 
@@ -348,14 +361,20 @@ class CudaDevice:
         elif event is not None:
             event.wait()
 
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`."""
+    def d2h(
+        self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, kept: bool = False
+    ) -> Event:
+        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`.
+
+        `kept`: the caller keeps `source` until its own stream has waited for the copy; else the
+        allocator is told, and gives the memory to nobody before the host has seen the copy done.
+        """
         with torch.cuda.stream(self._d2h):
-            if isinstance(after, _CudaEvent):
-                self._d2h.wait_event(after.event)
+            _wait(self._d2h, after)
             target.copy_(source, non_blocking=True)
             event = _record(self._d2h)
-        source.record_stream(self._d2h)
+        if not kept:
+            source.record_stream(self._d2h)
         return event
 
     def tidy(self) -> None:

@@ -19,7 +19,9 @@ from infinity.hardware.device import Device, open_device
 from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.pinned import PinnedPool
+from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
+from infinity.training.activations import Activations
 from infinity.training.copies import Copies
 from infinity.training.discover import Scope, UnitMembers, discover
 from infinity.training.fetch import Fetcher
@@ -84,8 +86,17 @@ class Engine:
                 unregister=device.unregister if device.staged else None,
             )
             undo.callback(store.close)
+            region = None
+            if config.activations == "host":
+                region = PinnedRegion(
+                    self.footprint.activation_nbytes,
+                    register=device.register if device.staged else None,
+                    unregister=device.unregister if device.staged else None,
+                )
+                undo.callback(region.close)
             self._build(
-                model, optimizer, members, specs, layouts, scopes, plans, store, pool, device, decoupled
+                *(model, optimizer, members, specs, layouts, scopes, plans),
+                *(store, pool, region, device, decoupled),
             )
             undo.pop_all()
 
@@ -100,6 +111,7 @@ class Engine:
         plans: Any,
         store: Store,
         pool: PinnedPool,
+        region: PinnedRegion | None,
         device: Device,
         decoupled: bool,
     ) -> None:
@@ -129,6 +141,9 @@ class Engine:
         self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.places, self.pending, self.fetcher)
         self.states = States(self.places, self._room, self.quiesce)
+        self.activations = (
+            Activations(device, region, [u.storage for u in units]) if region is not None else None
+        )
         self._take_over(model, optimizer)
         self.hooks = Hooks(
             model,
@@ -140,6 +155,7 @@ class Engine:
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
             on_backward=self._read_ahead,
+            activations=self.activations,
         )
         install(model, self)
         self._closed = False
@@ -164,7 +180,9 @@ class Engine:
             after_step=self._after_step,
         )
         self._finalizer = weakref.finalize(
-            self, _shut_down, self.updater, self.fetcher, self.gradients, store, pool, device
+            self,
+            _shut_down,
+            *(self.updater, self.fetcher, self.gradients, store, pool, device, self.activations),
         )
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -223,6 +241,8 @@ class Engine:
         self.residency.resume_all()
 
     def _after_step(self, seconds: float) -> None:
+        if self.activations is not None:
+            self.activations.after_step()
         now = time.perf_counter()
         if self._last_step_end is not None:
             self.times["step"] = now - self._last_step_end
@@ -249,12 +269,20 @@ class Engine:
 
 
 def _shut_down(
-    updater: Updater, fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
+    updater: Updater,
+    fetcher: Fetcher,
+    gradients: Gradients,
+    store: Store,
+    pool: PinnedPool,
+    device: Device,
+    activations: Activations | None,
 ) -> None:
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(pool.close)
         stack.callback(store.close)
         stack.callback(device.close)
+        if activations is not None:
+            stack.callback(activations.close)
         stack.callback(gradients.close)
         stack.callback(fetcher.close)
         stack.callback(updater.close)
@@ -371,6 +399,7 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     engine = engine_of(optimizer)
     stats = engine.store.stats()
     pool = engine.pool.stats()
+    activations = engine.activations
     values = {
         "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
         "loss_scale": optimizer.loss_scale,
@@ -388,6 +417,8 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
         "delayed/drift": engine.updater.drift.value,
         "fetch/units": float(engine.residency.fetches),
         "fetch/hits": float(engine.residency.hits),
+        "activations/host(GiB)": activations.peak / GiB if activations is not None else 0.0,
+        "activations/kept": float(activations.kept) if activations is not None else 0.0,
     }
     return values
 

@@ -21,6 +21,7 @@ from torch.autograd.variable import Variable
 
 from infinity.core.errors import ParameterChangedError, PrecisionError
 
+from .activations import Activations
 from .discover import Scope
 from .gradients import Gradients
 from .param import ShardedParam
@@ -67,6 +68,7 @@ class Hooks:
         output_dtype: torch.dtype | None,
         check: Callable[[], None],
         on_backward: Callable[[], None],
+        activations: Activations | None = None,
     ) -> None:
         self._residency = residency
         self._gradients = gradients
@@ -75,6 +77,7 @@ class Hooks:
         self._output_dtype = output_dtype
         self._check = check
         self._on_backward = on_backward
+        self._activations = activations
         self._device_type = residency.units[0].storage.device.type if residency.units else "cpu"
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
@@ -171,12 +174,16 @@ class Hooks:
             self._check_added(module)
             self._residency.show(not module.training)
         self._depth += 1
+        if self._activations is not None:
+            self._activations.enter()
         if self._compute_dtype is torch.float32:
             return None
         return _cast((args, kwargs), self._compute_dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
+        if self._activations is not None:
+            self._activations.leave()
         self._depth = max(0, self._depth - 1)
         if not torch.is_grad_enabled() and not self._depth and not _in_backward():
             self._residency.schedule.end_cycle()
