@@ -36,7 +36,9 @@ from infinity.storage.region import PinnedRegion, RegionLease
 
 #: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
 SMALLEST: Final = 64 * KiB
-_AHEAD: Final = 2  # times the largest input; see [Note: ahead, in bytes]
+#: Times the largest input; see [Note: ahead, in bytes].
+AHEAD: Final = 2
+_CHECKPOINT: Final = "torch.utils.checkpoint"
 _graph: Any = torch._C._autograd
 
 
@@ -133,8 +135,13 @@ class Activations:
         torch applies the innermost hooks only. Those of others (an outer recomputation, the
         user's own) must see what is saved, so theirs go first.
         """
-        caller, *callers = _callers()
-        while self._forwards and self._forwards[-1][1] not in callers:
+        callers = _callers()
+        caller = id(next(callers))
+        ids, recomputed = set(), False
+        for frame in callers:
+            ids.add(id(frame))
+            recomputed |= frame.f_globals.get("__name__") == _CHECKPOINT
+        while self._forwards and self._forwards[-1][1] not in ids:
             # It was interrupted: torch calls no hook after a KeyboardInterrupt.
             was_set, _ = self._forwards.pop()
             if was_set and _top() == self._hooks:
@@ -144,6 +151,7 @@ class Activations:
             and torch._C._current_graph_task_id() == -1  # what is recomputed is used at once
             and not self._closed
             and not self._forwards
+            and not recomputed
             and _graph._saved_tensors_hooks_is_enabled()
             and _top() is None
         )
@@ -220,7 +228,7 @@ class Activations:
         used, nearest first, each once, until there are enough. See [Note: ahead, in bytes]."""
         found: set[int] = set()
         nbytes = 0
-        while saved is not None and nbytes < _AHEAD * self._largest:
+        while saved is not None and nbytes < AHEAD * self._largest:
             copy = saved.copy
             if id(copy) not in found and not (saved.task == used_by != -1):
                 found.add(id(copy))
@@ -308,20 +316,18 @@ class Activations:
             )
 
 
-def _callers() -> list[int]:
-    """Return the ids of the frames that the forward under way was called from, innermost first."""
+def _callers() -> Iterator[Any]:
+    """Yield the frames outside of this package that the forward was called from, innermost first."""
     frame: Any = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("infinity.") and frame.f_back is not None:
-        frame = frame.f_back
-    found = []
     while frame is not None:
-        found.append(id(frame))
+        if not frame.f_globals.get("__name__", "").startswith("infinity."):
+            yield frame
         frame = frame.f_back
-    return found
 
 
 def _top() -> Any:
-    """Return the innermost hooks on saved tensors; None if there are none, or torch does not tell."""
+    """Return the innermost hooks on saved tensors; None if there are none. (Before 2.8 torch does not
+    tell: then only an outer recomputation is noticed, by its frame.)"""
     top = getattr(_graph, "_top_saved_tensors_default_hooks", None)
     return top(True) if top is not None else None
 
@@ -330,12 +336,12 @@ def _is_input_of_recomputation(frame: Any) -> bool:
     """Return whether the caller of a pack hook saves the inputs of a recomputed layer.
 
     torch.utils.checkpoint saves nothing else itself: the non-reentrant form in a method of its own
-    (before 2.9 in the `apply` of a function), the reentrant one in the `apply` of its function. What
-    the layer saves is packed by its own hooks, or not saved at all.
+    (in older versions in the `apply` of a function), the reentrant one in the `apply` of its function.
+    What the layer saves is packed by other hooks, or not saved at all.
     """
     while frame is not None and frame.f_globals.get("__name__") == "torch.autograd.function":
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+    return frame is not None and frame.f_globals.get("__name__") == _CHECKPOINT
 
 
 def _check(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
