@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,13 @@ from .reference import two_groups
 FORMS = ["non-reentrant", "reentrant"]
 WIDTH, ROWS = 64, 256  # a layer's input is 64 KiB: the smallest that is offloaded
 NBYTES = WIDTH * ROWS * 4
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left() -> Iterator[None]:
+    torch.set_num_threads(1)  # layers are small: on a busy machine threads only wait for each other
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.fixture
@@ -113,15 +121,16 @@ def gradients_of(build: Callable[[], nn.Module], loss: Callable[[Any], Any], fol
 # -- bits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [*((f, "fp32") for f in FORMS), (FORMS[0], "bf16"), (FORMS[1], "fp16")]
+)
 def test_whole_runs_have_the_same_bits(form: str, dtype: str, small: None, tmp_path: Path) -> None:
     runs = []
     for where in ("device", "host"):
         (tmp_path / where).mkdir()
         config = config_for(tmp_path / where, activations=where, dtype=dtype, max_grad_norm=0.5)
-        this = case("gpt", recompute=form, layers=5)
-        runs.append(train_offloaded(this, config, steps=5, accumulate=2, groups=two_groups))
+        this = case("gpt", recompute=form, layers=4)
+        runs.append(train_offloaded(this, config, steps=4, accumulate=2, groups=two_groups))
     assert_same(runs[1], runs[0])
     for name, value in runs[0].first_gradients.items():
         assert torch.equal(value, runs[1].first_gradients[name])
@@ -129,7 +138,7 @@ def test_whole_runs_have_the_same_bits(form: str, dtype: str, small: None, tmp_p
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 50))]
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]
 )
 def test_random_delays_change_nothing(
     seed: int, form: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,8 +147,8 @@ def test_random_delays_change_nothing(
     for where in ("device", "host"):
         (tmp_path / where).mkdir()
         config = config_for(tmp_path / where, activations=where, device_memory="2MiB", host_memory="16MiB")
-        this = case("gpt", recompute=form, layers=6)
-        runs.append(train_offloaded(this, config, steps=3, accumulate=1 + seed % 2))
+        this = case("gpt", recompute=form, layers=5)
+        runs.append(train_offloaded(this, config, steps=2, accumulate=2 - seed % 2))
         monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
     assert_same(runs[1], runs[0])
 
@@ -302,7 +311,7 @@ def test_nothing_grows_over_steps(tmp_path: Path) -> None:
     model = Stack(6)
     optimizer, offload = wrapped(model, tmp_path)
     figures = []
-    for step in range(6):
+    for step in range(4):
         for _ in range(2):
             model(data(step)).square().mean().backward()
         optimizer.step()
@@ -343,6 +352,40 @@ def test_a_graph_that_is_dropped_gives_its_leases_back(tmp_path: Path) -> None:
         gc.collect()
         engine_of(model).device.synchronize()
         assert offload.in_use == 0
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_a_lease_comes_home_no_sooner_than_its_copies_are_done(direction: str, tmp_path: Path) -> None:
+    """The graph is dropped while an input is on its way."""
+    model = Stack(2 if direction == "d2h" else 4)
+    optimizer, offload = wrapped(model, tmp_path)
+    device = engine_of(model).device
+    gate = threading.Event()
+    if direction == "d2h":
+        device._d2h.submit(lambda: gate.wait(60))
+        out = model(data())
+        waiting = 2
+    else:
+        out = model(data())
+
+        def stop(*_: Any) -> None:
+            raise KeyError("mine")
+
+        # The first layer of the backward has asked for input 1; then it fails.
+        handle = model.layers[3].register_forward_pre_hook(stop)
+        with infinity.gathered(model):
+            device._h2d.submit(lambda: gate.wait(60))
+            with pytest.raises(KeyError, match="mine"):
+                out.sum().backward()
+        handle.remove()
+        waiting = 1
+    del out
+    gc.collect()
+    assert offload.in_use == waiting * NBYTES
+    gate.set()
+    device.synchronize()
+    assert offload.in_use == 0
     infinity.close(optimizer)
 
 
@@ -691,12 +734,6 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
     model = Stack(2)
     with pytest.raises(BudgetError, match="activation_memory"):
         wrapped(model, tmp_path, activation_memory="1GiB")
-
-
-@pytest.fixture(autouse=True)
-def _no_hooks_are_left() -> Iterator[None]:
-    yield
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_the_region_is_a_quarter_of_what_is_left(tmp_path: Path) -> None:
