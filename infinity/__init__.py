@@ -10,7 +10,8 @@ from .version import __version__
 if TYPE_CHECKING:
     from .core.config import Config
     from .core.errors import InfinityError
-    from .surface.engine import close, gathered, gradient, metrics, wrap
+    from .surface.calls import close, flush, gathered, gradient, metrics
+    from .surface.engine import wrap
     from .surface.init import init
     from .surface.trace import trace
 
@@ -35,7 +36,8 @@ _HOMES = {
     "InfinityError": "core.errors",
     "init": "surface.init",
     "trace": "surface.trace",
-    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "wrap"), "surface.engine"),
+    "wrap": "surface.engine",
+    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics"), "surface.calls"),
 }
 
 

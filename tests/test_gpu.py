@@ -354,10 +354,12 @@ class Link:
             )
 
     def _counted(self, call: Callable[..., Any], direction: str) -> Callable[..., Any]:
-        def copy(device: CudaDevice, target: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
+        def copy(
+            device: CudaDevice, target: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any
+        ) -> Any:
             assert target.nbytes == source.nbytes
             self.bytes[direction] += source.nbytes
-            return call(device, target, source, *rest)
+            return call(device, target, source, *rest, **options)
 
         return copy
 
@@ -443,6 +445,54 @@ def test_device_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             infinity.close(optimizer)
         del made, optimizer, engine
     assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 0.5
+
+
+@pytest.mark.parametrize("form", ["non-reentrant", "reentrant"])
+def test_inputs_of_recomputed_layers_leave_the_device(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve inputs three are on the device at once, and the host does not wait for that. The
+    two that the backward needs first have not left: ten come back."""
+    layers, width, batch = 12, 256, 256
+    shape = {"width": width, "layers": layers, "recompute": form, "batch_size": batch}
+    link = Link(monkeypatch)
+    peaks, losses, up = [], [], []
+    for where in ("device", "host"):
+        settings = {**ON_HOST, "host_memory": "512MiB", "device_memory": "256MiB", "activations": where}
+        made, optimizer, engine = wrapped(tmp_path / where, settings, **shape)
+        nbytes = made.batches[0]["tokens"].numel() * width * 4
+        try:
+            one_step(made, optimizer)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            link.reset()
+            loss = made.loss(made.model, made.batches[1])
+            loss.backward()
+            losses.append(loss.item())
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+            up.append(link.bytes["h2d"])
+            if engine.activations is not None:
+                assert engine.activations.kept == 0
+                assert engine.activations.peak == layers * nbytes
+        finally:
+            infinity.close(optimizer)
+        del made, optimizer, engine, loss
+    assert losses[0] == losses[1]
+    assert peaks[0] - peaks[1] >= (layers - 4) * nbytes
+    assert up[1] - up[0] <= (layers - 2) * nbytes
+
+
+def test_activations_on_the_host_change_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the copies are."""
+    shape = {"recompute": "non-reentrant", "layers": 6, "batch_size": 64}
+    wanted = train("gpt", shape, tmp_path / "a", ON_NVME, steps=4, accumulate=2, dtype="bf16")
+    for direction in ("h2d", "d2h"):
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaDevice, direction, late(getattr(CudaDevice, direction), f"_{direction}"))
+            settings = {**ON_NVME, "activations": "host"}
+            found = train("gpt", shape, tmp_path / direction, settings, steps=4, accumulate=2, dtype="bf16")
+            assert_same(found, wanted)
 
 
 # -- what a user sees --------------------------------------------------------------------------------

@@ -72,6 +72,14 @@ def test_the_link_carries_six_bytes_when_parameters_are_off_the_device() -> None
     assert plan_of(on_device).traffic.link == 4 * PARAMETERS
 
 
+def test_the_link_carries_activations_both_ways_as_far_as_there_is_room() -> None:
+    config = config_of(dtype="bf16", activations="host", activation_memory="8MiB")
+    for inputs, moved in ((0, 0), (5 * MiB, 5 * MiB), (9 * MiB, 8 * MiB)):
+        plan = plan_of(config, inputs=inputs, accumulation=3)
+        assert plan.traffic.link == 3 * (6 * PARAMETERS + 2 * moved)
+    assert plan_of(config_of(dtype="bf16"), inputs=MiB).traffic.link == 6 * PARAMETERS
+
+
 def test_nothing_on_nvme_wears_nothing() -> None:
     plan = plan_of(config_of("host"))
     assert plan.footprint.total(Tier.NVME) == 0
@@ -133,8 +141,9 @@ def apply_cure(config: Config, problem: Problem) -> Config:
         Budget(device=20 * MiB, host=60 * MiB),
     ],
 )
-def test_cures_cure(places: str, budget: Budget) -> None:
-    config = config_of(places, dtype="bf16")
+@pytest.mark.parametrize("activations", ["device", "host"])
+def test_cures_cure(places: str, budget: Budget, activations: str) -> None:
+    config = config_of(places, dtype="bf16", activations=activations)
     plan = plan_of(config, budget)
     for problem in plan.problems:
         changed = apply_cure(config, problem)

@@ -213,6 +213,35 @@ def test_planned_bytes_are_the_measured_ones(text: str, nvme: str) -> None:
     assert json.loads(json.dumps(result)) == result
 
 
+def test_inputs_of_recomputed_blocks_on_the_host(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = {"layers": 6, "batch": 8, "sequence": 64, "host_memory": "32MiB", "recompute": True}
+    nbytes = 64 * 8 * 64 * 4  # one block's input
+    losses = []
+    for where in ("device", "host"):
+        log = tmp_path / f"{where}.jsonl"
+        given = settings(text, nvme, **size, steps=3, sample_tokens=0, activations=where)
+        result = train(read_run(None, {**given, "json_log": str(log)}))
+        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+    assert losses[0] == losses[1]
+    rows = {r["what"]: r for r in result["planned_and_measured"]}
+    assert 6 * nbytes == rows["host: activations"]["measured"] < rows["host: activations"]["planned"]
+    capsys.readouterr()
+    plans = []
+    for changes in ({}, {"activations": "host"}, {"activations": "host", "activation_memory": 4 * nbytes}):
+        given = settings(text, nvme, **size, **changes)
+        del given["sample_tokens"]
+        assert run(["plan", "--json", *options(given)]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    here, there, less = (p["activations"]["peak"] for p in plans)
+    assert here - there == (6 - 3) * nbytes
+    assert here - less == (4 - 3) * nbytes
+    assert plans[0]["activations"]["inputs"] == 6 * nbytes
+    assert run(["plan", *options(given)]) == 0
+    assert "stays on the device" in capsys.readouterr().out
+
+
 def test_placement_and_accumulation_change_no_loss(text: str, nvme: str, tmp_path: Path) -> None:
     logs = []
     everywhere = {"parameters": "host", "optimizer_state": "host:0.5,nvme:0.5", "gradients": "device"}

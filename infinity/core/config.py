@@ -16,6 +16,11 @@ from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
 
 Placement = Mapping[Tier, float]
 _PLACED = ("parameters", "optimizer_state", "gradients")
+_ACTIVATIONS = ("device", "host")
+_SIZES = (
+    *("device_memory", "host_memory", "prefetch_memory", "read_ahead_memory", "activation_memory"),
+    "block_bytes",
+)
 UPDATES = ("overlap", "sync", "delayed")
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
@@ -43,6 +48,12 @@ class Config:
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
         gradients: placement of the gradients between backward and update, chunk by chunk.
+        activations: where the inputs of recomputed layers (`torch.utils.checkpoint`) are between
+            their forward and their backward: ``"device"``, or ``"host"``: copied there behind the
+            forward and back ahead of the backward, with the same bits.
+        activation_memory: bytes of host memory for ``activations="host"``; what finds no room stays
+            on the device. None: a quarter of what `host_memory` leaves after what is placed there
+            and the least leases, at most 16 GiB.
         dtype: compute dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         output_dtype: dtype of the model's floating-point outputs; None leaves them.
         max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
@@ -84,6 +95,8 @@ class Config:
     parameters: str | Mapping[str, float] = "device"
     optimizer_state: str | Mapping[str, float] = "host"
     gradients: str | Mapping[str, float] = "host"
+    activations: str = "device"
+    activation_memory: int | str | None = None
     dtype: str | torch.dtype = "bf16"
     output_dtype: str | torch.dtype | None = "fp32"
     max_grad_norm: float | None = None
@@ -121,7 +134,7 @@ class Config:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "nvme", _directories(self.nvme))
-        for name in ("device_memory", "host_memory", "prefetch_memory", "read_ahead_memory", "block_bytes"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is not None:
                 put(self, name, parse_size(value, name))
@@ -156,6 +169,15 @@ class Config:
                 expected="durable=False",
                 found="durable=True",
                 cure="durable=False; save a `state_dict()` where you need to resume",
+            )
+        if self.activations not in _ACTIVATIONS:
+            self._wrong("activations", " or ".join(_ACTIVATIONS), self.activations, 'activations="host"')
+        if self.activation_memory is not None and self.activations != "host":
+            raise ConfigError(
+                "activation_memory is given, but activations stay on the device",
+                expected='activations="host" with activation_memory',
+                found=f"activations={self.activations!r}",
+                cure='activations="host", or leave activation_memory out',
             )
         if self.device is not None:
             try:

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,21 +121,12 @@ class HostDevice:
         self.slack = 8 * MiB  # what the C heap may keep for reuse
         self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
+        self._d2h = HostStream("d2h")
 
-    def h2d(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
-    ) -> Event:
-        """Start copying `source` to `target` (same dtype and numel, contiguous); `chunk`: for traces."""
-        nbytes, recorder = source.numel() * source.element_size(), self._recorder
-
-        # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
-        def copy() -> None:
-            begin = now()
-            cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), nbytes)
-            if (log := recorder.log) is not None:
-                log.add("h2d", begin, now(), chunk=chunk, nbytes=nbytes)
-
-        return self._h2d.submit(copy)
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`; `chunk`:
+        for traces."""
+        return self._h2d.submit(_copier(target, source, after, "h2d", self._recorder, chunk))
 
     def start_clock(self) -> Callable[[], Moment] | None:
         """Return what tells the moments of the device's compute; None: the host's clock does."""
@@ -155,15 +146,15 @@ class HostDevice:
             event.wait()
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: Event | None,
+        chunk: int = -1,
+        kept: bool = False,
     ) -> Event:
-        """Copy `source` to `target` (same dtype and numel, contiguous); call from a worker."""
-        task = Task(lambda: cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes))
-        begin = now()
-        task.run()
-        if (log := self._recorder.log) is not None:
-            log.add("d2h", begin, now(), chunk=chunk, nbytes=source.nbytes)
-        return task
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
+        return self._d2h.submit(_copier(target, source, after, "d2h", self._recorder, chunk))
 
     def tidy(self) -> None:
         """Give back what the C heap holds in free blocks, if that is more than `slack` bytes
@@ -180,6 +171,7 @@ class HostDevice:
     def synchronize(self) -> None:
         """Block until all copies are done."""
         self._h2d.synchronize()
+        self._d2h.synchronize()
 
     def memory_free(self) -> int:
         """Return the bytes that could be allocated on the device."""
@@ -189,7 +181,29 @@ class HostDevice:
 
     def close(self) -> bool:
         """End the streams; return whether they ended."""
-        return self._h2d.close()
+        ended = [self._h2d.close(), self._d2h.close()]
+        return all(ended)
+
+
+def _copier(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    after: Sequence[Event | None],
+    kind: str,
+    recorder: Recorder,
+    chunk: int,
+) -> Callable[[], None]:
+    # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
+    def copy() -> None:
+        for event in after:
+            if event is not None:
+                event.wait()
+        begin = now()
+        cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)
+        if (log := recorder.log) is not None:
+            log.add(kind, begin, now(), chunk=chunk, nbytes=source.nbytes)
+
+    return copy
 
 
 class _CudaEvent:
@@ -210,6 +224,12 @@ def _record(stream: torch.cuda.Stream) -> _CudaEvent:
     return _CudaEvent(event)
 
 
+def _wait(stream: torch.cuda.Stream, after: Sequence[Event | None]) -> None:
+    for event in after:
+        if isinstance(event, _CudaEvent):
+            stream.wait_event(event.event)
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()
 
@@ -228,13 +248,10 @@ class CudaDevice:
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
 
-    def h2d(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
-    ) -> Event:
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
         """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
         with torch.cuda.stream(self._h2d):
-            if isinstance(after, _CudaEvent):
-                self._h2d.wait_event(after.event)
+            _wait(self._h2d, after)
             with timed(self._recorder.log, self._clock, "h2d", self._h2d, chunk, source.nbytes):
                 target.copy_(source, non_blocking=True)
             return _record(self._h2d)
@@ -260,16 +277,25 @@ class CudaDevice:
             event.wait()
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, chunk: int = -1
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: Event | None,
+        chunk: int = -1,
+        kept: bool = False,
     ) -> Event:
-        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`."""
+        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`.
+
+        `kept`: the caller keeps `source` until its own stream has waited for the copy; else the
+        allocator is told, and gives the memory to nobody before the host has seen the copy done.
+        """
         with torch.cuda.stream(self._d2h):
-            if isinstance(after, _CudaEvent):
-                self._d2h.wait_event(after.event)
+            _wait(self._d2h, after)
             with timed(self._recorder.log, self._clock, "d2h", self._d2h, chunk, source.nbytes):
                 target.copy_(source, non_blocking=True)
             event = _record(self._d2h)
-        source.record_stream(self._d2h)
+        if not kept:
+            source.record_stream(self._d2h)
         return event
 
     def tidy(self) -> None:

@@ -6,7 +6,10 @@ there plus three pools (*quotas*):
 
 - ``fetch``: leases through which copies travel from NVMe to the device;
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
-- ``gradient``: leases in which gradients meet what is on NVMe.
+- ``gradient``: leases in which gradients meet what is on NVMe;
+
+and, with ``activations="host"``, a region for the inputs of recomputed layers. How many bytes they
+come to only the first forward shows, so the region is a setting, or a share of what is left.
 
 A pipeline takes one lease per chunk and a quota serves one pipeline, so none can starve another.
 Device memory is the state placed there, the units that are needed at once, the gradients of two
@@ -22,7 +25,7 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import MiB, Tier, format_size
+from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
 
 from .partition import ChunkPlan, UnitLayout
 
@@ -30,6 +33,10 @@ from .partition import ChunkPlan, UnitLayout
 _FETCH_TARGET = 64 * MiB
 _GRADIENT_SLOTS = 4
 _SPARE = "parameters being updated"
+#: What activations get where nothing is said: at most this, so that a large machine starts quickly
+#: (pinned memory is taken at once), and no more than this share of what the least leases leave.
+_ACTIVATIONS_MOST = 16 * GiB
+_ACTIVATIONS_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Footprint:
     prefetch_nbytes: int  # device bytes for units fetched ahead
     nvme_read_per_step: int
     nvme_written_per_step: int
+    activation_nbytes: int = 0  # host bytes for the inputs of recomputed layers
 
     def total(self, tier: Tier) -> int:
         """Bytes on `tier`."""
@@ -148,7 +156,8 @@ def footprint(
         "update": _update_slots(config, update_slot, trainable_chunks),
         "gradient": _GRADIENT_SLOTS if gradient_slot else 0,
     }
-    needed = fixed + sum(q.nbytes for q in least.values())
+    activations = ceil_to(int(config.activation_memory or 0), ALIGNMENT)
+    needed = fixed + sum(q.nbytes for q in least.values()) + activations
     if needed > budget.host:
         raise BudgetError(
             "the run does not fit the host memory that it was given",
@@ -156,11 +165,20 @@ def footprint(
             + ", ".join(
                 [f"{k} {format_size(v)}" for k, v in by_tier[Tier.HOST].items()]
                 + [f"{k} leases {format_size(q.nbytes)}" for k, q in least.items() if q.nbytes]
+                + ([f"activations {format_size(activations)}"] if activations else [])
             ),
             found=f"{format_size(budget.host)} ({budget.host} bytes)",
-            cure=_host_cure(by_tier[Tier.HOST], fixed > budget.host),
+            cure="raise host_memory, or lower activation_memory"
+            if needed - activations <= budget.host
+            else _host_cure(by_tier[Tier.HOST], fixed > budget.host),
         )
-    quotas = _grow(least, most, budget.host - needed)
+    room = budget.host - needed
+    if config.activations == "host" and config.activation_memory is None:
+        activations = min(_ACTIVATIONS_MOST, room // _ACTIVATIONS_SHARE) // ALIGNMENT * ALIGNMENT
+        room -= activations
+    if activations:
+        by_tier[Tier.HOST]["activations"] = activations
+    quotas = _grow(least, most, room)
     for name, quota in quotas.items():
         if quota.nbytes:
             by_tier[Tier.HOST][f"{name} leases"] = quota.nbytes
@@ -201,6 +219,7 @@ def footprint(
         prefetch_nbytes=prefetch,
         nvme_read_per_step=read,
         nvme_written_per_step=written,
+        activation_nbytes=activations,
     )
 
 

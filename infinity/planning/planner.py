@@ -129,6 +129,7 @@ def make_plan(
     *,
     staged: bool,
     accumulation: int = 1,
+    inputs: int = 0,
     nvme_free: int | None = None,
 ) -> Plan:
     """Plan a run.
@@ -137,6 +138,7 @@ def make_plan(
         budget: bytes that the engine may take on the device and of host memory.
         staged: whether the device has a memory of its own.
         accumulation: backwards per step.
+        inputs: bytes of the inputs of recomputed layers in one forward.
         nvme_free: bytes free in the NVMe directories; None: not known, not checked.
     """
     layouts = partition(model.units, config.chunk_elements)
@@ -171,7 +173,7 @@ def make_plan(
         chunks=len(plans),
         footprint=taken,
         durable_nvme=durable.nvme,
-        traffic=_traffic(layouts, plans, taken, accumulation),
+        traffic=_traffic(layouts, plans, taken, accumulation, inputs),
         problems=tuple(problems),
     )
 
@@ -206,7 +208,11 @@ def _rate(gigabytes: float | None) -> float | None:
 
 
 def _traffic(
-    layouts: Sequence[UnitLayout], plans: Sequence[ChunkPlan], taken: Footprint, accumulation: int
+    layouts: Sequence[UnitLayout],
+    plans: Sequence[ChunkPlan],
+    taken: Footprint,
+    accumulation: int,
+    inputs: int,
 ) -> Traffic:
     """Return the bytes of a step of `accumulation` backwards.
 
@@ -214,7 +220,8 @@ def _traffic(
     reads and writes the gradients in fp32, where they accumulate.
     """
     further = accumulation - 1
-    read, written, link = taken.nvme_read_per_step, taken.nvme_written_per_step, 0
+    read, written = taken.nvme_read_per_step, taken.nvme_written_per_step
+    link = 2 * accumulation * min(inputs, taken.activation_nbytes)
     for unit in layouts:
         for chunk in unit.chunks:
             plan = plans[chunk.id]
@@ -337,7 +344,10 @@ class _Search:
     def _smaller_chunks(self, budget: Budget) -> list[int]:
         """Return the largest chunk whose leases the host budget would hold, if there is one."""
         leases = sum(q.slot_nbytes * q.slots for q in self._largest.quotas.values())
-        room = budget.host - (self._largest.total(Tier.HOST) - leases)
+        placed = self._largest.total(Tier.HOST) - leases
+        if self._config.activation_memory is None:  # activations take only what is left
+            placed -= self._largest.activation_nbytes
+        room = budget.host - placed
         size = self._config.chunk_elements // 2 // SPAN * SPAN
         while size >= SPAN:
             # The least leases are at most half of those that the run would like.

@@ -1,11 +1,11 @@
-"""`wrap`, and what else a user calls on a wrapped model. Wiring only."""
+"""`wrap`: everything that one model has, and how it is put together. Wiring only."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.core.config import Config
 from infinity.core.errors import ClosedError, WrapError
-from infinity.core.sizes import GiB, Tier
+from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
 from infinity.hardware.cores import node_for
@@ -21,7 +21,9 @@ from infinity.hardware.device import Device, open_device
 from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.pinned import PinnedPool
+from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
+from infinity.training.activations import Activations
 from infinity.training.copies import Copies
 from infinity.training.discover import Scope, UnitMembers, discover
 from infinity.training.fetch import Fetcher
@@ -31,7 +33,6 @@ from infinity.training.optimizer import OffloadOptimizer, check_optimizer
 from infinity.training.param import ShardedParam
 from infinity.training.pending import Pending
 from infinity.training.residency import Residency
-from infinity.training.sharded_grad import ShardedGrad
 from infinity.training.state import States
 from infinity.training.unit import ParamUnit
 from infinity.training.update import Updater
@@ -91,8 +92,17 @@ class Engine:
                 node=node,
             )
             undo.callback(store.close)
+            region = None
+            if config.activations == "host":
+                region = PinnedRegion(
+                    self.footprint.activation_nbytes,
+                    register=device.register if device.staged else None,
+                    unregister=device.unregister if device.staged else None,
+                )
+                undo.callback(region.close)
             self._build(
-                model, optimizer, members, specs, layouts, scopes, plans, store, pool, device, decoupled
+                *(model, optimizer, members, specs, layouts, scopes, plans),
+                *(store, pool, region, device, decoupled),
             )
             undo.pop_all()
 
@@ -107,6 +117,7 @@ class Engine:
         plans: Any,
         store: Store,
         pool: PinnedPool,
+        region: PinnedRegion | None,
         device: Device,
         decoupled: bool,
     ) -> None:
@@ -145,6 +156,9 @@ class Engine:
         self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
         self.states = States(self.places, self._room, self.quiesce)
+        self.activations = (
+            Activations(device, region, [u.storage for u in units]) if region is not None else None
+        )
         self._take_over(model, optimizer)
         self.hooks = Hooks(
             model,
@@ -157,6 +171,7 @@ class Engine:
             check=self.check,
             on_backward=self._read_ahead,
             recorder=self.recorder,
+            activations=self.activations,
         )
         install(model, self)
         self._closed = False
@@ -181,7 +196,9 @@ class Engine:
             after_step=self._after_step,
         )
         self._finalizer = weakref.finalize(
-            self, _shut_down, self.updater, self.fetcher, self.gradients, store, pool, device
+            self,
+            _shut_down,
+            *(self.updater, self.fetcher, self.gradients, store, pool, device, self.activations),
         )
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -240,6 +257,8 @@ class Engine:
         self.residency.resume_all()
 
     def _after_step(self, seconds: float) -> None:
+        if self.activations is not None:
+            self.activations.after_step()
         now = time.perf_counter()
         if self._last_step_end is not None:
             self.times["step"] = now - self._last_step_end
@@ -272,12 +291,20 @@ class Engine:
 
 
 def _shut_down(
-    updater: Updater, fetcher: Fetcher, gradients: Gradients, store: Store, pool: PinnedPool, device: Device
+    updater: Updater,
+    fetcher: Fetcher,
+    gradients: Gradients,
+    store: Store,
+    pool: PinnedPool,
+    device: Device,
+    activations: Activations | None,
 ) -> None:
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(pool.close)
         stack.callback(store.close)
         stack.callback(device.close)
+        if activations is not None:
+            stack.callback(activations.close)
         stack.callback(gradients.close)
         stack.callback(fetcher.close)
         stack.callback(updater.close)
@@ -336,98 +363,3 @@ def engine_of(thing: object) -> Engine:
         found=type(thing).__name__,
         cure="wrap the model first",
     )
-
-
-@contextlib.contextmanager
-def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
-) -> Iterator[None]:
-    """Have the values of `params` on the device inside the block.
-
-    Args:
-        params: parameters, or a module for all of its parameters. The units that they are in
-            are gathered whole.
-        write: whether in-place edits are to be kept (also in the fp32 master).
-
-    Raises:
-        ParameterChangedError: they were edited without ``write=True``.
-    """
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    elif isinstance(params, nn.Parameter):
-        params = [params]
-    params = list(params)
-    if not params:
-        yield
-        return
-    engine = engine_of(params[0])
-    engine.check()
-    engine.gradients.wait()
-    indices = sorted({engine.params[p].unit for p in params})
-    owner = object()
-    if write and engine.copies.two:
-        engine.optimizer.flush()  # an edit is of the newest, and what comes after it sees it
-    engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(engine.residency.release, indices, owner)
-        if write:
-            for index in indices:
-                stack.enter_context(engine.states.editing(engine.units[index]))
-        yield
-
-
-def gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient of a parameter: fp32, on the host, unscaled; None if it has none."""
-    engine = engine_of(param)
-    engine.check()
-    grad = param.grad
-    if grad is None:
-        return None
-    if not isinstance(grad, ShardedGrad):
-        return grad.detach().float().cpu()
-    return engine.gradients.whole(engine.params[param]).div_(engine.optimizer.loss_scale)
-
-
-def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
-    """Return figures of the last step and of memory, under torchtitan's key names where it has
-    them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
-    to the end of the next), rates of the drives over the whole step in GB/s."""
-    engine = engine_of(optimizer)
-    stats = engine.store.stats()
-    pool = engine.pool.stats()
-    values = {
-        "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
-        "loss_scale": optimizer.loss_scale,
-        "steps": float(optimizer.steps),
-        "skipped_steps": float(optimizer.skipped_steps),
-        "time_metrics/end_to_end(s)": engine.times["step"],
-        "time_metrics/update(s)": engine.times["update"],
-        "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
-        "memory/device_units_peak(GiB)": engine.residency.peak / GiB,
-        "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
-        "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
-        "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
-        "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
-        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
-        "delayed/drift": engine.updater.drift.value,
-        "fetch/units": float(engine.residency.fetches),
-        "fetch/hits": float(engine.residency.hits),
-        **engine.recorder.figures,
-    }
-    return values
-
-
-def flush(thing: object) -> None:
-    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward uses
-    the newest parameters then, as it does at the end of the warm-up.
-
-    Raises:
-        ParameterError: that would change parameters inside a `gathered` block.
-        StorageError: an update failed.
-    """
-    engine_of(thing).optimizer.flush()
-
-
-def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas."""
-    engine_of(thing).close()

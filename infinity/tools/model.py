@@ -122,10 +122,13 @@ def parameters_of(shape: GPTShape) -> int:
 
 
 class Activations(NamedTuple):
-    """Bytes that autograd keeps, and the most there are at once (with temporaries)."""
+    """Bytes that autograd keeps, and the most there are at once (with temporaries). `inputs`: how
+    many of them are inputs of recomputed blocks, `largest` how many one input has."""
 
     saved: int
     peak: int
+    inputs: int = 0
+    largest: int = 0
 
 
 def activations_of(
@@ -167,7 +170,8 @@ def activations_of(
         temporary = 0
     backward = temporary + 2 * hidden + 3 * stream
     loss = 2 * logits * 4 + (logits * itemsize if itemsize != 4 else 0)
-    return Activations(saved, saved + max(backward, loss))
+    inputs, largest = (shape.layers * stream, stream) if recompute else (0, 0)
+    return Activations(saved, saved + max(backward, loss), inputs, largest)
 
 
 class GPTOutput(NamedTuple):

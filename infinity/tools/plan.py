@@ -14,6 +14,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
 from infinity.planning.planner import Bandwidths, Plan, make_plan, step_bounds, wear
+from infinity.training.activations import AHEAD, SMALLEST
 
 from .model import Activations
 from .settings import Run, RunCommand, read_run, run_options
@@ -48,14 +49,27 @@ def free_bytes(directories: Sequence[str]) -> int | None:
 def plan_run(run: Run, config: Config, workload: Workload) -> Plan:
     """Return the plan of a run on this machine, within its budgets."""
     budget, staged = resolve_budget(config)
+    train = run.train
+    made = workload.activations(config, train.batch, train.sequence, train.recompute)
     return make_plan(
         workload.planned(config),
         config,
         budget,
         staged=staged,
-        accumulation=run.train.accumulation,
+        accumulation=train.accumulation,
+        inputs=made.inputs,
         nvme_free=free_bytes(config.directories),
     )
+
+
+def activations_on_device(run: Run, config: Config, workload: Workload, plan: Plan) -> Activations:
+    """Return the activations that are on the device, where some of them wait on the host."""
+    train = run.train
+    made = workload.activations(config, train.batch, train.sequence, train.recompute)
+    moved = min(made.inputs, plan.footprint.activation_nbytes) if made.largest >= SMALLEST else 0
+    # Of those that move, one is in use while the next ones come (or the last ones go).
+    away = max(0, moved - (1 + AHEAD) * made.largest)
+    return made._replace(saved=made.saved - away, peak=made.peak - away)
 
 
 def plan_as_dict(
@@ -128,8 +142,7 @@ def plan_command(
     config = config_for_planning(run)
     workload = workload_of(run)
     plan = plan_run(run, config, workload)
-    train = run.train
-    activations = workload.activations(config, train.batch, train.sequence, train.recompute)
+    activations = activations_on_device(run, config, workload, plan)
     result = plan_as_dict(
         run,
         config,
@@ -171,6 +184,14 @@ def show(name: str, config: Config, result: Mapping[str, Any], *, exact: bool) -
     where = "activations" if exact else "activations (estimate)"
     table.add_row("yours", f"{where}, on top of device memory", f"{activations:,}", format_size(activations))
     console.print(table)
+    inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
+    if config.activations == "host" and not inputs:
+        console.print("No block is recomputed, so no activation goes to the host (--recompute).")
+    elif room and inputs > room:
+        console.print(
+            f"The inputs of recomputed blocks take {format_size(inputs)}, the host has {format_size(room)} "
+            "for them: the rest stays on the device (--activation-memory)."
+        )
 
     moved = result["per_step"]
     console.print(

@@ -31,14 +31,15 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB, Tier, format_size
 from infinity.planning.planner import Plan
-from infinity.surface.engine import close, engine_of, metrics, wrap
+from infinity.surface.calls import close, metrics
+from infinity.surface.engine import engine_of, wrap
 from infinity.surface.init import init
 from infinity.surface.trace import trace
 from infinity.training.optimizer import OffloadOptimizer
 
 from .data import Corpus, open_stream
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
-from .plan import plan_run
+from .plan import activations_on_device, plan_run
 from .progress import Reporter, finite
 from .sample import generate
 from .settings import Run, RunCommand, TrainSettings, read_run, run_options
@@ -291,10 +292,9 @@ def _measure(
     on_disk: int,
 ) -> list[dict[str, Any]]:
     """Return rows of what was planned and measured, in bytes."""
-    train = run.train
     taken = plan.footprint
     figures = metrics(optimizer)
-    activations = workload.activations(config, train.batch, train.sequence, train.recompute).peak
+    activations = activations_on_device(run, config, workload, plan).peak
     device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
     leases = sum(q.nbytes for q in taken.quotas.values())
     rows: list[tuple[str, int, int]] = []
@@ -312,6 +312,10 @@ def _measure(
         )
     )
     rows.append(("host: leases", leases, round(figures["memory/host_leases_peak(GiB)"] * GiB)))
+    if taken.activation_nbytes:
+        rows.append(
+            ("host: activations", taken.activation_nbytes, round(figures["activations/host(GiB)"] * GiB))
+        )
     if config.directories:
         steps = len(trained.losses)
         rows.append(("nvme", taken.total(Tier.NVME), on_disk))

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from infinity.core.config import Config
 from infinity.core.sizes import SPAN, parse_dtype
 from infinity.hardware import cpu_adam
-from infinity.surface.engine import close, engine_of, metrics, wrap
+from infinity.surface.calls import close, metrics
+from infinity.surface.engine import engine_of, wrap
 
 from .model import GPT, GPTShape
 

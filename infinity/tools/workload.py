@@ -173,7 +173,7 @@ class HuggingFace:
         # The MLP's own width, with the three tensors of a gated one.
         wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
         extra = max(0, wider) * (1 if recompute else layers)
-        return Activations(base.saved + extra, base.peak + extra)
+        return base._replace(saved=base.saved + extra, peak=base.peak + extra)
 
     def build(self, recompute: bool) -> nn.Module:
         """See `Workload`. Only safetensors are read: nothing is ever unpickled."""

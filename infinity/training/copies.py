@@ -88,7 +88,7 @@ class Copies:
                 self._published[chunk.id] ^= 1
             elif not swapped:
                 event = self._device.h2d(
-                    view(chunk), self._store.view(chunk.id, COPY_PARTS[1], chunk.dtype), after, chunk.id
+                    view(chunk), self._store.view(chunk.id, COPY_PARTS[1], chunk.dtype), after, chunk=chunk.id
                 )
                 self._events[chunk.id] = event
                 events.append(event)

@@ -259,7 +259,7 @@ class _Worker:
                     else self._store.view(chunk.id, fetch.parts[chunk.id])
                 )
                 target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
-                fetch.event = self._device.h2d(target, source, fetch.after, chunk.id)
+                fetch.event = self._device.h2d(target, source, fetch.after, chunk=chunk.id)
                 if lease is not None:
                     self._landing.append((fetch.event, lease))
                     lease = None

@@ -359,7 +359,7 @@ class _Work:
             self._owner._device.wait_on_device(after)
             part.copy_(source)
         elif part.dtype is source.dtype:
-            self._owner._device.d2h(part, source, after, self._chunk.id).wait()
+            self._owner._device.d2h(part, source, after, chunk=self._chunk.id).wait()
         else:
             self._staged(part, source, after, cpu_adam.convert)
 
@@ -376,7 +376,7 @@ class _Work:
     def _staged(self, part: torch.Tensor, source: torch.Tensor, after: Event | None, then: object) -> None:
         with self._owner._lease(source.nbytes) as lease:
             host = lease.tensor(source.dtype, 0, source.numel())
-            self._owner._device.d2h(host, source, after, self._chunk.id).wait()
+            self._owner._device.d2h(host, source, after, chunk=self._chunk.id).wait()
             then(part, host)  # type: ignore[operator]
 
     def store(self, target: torch.Tensor) -> None:

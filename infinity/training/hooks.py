@@ -22,6 +22,7 @@ from torch.autograd.variable import Variable
 from infinity.core.errors import ParameterChangedError, PrecisionError
 from infinity.core.spans import Recorder, now
 
+from .activations import Activations
 from .discover import Scope
 from .gradients import Gradients
 from .param import ShardedParam
@@ -69,6 +70,7 @@ class Hooks:
         check: Callable[[], None],
         on_backward: Callable[[], None],
         recorder: Recorder,
+        activations: Activations | None = None,
     ) -> None:
         self._recorder = recorder
         self._left = 0  # when the last forward with a graph ended, for traces
@@ -79,6 +81,7 @@ class Hooks:
         self._output_dtype = output_dtype
         self._check = check
         self._on_backward = on_backward
+        self._activations = activations
         self._device_type = residency.units[0].storage.device.type if residency.units else "cpu"
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
@@ -185,12 +188,16 @@ class Hooks:
         self._depth += 1
         if (log := self._recorder.log) is not None and self._depth == 1:
             log.enter(self, "recompute" if _in_backward() else "forward", -1)
+        if self._activations is not None:
+            self._activations.enter()
         if self._compute_dtype is torch.float32:
             return None
         return _cast((args, kwargs), self._compute_dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
+        if self._activations is not None:
+            self._activations.leave()
         self._depth = max(0, self._depth - 1)
         if (log := self._recorder.log) is not None and not self._depth:
             log.leave(self)

@@ -217,7 +217,7 @@ class ChunkVisit:
             if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
                 source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
                 device = self._places.device
-                self._events.append(device.h2d(self.device_copy, source, device.mark(), self.chunk.id))
+                self._events.append(device.h2d(self.device_copy, source, device.mark(), chunk=self.chunk.id))
 
     def arrive(self) -> None:
         """Block until what the update made for the device is there: the user's stream does not wait

@@ -1,0 +1,113 @@
+"""What a user calls on a model or an optimizer that was wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from infinity.core.sizes import GiB, Tier
+from infinity.training.optimizer import OffloadOptimizer
+from infinity.training.sharded_grad import ShardedGrad
+
+from .engine import engine_of
+
+
+@contextlib.contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+) -> Iterator[None]:
+    """Have the values of `params` on the device inside the block.
+
+    Args:
+        params: parameters, or a module for all of its parameters. The units that they are in
+            are gathered whole.
+        write: whether in-place edits are to be kept (also in the fp32 master).
+
+    Raises:
+        ParameterChangedError: they were edited without ``write=True``.
+    """
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    elif isinstance(params, nn.Parameter):
+        params = [params]
+    params = list(params)
+    if not params:
+        yield
+        return
+    engine = engine_of(params[0])
+    engine.check()
+    engine.gradients.wait()
+    indices = sorted({engine.params[p].unit for p in params})
+    owner = object()
+    if write and engine.copies.two:
+        engine.optimizer.flush()  # an edit is of the newest, and what comes after it sees it
+    engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.residency.release, indices, owner)
+        if write:
+            for index in indices:
+                stack.enter_context(engine.states.editing(engine.units[index]))
+        yield
+
+
+def gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole gradient of a parameter: fp32, on the host, unscaled; None if it has none."""
+    engine = engine_of(param)
+    engine.check()
+    grad = param.grad
+    if grad is None:
+        return None
+    if not isinstance(grad, ShardedGrad):
+        return grad.detach().float().cpu()
+    return engine.gradients.whole(engine.params[param]).div_(engine.optimizer.loss_scale)
+
+
+def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
+    """Return figures of the last step and of memory, under torchtitan's key names where it has
+    them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
+    to the end of the next), rates of the drives over the whole step in GB/s."""
+    engine = engine_of(optimizer)
+    stats = engine.store.stats()
+    pool = engine.pool.stats()
+    activations = engine.activations
+    values = {
+        "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
+        "loss_scale": optimizer.loss_scale,
+        "steps": float(optimizer.steps),
+        "skipped_steps": float(optimizer.skipped_steps),
+        "time_metrics/end_to_end(s)": engine.times["step"],
+        "time_metrics/update(s)": engine.times["update"],
+        "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
+        "memory/device_units_peak(GiB)": engine.residency.peak / GiB,
+        "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
+        "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
+        "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
+        "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
+        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "delayed/drift": engine.updater.drift.value,
+        "fetch/units": float(engine.residency.fetches),
+        "fetch/hits": float(engine.residency.hits),
+        **engine.recorder.figures,
+        "activations/host(GiB)": activations.peak / GiB if activations is not None else 0.0,
+        "activations/kept": float(activations.kept) if activations is not None else 0.0,
+    }
+    return values
+
+
+def flush(thing: object) -> None:
+    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward uses
+    the newest parameters then, as it does at the end of the warm-up.
+
+    Raises:
+        ParameterError: that would change parameters inside a `gathered` block.
+        StorageError: an update failed.
+    """
+    engine_of(thing).optimizer.flush()
+
+
+def close(thing: object) -> None:
+    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas."""
+    engine_of(thing).close()

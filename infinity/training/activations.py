@@ -1,0 +1,377 @@
+"""The inputs of recomputed layers, on the host between their forward and their backward.
+
+`torch.utils.checkpoint` saves the inputs of a layer for its recomputation as autograd saves tensors,
+so hooks on saved tensors see them (torch.autograd.graph.saved_tensors_hooks; they are set around the
+root's forward). Each input goes d2h behind the forward into a lease; its device memory goes when the
+copy is done. In the backward it comes back h2d, ahead of its use.
+
+[Note: ahead, in bytes] The last inputs of the forward, and in the backward the next ones, are on the
+device: as many as add up to twice the largest. So the first inputs that the backward needs have never
+left, and the device memory of inputs is bounded whatever the speed of the link. On CUDA the compute
+stream waits for the copy before an input's memory goes (the host does not): were the allocator to
+watch the copy instead, a host that is ahead of the device would find none of the memory free.
+
+[Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed.
+So each is packed with its version and compared here: what is not offloaded is kept as a detached
+alias, which shares the version counter; what is offloaded leaves a *witness*: an alias whose data was
+replaced by an empty tensor, so that it has the counter and not the memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.core.errors import ClosedError
+from infinity.core.sizes import KiB, format_size
+from infinity.hardware.device import Device, Event
+from infinity.storage.region import PinnedRegion, RegionLease
+
+#: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
+SMALLEST: Final = 64 * KiB
+#: Times the largest input; see [Note: ahead, in bytes].
+AHEAD: Final = 2
+_CHECKPOINT: Final = "torch.utils.checkpoint"
+_graph: Any = torch._C._autograd
+
+
+class _Copy:
+    """One tensor on the host, and on the device while `device` is not None.
+
+    `left` is the event of its d2h, `arrival` that of the h2d that fills `device`; None: `device` is
+    the memory that was saved. When the last graph lets go of the copy its lease goes home by `home`,
+    which is looked at where waiting is allowed: this may run in any thread, at any time.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_home", "arrival", "device", "dtype", "lease", "left"),
+        *("nbytes", "shape", "storage", "stride"),
+    )
+
+    def __init__(self, tensor: torch.Tensor, lease: RegionLease, home: deque[_Return]) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.nbytes = tensor.nbytes
+        self.lease = lease
+        self.device: torch.Tensor | None = tensor.detach()
+        # While this is held no other storage has its address; see `_key`.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.left: Event | None = None
+        self.arrival: Event | None = None
+        self._home = home
+
+    def __del__(self) -> None:
+        self._home.append((self.lease, self.left, self.arrival, self.device))
+
+
+_Return = tuple[RegionLease, Event | None, Event | None, torch.Tensor | None]
+
+
+class _Saved:
+    """What autograd holds for one saved input. `before`: the one that was saved before it."""
+
+    __slots__ = ("__weakref__", "before", "copy", "task", "version", "witness")
+
+    def __init__(self, tensor: torch.Tensor, copy: _Copy, before: weakref.ref[_Saved] | None) -> None:
+        self.copy = copy
+        self.version = tensor._version
+        self.witness = tensor.detach()
+        self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.before = before
+        self.task = -1  # the backward that has used it
+
+
+_Kept = tuple[torch.Tensor, int]
+
+
+class Activations:
+    """Sends the inputs of recomputed layers to the host and brings them back.
+
+    Args:
+        region: what they may take of host memory.
+        storages: the engine's own, whose tensors stay where they are.
+    """
+
+    def __init__(
+        self, device: Device, region: PinnedRegion, storages: Iterable[torch.UntypedStorage]
+    ) -> None:
+        self.seen = 0  # inputs of recomputed layers, whatever became of them
+        self.kept = 0  # inputs that found no room on the host
+        self._device = device
+        self._region = region
+        self._storages = {s._cdata for s in storages}
+        self._hooks = (self._pack, self._unpack)
+        self._forwards: list[tuple[bool, int]] = []  # of the root, under way: hooks set; who called
+        self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Saved] | None = None
+        self._present: list[weakref.ref[_Copy]] = []  # copies that are on the device too
+        self._largest = 0
+        self._home: deque[_Return] = deque()
+        self._warned = False
+        self._closed = False
+
+    @property
+    def peak(self) -> int:
+        """Bytes of host memory that were in use at once, at most."""
+        return self._region.peak
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of host memory in use."""
+        self._bring_home()
+        return self._region.in_use
+
+    # -- the root's forward -----------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Before the root's forward: set the hooks, unless hooks are set already.
+
+        torch applies the innermost hooks only. Those of others (an outer recomputation, the
+        user's own) must see what is saved, so theirs go first.
+        """
+        callers = _callers()
+        caller = id(next(callers))
+        ids, recomputed = set(), False
+        for frame in callers:
+            ids.add(id(frame))
+            recomputed |= frame.f_globals.get("__name__") == _CHECKPOINT
+        while self._forwards and self._forwards[-1][1] not in ids:
+            # It was interrupted: torch calls no hook after a KeyboardInterrupt.
+            was_set, _ = self._forwards.pop()
+            if was_set and _top() == self._hooks:
+                _graph._pop_saved_tensors_default_hooks()
+        set_hooks = (
+            torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() == -1  # what is recomputed is used at once
+            and not self._closed
+            and not self._forwards
+            and not recomputed
+            and _graph._saved_tensors_hooks_is_enabled()
+            and _top() is None
+        )
+        self._forwards.append((set_hooks, caller))
+        if set_hooks:
+            _graph._push_saved_tensors_default_hooks(*self._hooks)
+
+    def leave(self) -> None:
+        """After the root's forward, also when it raised."""
+        if self._forwards and self._forwards.pop()[0]:
+            _graph._pop_saved_tensors_default_hooks()
+
+    def after_step(self) -> None:
+        """Say once if there was nothing to do."""
+        if not self.seen and not self._warned:
+            self._warned = True
+            warnings.warn(
+                'activations="host" had nothing to do: no layer was recomputed, so every activation '
+                "stays on the device. Recompute layers with torch.utils.checkpoint.checkpoint or, for "
+                "Hugging Face models, model.gradient_checkpointing_enable().",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def close(self) -> None:
+        """Finish what is on its way and let go of the host memory."""
+        self._closed = True
+        self._device.synchronize()
+        self._region.close()
+
+    # -- what autograd calls ----------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
+        if _is_input_of_recomputation(sys._getframe(1)):
+            self.seen += 1
+            if self._is_worth_it(tensor):
+                copy = self._copy_of(tensor)
+                if copy is not None:
+                    saved = _Saved(tensor, copy, self._last)
+                    self._last = weakref.ref(saved)
+                    near = self._near(saved)
+                    self._hold([c for c in near if c.device is not None])
+                    return saved
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, packed: _Saved | _Kept) -> torch.Tensor:
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            _check(tensor, version, tensor.shape)
+            return tensor
+        copy = packed.copy
+        _check(packed.witness, packed.version, copy.shape)
+        if self._closed:
+            raise ClosedError(
+                "a backward after close()",
+                expected="an open engine, which has the inputs of recomputed layers",
+                found="a closed one",
+                cure="call backward before close()",
+            )
+        tensor = self._bring(copy)
+        self._device.wait_on_device(copy.arrival)
+        task = packed.task = torch._C._current_graph_task_id()
+        before = packed.before() if packed.before is not None else None
+        ahead = list(self._near(before, used_by=task))
+        for other in ahead:
+            self._bring(other)
+        self._hold(ahead)
+        return tensor.detach()
+
+    # -- what is on the device --------------------------------------------------------------
+
+    def _near(self, saved: _Saved | None, used_by: int = -1) -> Iterator[_Copy]:
+        """Yield the copies of `saved` and of those before it that the backward `used_by` has not
+        used, nearest first, each once, until there are enough. See [Note: ahead, in bytes]."""
+        found: set[int] = set()
+        nbytes = 0
+        while saved is not None and nbytes < AHEAD * self._largest:
+            copy = saved.copy
+            if id(copy) not in found and not (saved.task == used_by != -1):
+                found.add(id(copy))
+                nbytes += copy.nbytes
+                yield copy
+            saved = saved.before() if saved.before is not None else None
+
+    def _hold(self, copies: list[_Copy]) -> None:
+        """Keep these on the device, and no others."""
+        wanted = {id(c) for c in copies}
+        present, self._present = self._present, [weakref.ref(c) for c in copies]
+        for ref in present:
+            copy = ref()
+            if copy is not None and id(copy) not in wanted and copy.device is not None:
+                # What comes after on the compute stream may get the memory: not before it was
+                # read (d2h) or filled (h2d).
+                self._device.wait_on_device(copy.arrival or copy.left)
+                copy.device = copy.arrival = None
+
+    def _copy_of(self, tensor: torch.Tensor) -> _Copy | None:
+        """Return the copy of a tensor: the one that there is, or a new one on its way to the host;
+        None if there is no room."""
+        key = _key(tensor)
+        copy = self._copies.get(key)
+        if copy is not None:
+            return copy
+        self._bring_home()
+        lease = self._region.take(tensor.nbytes)
+        if lease is None:
+            self.kept += 1
+            self._warn_full(tensor.nbytes)
+            return None
+        copy = _Copy(tensor, lease, self._home)
+        copy.left = self._device.d2h(
+            lease.tensor(tensor.dtype), _flat(tensor.detach()), self._device.mark(), kept=True
+        )
+        self._largest = max(self._largest, copy.nbytes)
+        self._copies[key] = copy
+        return copy
+
+    def _bring(self, copy: _Copy) -> torch.Tensor:
+        """Return the tensor on the device; it may be on its way (`arrival`)."""
+        if copy.device is None:
+            device = self._device
+            tensor = torch.empty_strided(
+                copy.shape, copy.stride, dtype=copy.dtype, device=device.torch_device
+            )
+            source = copy.lease.tensor(copy.dtype)
+            copy.arrival = device.h2d(_flat(tensor), source, device.mark(), copy.left)
+            copy.device = tensor
+        return copy.device
+
+    def _bring_home(self) -> None:
+        """Return the leases of copies that are gone, as far as nothing still reads or fills them."""
+        for _ in range(len(self._home)):
+            item = self._home.popleft()
+            lease, left, arrival, _tensor = item
+            if all(event is None or event.done() for event in (left, arrival)):
+                lease.release()
+            else:
+                self._home.append(item)
+
+    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.device == self._device.torch_device
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= SMALLEST
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and tensor.untyped_storage()._cdata not in self._storages
+            and _is_dense(tensor)
+        )
+
+    def _warn_full(self, nbytes: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"an input of a recomputed layer, {format_size(nbytes)}, stays on the device: the "
+                f"{format_size(self._region.nbytes)} of host memory for activations are taken "
+                f"({format_size(self._region.in_use)} in use). Raise Config(activation_memory=...), or "
+                "host_memory. metrics() counts such inputs as activations/kept.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the frames outside of this package that the forward was called from, innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("infinity."):
+            yield frame
+        frame = frame.f_back
+
+
+def _top() -> Any:
+    """Return the innermost hooks on saved tensors; None if there are none. (Before 2.8 torch does not
+    tell: then only an outer recomputation is noticed, by its frame.)"""
+    top = getattr(_graph, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None
+
+
+def _is_input_of_recomputation(frame: Any) -> bool:
+    """Return whether the caller of a pack hook saves the inputs of a recomputed layer.
+
+    torch.utils.checkpoint saves nothing else itself: the non-reentrant form in a method of its own
+    (in older versions in the `apply` of a function), the reentrant one in the `apply` of its function.
+    What the layer saves is packed by other hooks, or not saved at all.
+    """
+    while frame is not None and frame.f_globals.get("__name__") == "torch.autograd.function":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == _CHECKPOINT
+
+
+def _check(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
+    if tensor._version != version:
+        # torch's own sentence, and its type; see [Note: versions of packed tensors].
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(shape)}] is at version {tensor._version}; expected "
+            f"version {version} instead."
+        )
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """Return what two saved tensors share if they are the same values in the same memory."""
+    storage = tensor.untyped_storage()._cdata
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return storage, *layout, tensor._version
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor, 1-d, in the order in which it lies there."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

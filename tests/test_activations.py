@@ -1,0 +1,748 @@
+"""The inputs of recomputed layers go to the host and come back: same bits, less device memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import infinity
+from infinity.core.errors import BudgetError, ClosedError, ConfigError
+from infinity.core.sizes import GiB, KiB, MiB
+from infinity.surface.engine import engine_of
+from infinity.training import activations
+from infinity.training.activations import Activations
+
+from .models import case
+from .offloaded import ON_HOST, assert_same, config_for, train_offloaded
+from .reference import two_groups
+
+FORMS = ["non-reentrant", "reentrant"]
+WIDTH, ROWS = 64, 256  # a layer's input is 64 KiB: the smallest that is offloaded
+NBYTES = WIDTH * ROWS * 4
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left() -> Iterator[None]:
+    torch.set_num_threads(1)  # layers are small: on a busy machine threads only wait for each other
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of any size are offloaded."""
+    monkeypatch.setattr(activations, "SMALLEST", 1)
+
+
+class Stack(nn.Module):
+    """x (rows, width) → the same. `run` calls a layer with what `extra` makes of x; `None`: a layer
+    that is not recomputed. `storages` has each layer's input, weakly."""
+
+    def __init__(self, layers: int = 8, form: str = "non-reentrant") -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(layers)
+        )
+        self.form: str | None = form
+        self.storages: list[StorageWeakRef] = []
+        self.before: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, x: x
+        self.after: Callable[[int, torch.Tensor], None] = lambda i, x: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        self.storages.clear()
+        for i, layer in enumerate(self.layers):
+            x = self.before(i, x)
+            self.storages.append(StorageWeakRef(x.untyped_storage()))
+            y = layer(x) if self.form is None else checkpoint(layer, x, use_reentrant=self.form != FORMS[0])
+            self.after(i, x)
+            x = y + 1  # what autograd keeps of this needs neither tensor
+            del y
+        return x
+
+    def alive(self) -> list[int]:
+        """The layers whose inputs are in memory."""
+        return [i for i, s in enumerate(self.storages) if not s.expired()]
+
+
+def wrapped(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = config_for(folder, **{"activations": "host", **ON_HOST, **settings})
+    _, optimizer = infinity.wrap(model, adam, config)
+    return optimizer, engine_of(model).activations
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: infinity.gradient(p) for n, p in model.named_parameters()}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def gradients_of(build: Callable[[], nn.Module], loss: Callable[[Any], Any], folder: Path) -> list[Any]:
+    """The gradients after `loss(model)` with activations on the device and on the host."""
+    found = []
+    for where in ("device", "host"):
+        torch.manual_seed(0)
+        model = build()
+        (folder / where).mkdir()
+        optimizer, offload = wrapped(model, folder / where, activations=where)
+        loss(model)
+        found.append(grads(model))
+        if offload is not None:
+            assert offload.seen
+            assert not offload.kept
+            assert offload.peak > 0
+            optimizer.zero_grad()
+            gc.collect()
+            assert offload.in_use == 0, "leases come home"
+        infinity.close(optimizer)
+    return found
+
+
+# -- bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [*((f, "fp32") for f in FORMS), (FORMS[0], "bf16"), (FORMS[1], "fp16")]
+)
+def test_whole_runs_have_the_same_bits(form: str, dtype: str, small: None, tmp_path: Path) -> None:
+    runs = []
+    for where in ("device", "host"):
+        (tmp_path / where).mkdir()
+        config = config_for(tmp_path / where, activations=where, dtype=dtype, max_grad_norm=0.5)
+        this = case("gpt", recompute=form, layers=4)
+        runs.append(train_offloaded(this, config, steps=4, accumulate=2, groups=two_groups))
+    assert_same(runs[1], runs[0])
+    for name, value in runs[0].first_gradients.items():
+        assert torch.equal(value, runs[1].first_gradients[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]
+)
+def test_random_delays_change_nothing(
+    seed: int, form: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for where in ("device", "host"):
+        (tmp_path / where).mkdir()
+        config = config_for(tmp_path / where, activations=where, device_memory="2MiB", host_memory="16MiB")
+        this = case("gpt", recompute=form, layers=5)
+        runs.append(train_offloaded(this, config, steps=2, accumulate=2 - seed % 2))
+        monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
+    assert_same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_face_models(reentrant: bool, small: None, tmp_path: Path) -> None:
+    runs = []
+    for where in ("device", "host"):
+        (tmp_path / where).mkdir()
+        this = case("llama", layers=4)
+        this.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        this.model.train()
+        config = config_for(tmp_path / where, activations=where)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # of nothing to do
+            runs.append(train_offloaded(this, config, steps=3))
+    assert_same(runs[1], runs[0])
+
+
+class Mixed(Stack):
+    """Both forms, a layer that is not recomputed, nested recomputation, an input that all layers
+    share, views of it, and arguments of other kinds and dtypes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        shared = x * 2
+        number = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
+        few = torch.ones(3)
+        nothing = torch.empty(0, WIDTH)
+
+        def run(layer: nn.Module, scale: float, t: torch.Tensor, *rest: Any) -> torch.Tensor:
+            other, index, some, none = rest
+            t = layer(t) + other.reshape(t.shape) * scale
+            return t + (index % 7).to(t.dtype) * 1e-3 + some.sum() + none.sum()
+
+        for i, layer in enumerate(self.layers):
+            other = [shared, shared.t(), shared.view(-1), shared][i % 4]
+            if i % 4 == 3:
+                x = layer(x) + other
+            elif i % 4 == 2:
+
+                def inner(t: torch.Tensor, *rest: Any, layer: nn.Module = layer) -> torch.Tensor:
+                    t = checkpoint(layer, t, use_reentrant=False)
+                    return checkpoint(run, layer, 0.5, t, *rest, use_reentrant=False)
+
+                x = checkpoint(inner, x, other, number, few, nothing, use_reentrant=False)
+            else:
+                x = checkpoint(run, layer, 0.5, x, other, number, few, nothing, use_reentrant=bool(i % 2))
+        return x
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mixed_layers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
+    device, host = gradients_of(Mixed, lambda m: m(data()).square().mean().backward(), tmp_path)
+    assert same(host, device)
+
+
+def test_layouts_and_dtypes_come_back_as_they_were(small: None, tmp_path: Path) -> None:
+    """Strides too, of what is dense in any order; what has gaps or overlaps stays on the device."""
+    base = torch.randn(6, 4, 32)
+    kinds = {
+        "contiguous": (base, True),
+        "transposed": (base.transpose(0, 2), True),
+        "permuted": (base.permute(1, 2, 0), True),
+        "channels last": (torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), True),
+        "offset": (base[2:5], True),
+        "one long": (base.unsqueeze(1), True),
+        "bf16": (base.bfloat16(), True),
+        "fp16": (base.half(), True),
+        "fp64": (base.double(), True),
+        "int64": (base.long(), True),
+        "bool": (base > 0, True),
+        "complex": (torch.complex(base, base), True),
+        "conjugate": (torch.complex(base, base).conj(), False),
+        "sliced": (base[:, :, ::2], False),
+        "expanded": (base[0, 0].expand(5, 32), False),
+        "scalar": (torch.tensor(3.0), True),
+        "empty": (torch.empty(0, 3), False),
+    }
+    model = Stack()
+    seen: list[torch.Tensor] = []
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        seen.extend(tensors)
+        return tensors[0] * 2
+
+    taken: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model.embed(x)
+        for tensor, _ in kinds.values():
+            copies = len(offload._copies)
+            x = x + checkpoint(run, x, tensor, use_reentrant=True) * 0
+            taken.append(len(offload._copies) == copies + 2)
+        return x
+
+    model.forward = forward  # type: ignore[method-assign]
+    optimizer, offload = wrapped(model, tmp_path)
+    out = model(data())
+    del seen[:]
+    out.sum().backward()
+    found = seen[1::2][::-1]
+    for (name, (wanted, expected)), tensor, offloaded in zip(kinds.items(), found, taken, strict=True):
+        assert offloaded == expected, name
+        assert tensor.dtype is wanted.dtype, name
+        assert tensor.stride() == wanted.stride(), name
+        assert torch.equal(tensor, wanted), name
+        assert tensor.requires_grad == wanted.requires_grad
+    infinity.close(optimizer)
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_device_memory_is_let_go_between_forward_and_backward(form: str, tmp_path: Path) -> None:
+    model = Stack(8, form)
+    optimizer, offload = wrapped(model, tmp_path)
+    most = 0
+
+    def watch(i: int, x: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, len(model.alive()))
+
+    model.after = watch
+    out = model(data())
+    engine_of(model).device.synchronize()
+    assert model.alive() == [6, 7], "those that the backward needs first"
+    assert most == 2
+    assert offload.in_use == offload.peak == 8 * NBYTES
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert model.alive() == []
+    assert offload.in_use == 0
+    infinity.close(optimizer)
+
+
+def test_the_backward_has_two_inputs_ahead(tmp_path: Path) -> None:
+    model = Stack(8)
+    optimizer, offload = wrapped(model, tmp_path)
+    here: list[list[int]] = []
+    out = model(data())
+    copies = [weakref.ref(c) for c in offload._copies.values()]
+
+    def on_device() -> list[int]:
+        alive = ((i, ref()) for i, ref in enumerate(copies))
+        return [i for i, copy in alive if copy is not None and copy.device is not None]
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: here.append(on_device()))
+    out.sum().backward()
+    # Layer 7 uses its input, 6 has not left, 5 is on its way; and so on.
+    assert here == [[5, 6], [4, 5], [3, 4], [2, 3], [1, 2], [0, 1], [0], []]
+    infinity.close(optimizer)
+
+
+def test_nothing_grows_over_steps(tmp_path: Path) -> None:
+    model = Stack(6)
+    optimizer, offload = wrapped(model, tmp_path)
+    figures = []
+    for step in range(4):
+        for _ in range(2):
+            model(data(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        figures.append((offload.in_use, offload.peak, len(offload._home), len(offload._copies)))
+    assert set(figures) == {(0, 6 * NBYTES, 0, 0)}
+    assert infinity.metrics(optimizer)["activations/host(GiB)"] == 6 * NBYTES / GiB
+    infinity.close(optimizer)
+
+
+def test_a_tensor_that_layers_share_is_copied_once(tmp_path: Path) -> None:
+    class Shared(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = shared = self.embed(x)
+            for layer in self.layers:
+                x = checkpoint(
+                    lambda t, s, layer=layer: layer(t) + s.view(t.shape), x, shared, use_reentrant=False
+                )
+            return x
+
+    model = Shared(5)
+    optimizer, offload = wrapped(model, tmp_path)
+    out = model(data())
+    assert offload.in_use == 5 * NBYTES  # the first layer's input is the shared one
+    assert offload.seen == 10
+    out.sum().backward()
+    infinity.close(optimizer)
+
+
+def test_a_graph_that_is_dropped_gives_its_leases_back(tmp_path: Path) -> None:
+    model = Stack(6)
+    optimizer, offload = wrapped(model, tmp_path)
+    for _ in range(3):
+        out = model(data())
+        assert offload.in_use == 6 * NBYTES
+        del out
+        gc.collect()
+        engine_of(model).device.synchronize()
+        assert offload.in_use == 0
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_a_lease_comes_home_no_sooner_than_its_copies_are_done(direction: str, tmp_path: Path) -> None:
+    """The graph is dropped while an input is on its way."""
+    model = Stack(2 if direction == "d2h" else 4)
+    optimizer, offload = wrapped(model, tmp_path)
+    device = engine_of(model).device
+    gate = threading.Event()
+    if direction == "d2h":
+        device._d2h.submit(lambda: gate.wait(60))
+        out = model(data())
+        waiting = 2
+    else:
+        out = model(data())
+
+        def stop(*_: Any) -> None:
+            raise KeyError("mine")
+
+        # The first layer of the backward has asked for input 1; then it fails.
+        handle = model.layers[3].register_forward_pre_hook(stop)
+        with infinity.gathered(model):
+            device._h2d.submit(lambda: gate.wait(60))
+            with pytest.raises(KeyError, match="mine"):
+                out.sum().backward()
+        handle.remove()
+        waiting = 1
+    del out
+    gc.collect()
+    assert offload.in_use == waiting * NBYTES
+    gate.set()
+    device.synchronize()
+    assert offload.in_use == 0
+    infinity.close(optimizer)
+
+
+def test_generation_copies_nothing(tmp_path: Path) -> None:
+    model = Stack(4)
+    optimizer, offload = wrapped(model, tmp_path)
+    with torch.no_grad():
+        model(data())
+    with torch.inference_mode():
+        model(data())
+    assert offload.peak == 0
+    infinity.close(optimizer)
+
+
+def test_what_finds_no_room_stays_on_the_device(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack(8)
+    optimizer, offload = wrapped(model, tmp_path, activation_memory=3 * NBYTES)
+    with pytest.warns(RuntimeWarning, match="activation_memory"):
+        model(data()).sum().backward()
+    found = grads(model)
+    assert offload.kept == 5
+    assert infinity.metrics(optimizer)["activations/kept"] == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        optimizer.step()
+        model(data()).sum().backward()
+    infinity.close(optimizer)
+    torch.manual_seed(0)
+    model = Stack(8)
+    (tmp_path / "device").mkdir()
+    optimizer, _ = wrapped(model, tmp_path / "device", activations="device")
+    model(data()).sum().backward()
+    assert same(found, grads(model))
+    infinity.close(optimizer)
+
+
+def test_small_tensors_and_parameters_stay_where_they_are(tmp_path: Path) -> None:
+    class Odd(Stack):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.own = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x[: ROWS // 2])  # 32 KiB
+            wide = torch.zeros(1, ROWS, WIDTH).expand(2, -1, -1)
+            return checkpoint(
+                lambda t, w, v, z: t @ v @ w + z.sum(), x, self.own, self.own.t(), wide, use_reentrant=False
+            )
+
+    model = Odd()
+    optimizer, offload = wrapped(model, tmp_path)
+    model(data()).sum().backward()
+    assert offload.seen == 4
+    assert offload.peak == 0
+    infinity.close(optimizer)
+
+
+# -- what autograd promises ------------------------------------------------------------------------
+
+
+def _late_edit(model: Stack) -> None:
+    kept: list[torch.Tensor] = []
+    model.after = lambda i, x: kept.append(x)
+    out = model(data())
+    with torch.no_grad():
+        kept[1].add_(1)
+    out.sum().backward()
+
+
+def _early_edit(model: Stack) -> None:
+    """Right behind the layer, while its input is on its way to the host."""
+
+    def edit(i: int, x: torch.Tensor) -> None:
+        if i == 1:
+            with torch.no_grad():
+                x.view(-1)[:3].mul_(2)
+
+    model.after = edit
+    model(data()).sum().backward()
+
+
+def _edit_of_a_tensor_outside_of_layers(model: Stack) -> None:
+    kept: list[torch.Tensor] = []
+
+    def square(i: int, x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x * x
+
+    model.before = square
+    out = model(data())
+    with torch.no_grad():
+        kept[2].zero_()
+    out.sum().backward()
+
+
+def _edit_of_an_output(model: Stack) -> None:
+    def saved_result(i: int, x: torch.Tensor) -> torch.Tensor:
+        y = x.sigmoid()
+        y.mul_(2) if i == 3 else None
+        return y
+
+    model.before = saved_result
+    model(data()).sum().backward()
+
+
+def _step_between(model: Stack) -> None:
+    out = model(data())
+    model(data()).sum().backward()
+    optimizer = engine_of(model).optimizer
+    optimizer.step()
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "edit", [_late_edit, _early_edit, _edit_of_a_tensor_outside_of_layers, _edit_of_an_output]
+)
+def test_an_edit_in_place_raises_as_in_torch(
+    edit: Callable[[Any], None], form: str, where: str, tmp_path: Path
+) -> None:
+    model = Stack(4, form)
+    optimizer, _ = wrapped(model, tmp_path, activations=where)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        edit(model)
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_graph_from_before_the_step_raises(where: str, tmp_path: Path) -> None:
+    model = Stack(3)
+    model.form = None
+    optimizer, _ = wrapped(model, tmp_path, activations=where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is recomputed
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            _step_between(model)
+    infinity.close(optimizer)
+
+
+def _twice(model: Any) -> None:
+    loss = model(data()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _several_forwards(model: Any) -> None:
+    losses = [model(data(i)).square().mean() for i in range(3)]
+    losses[1].backward()
+    losses[0].backward()
+    losses[2].backward()
+    (model(data(3)).mean() + model(data(4)).square().mean()).backward()
+
+
+def _dropped(model: Any) -> None:
+    kept = model(data(1))
+    model(data(2))
+    kept.mean().backward()
+
+
+def _exceptions(model: Any) -> None:
+    calls = 0
+
+    def fail(at: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyError("mine")
+
+        return hook
+
+    for at in (5, 8 + 3):  # in the forward of a layer; in its recomputation
+        calls = 0
+        handles = [layer.register_forward_pre_hook(fail(at)) for layer in model.layers]
+        with pytest.raises(KeyError, match="mine"):
+            model(data()).square().mean().backward()
+        for handle in handles:
+            handle.remove()
+        engine_of(model).optimizer.zero_grad()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    model(data()).square().mean().backward()
+
+
+def _interrupted(model: Any) -> None:
+    def stop(i: int, x: torch.Tensor) -> torch.Tensor:
+        if i == 2:
+            raise KeyboardInterrupt
+        return x
+
+    before, model.before = model.before, stop
+    with pytest.raises(KeyboardInterrupt):
+        model(data())
+    model.before = before
+    model(data()).square().mean().backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _own_hooks(model: Any) -> None:
+    """The user's hooks inside the forward see what they would see in torch."""
+    seen: list[int] = []
+    with torch.no_grad():
+        model(data())
+
+    def before(i: int, x: torch.Tensor) -> torch.Tensor:
+        if i == 1:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (seen.append(t.numel()), t.detach())[1], lambda t: t
+            ):
+                return x * x
+        return x
+
+    model.before = before
+    model(data()).square().mean().backward()
+    assert seen == [ROWS * WIDTH] * 2
+
+
+def _part_of_a_graph(model: Any) -> None:
+    middle: list[torch.Tensor] = []
+    model.after = lambda i, x: middle.append(x) if i == 3 else None
+    out = model(data())
+    torch.autograd.backward(middle[0].sum(), retain_graph=True)
+    out.square().mean().backward()
+
+
+def _penalty(model: Any) -> None:
+    x = data().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    first.square().sum().backward()
+
+
+def _while_another_runs(model: Any) -> None:
+    """A forward inside a forward: the hooks are those of the outer one, and go with it."""
+
+    def again(i: int, x: torch.Tensor) -> torch.Tensor:
+        if i == 2:
+            model.before = lambda i, x: x
+            return x + model(data(1)) * 0.1
+        return x
+
+    model.before = again
+    model(data()).square().mean().backward()
+
+
+def _compiled(model: Any) -> None:
+    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="aot_eager")
+    model(data()).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(_twice, _several_forwards, _dropped, _exceptions, _interrupted, _own_hooks, _part_of_a_graph),
+        *(_while_another_runs,),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_user_does_means_what_it_means_in_torch(
+    loss: Callable[[Any], None], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINITY_DELAY_SEED", "3")
+    device, host = gradients_of(lambda: Stack(8, form), loss, tmp_path)
+    assert same(host, device)
+
+
+def test_a_gradient_of_a_gradient(tmp_path: Path) -> None:
+    device, host = gradients_of(lambda: Stack(4), _penalty, tmp_path)
+    assert same(host, device)
+
+
+def test_hooks_that_are_set_already_go_first(tmp_path: Path) -> None:
+    """An outer recomputation, or the user's own hooks, must see what is saved."""
+    model = Stack(4)
+    optimizer, offload = wrapped(model, tmp_path)
+    seen: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(1), t.detach())[1], lambda t: t):
+        model(data()).sum().backward()
+    assert seen
+    assert offload.seen == 0
+    x = data().requires_grad_()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    checkpoint(model, x, use_reentrant=True).sum().backward()
+    assert offload.peak == 0, "what a recomputation saves is used at once"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    infinity.close(optimizer)
+
+
+def test_checkpoint_sequential(tmp_path: Path) -> None:
+    class Segments(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint_sequential(list(self.layers), 4, self.embed(x), use_reentrant=False)
+
+    device, host = gradients_of(lambda: Segments(8), lambda m: m(data()).sum().backward(), tmp_path)
+    assert same(host, device)
+
+
+def test_a_compiled_layer(tmp_path: Path) -> None:
+    device, host = gradients_of(lambda: Stack(3), _compiled, tmp_path)
+    assert same(host, device)
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_recomputed(tmp_path: Path) -> None:
+    model = Stack(2)
+    model.form = None
+    optimizer, _ = wrapped(model, tmp_path)
+    for expected in (True, False):
+        model(data()).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [w.category for w in caught] == [RuntimeWarning] * expected
+        assert all("torch.utils.checkpoint" in str(w.message) for w in caught)
+    infinity.close(optimizer)
+
+
+def test_a_backward_after_close_is_refused(tmp_path: Path) -> None:
+    model = Stack(4)
+    optimizer, _ = wrapped(model, tmp_path)
+    out = model(data())
+    infinity.close(optimizer)
+    with pytest.raises(ClosedError, match="close"):
+        out.sum().backward()
+
+
+def test_the_engine_goes_when_the_model_goes(tmp_path: Path) -> None:
+    model = Stack(2)
+    optimizer, offload = wrapped(model, tmp_path)
+    model(data()).sum().backward()
+    gone = [weakref.ref(model), weakref.ref(offload)]
+    infinity.close(optimizer)
+    del model, optimizer, offload
+    gc.collect()
+    assert [g() for g in gone] == [None, None]
+
+
+def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="activations"):
+        infinity.Config(activations="nvme")
+    with pytest.raises(ConfigError, match="activation_memory"):
+        infinity.Config(activation_memory="1GiB")
+    assert infinity.Config(activations="host", activation_memory="1GiB").activation_memory == GiB
+    model = Stack(2)
+    with pytest.raises(BudgetError, match="activation_memory"):
+        wrapped(model, tmp_path, activation_memory="1GiB")
+
+
+def test_the_region_is_a_quarter_of_what_is_left(tmp_path: Path) -> None:
+    model = Stack(2)
+    optimizer, offload = wrapped(model, tmp_path, host_memory="40MiB")
+    engine = engine_of(model)
+    assert isinstance(offload, Activations)
+    nbytes = engine.footprint.activation_nbytes
+    assert nbytes == engine.footprint.host["activations"] == offload._region.nbytes
+    assert 9 * MiB < nbytes <= 10 * MiB
+    assert nbytes % (4 * KiB) == 0
+    infinity.close(optimizer)
