@@ -245,7 +245,8 @@ class Order:
             StorageError: a transfer failed: its lease, and those of transfers that nobody will
                 wait for now, may never come home.
         """
-        self.sweep(reads=True)
+        # A read that is complete is checked by whoever wants it, one at a time; here only in need.
+        self.sweep(reads=timeout > 0)
         if self.failed is not None and self.failed.error is not None:
             self.failed.seen = True
             raise again(self.failed.error)
