@@ -8,6 +8,7 @@ home when the copy to the device is done.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from infinity.core.errors import ClosedError
 from infinity.core.sizes import Tier
 from infinity.core.spans import now
 from infinity.hardware.device import POLL, Device, Event
+from infinity.planning.pace import Pace
 from infinity.planning.partition import Chunk, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
@@ -84,7 +86,8 @@ class Fetcher:
         plans: Sequence[ChunkPlan],
         pending: Pending,
     ) -> None:
-        self._worker = _Worker(store, pool, device, plans, pending)
+        self.pace = Pace()
+        self._worker = _Worker(store, pool, device, plans, pending, self.pace)
         pending.listen(self._worker.wake)
         self._thread = threading.Thread(target=self._worker.run, name="infinity-fetch", daemon=True)
         self._thread.start()
@@ -129,7 +132,10 @@ class _Worker:
         device: Device,
         plans: Sequence[ChunkPlan],
         pending: Pending,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
+        self._since = time.monotonic()  # when the last fetch landed, or the first of a row began
         self._pending = pending
         self._store = store
         self._pool = pool
@@ -231,6 +237,8 @@ class _Worker:
                     lease.release()
                 self._fail(fetch, error)
                 continue
+            if not self._flights:
+                self._since = time.monotonic()
             self._flights.append(_Flight(fetch, chunk, lease, transfer))
 
     def _can_depart(self) -> bool:
@@ -252,6 +260,9 @@ class _Worker:
             if transfer is not None:
                 transfer.wait()
                 fetch.read = now()
+                landed = time.monotonic()
+                self._pace.fetched(chunk.copy_nbytes, landed - self._since)
+                self._since = landed
             if fetch.error is None:
                 source = (
                     lease.tensor(torch.uint8, offset, chunk.copy_nbytes)

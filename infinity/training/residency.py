@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
@@ -53,6 +54,7 @@ class Residency:
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
         self._warned = False
+        self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
 
     def show(self, newest: bool) -> None:
         """Have `acquire` and `prefetch` bring the newest version, or the published one."""
@@ -81,6 +83,8 @@ class Residency:
             ParameterError: somebody else uses another version of one of them.
         """
         wanted = [self.units[i] for i in indices]
+        if note and wanted:
+            self._note_pace()
         for unit in wanted:
             self._show(unit, user, self._newest if newest is None else newest and self._copies.two)
         for unit in wanted:
@@ -102,6 +106,13 @@ class Residency:
                 self._record_unshard(unit)
             elif unit.index in self._suspended:
                 self.resume(unit)
+        if note and wanted:
+            self._last = (wanted[-1].index, time.monotonic())
+
+    def _note_pace(self) -> None:
+        if self._last is not None:
+            unit, since = self._last
+            self._fetcher.pace.used(unit, time.monotonic() - since)
 
     def suspend(self, indices: Iterable[int]) -> None:
         """Make the values of resident units wait for the update that was posted."""
@@ -293,16 +304,31 @@ class Residency:
             )
 
     def prefetch(self) -> None:
-        """Start what comes next, nearest first, as far as there is room."""
+        """Start what comes next, nearest first, as far as there is room.
+
+        What would come in time also if it were begun later is left for later ([Note: the horizon]): a
+        wrong guess costs less then, and the drives are free for updates and gradients. Not so what is
+        being updated: it comes straight from there, or not at all.
+        """
         ranks: dict[int, int] | None = None
         seen: set[int] = set()
+        pace = self._fetcher.pace
+        # Seconds between the next use, when this is asked again, and that of a unit; bytes that are on
+        # their way before it.
+        lead, begun = 0.0, 0
         for index in self.schedule.upcoming():
             unit = self.units[index]
+            lead_here, lead = lead, lead + pace.seconds(index)
             if index in seen or unit.state is not ParamState.SHARDED:
+                if index not in seen and not unit.settled():
+                    begun += unit.layout.copy_nbytes
                 seen.add(index)
                 continue
             seen.add(index)
             need = unit.layout.copy_nbytes
+            if pace.can_wait(lead_here, begun + need) and not self._pending.has_unit(index):
+                return
+            begun += need
             if self._newest and self._pending.has_unit(index):
                 return  # which version is the newest is not known yet
             if self.held + need > self._capacity:
