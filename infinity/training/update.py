@@ -17,7 +17,6 @@ import torch
 from infinity.core.sizes import SPAN, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.aio import Priority
 from infinity.hardware.device import Event, HostStream, Task
 from infinity.planning.partition import Chunk
 
@@ -107,7 +106,7 @@ class Updater:
             if visit is None:
                 return
             self._ahead.append(visit)
-            visit.read_state(Priority.BACKGROUND)
+            visit.read_state(early=True)
 
     @property
     def ahead(self) -> int:
@@ -228,11 +227,13 @@ def _run(
                 drift.after(before, visit.master)
             else:
                 _compute(places, update, visit)
-            visit.write(state=True, copy=True)
-            if (log := recorder.log) is not None:  # with the CRC of what it made
-                log.add("update", begin, now(), chunk=update.chunk.id, nbytes=_moved(update, visit))
+            visit.write(state=False, copy=True)
             if finished is not None:
                 finished(update.chunk, visit)
+            # Who waits for the copy does not wait for the CRCs of the state.
+            visit.write(state=True, copy=False)
+            if (log := recorder.log) is not None:  # with the CRC of what it made
+                log.add("update", begin, now(), chunk=update.chunk.id, nbytes=_moved(update, visit))
         while writing:
             writing.popleft().leave()
     finally:

@@ -75,6 +75,7 @@ class ChunkVisit:
         self._events: list[Event] = []
         self._begun = False
         self._delayed = False
+        self._priority = Priority.NORMAL
         self._copy_part = places.copies.newest(chunk.id)  # that is read; and written, unless delayed
         self._gradient_slot = 0
         staged = places.device.staged
@@ -93,9 +94,10 @@ class ChunkVisit:
     def _numel(self) -> int:
         return self.chunk.numel
 
-    def read_state(self, priority: Priority = Priority.NORMAL, *, copy: bool = False) -> None:
+    def read_state(self, *, early: bool = False, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
-        when asked for."""
+        when asked for. `early`: nobody waits for it yet."""
+        priority = Priority.BACKGROUND if early else self._priority
         plan, store, lease = self._plan, self._places.store, self._lease
         if self._begun or lease is None:
             return
@@ -112,6 +114,7 @@ class ChunkVisit:
         """Have `copy` and `write` mean the spare, which nobody uses: [Note: two versions]. The newest
         version must be the published one."""
         self._delayed = True
+        self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
 
     def read(self, *, gradient: torch.dtype | None = None, slot: int = 0, copy: bool = False) -> None:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `slot`
@@ -122,7 +125,9 @@ class ChunkVisit:
         if gradient is not None and self._plan.gradient_tier is Tier.NVME and lease is not None:
             store = self._places.store
             part = GRADIENT_PARTS[self._gradient_slot]
-            self._transfers.append(store.read(self.chunk.id, part, lease, self._grad_at))
+            self._transfers.append(
+                store.read(self.chunk.id, part, lease, self._grad_at, priority=self._priority)
+            )
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
@@ -210,10 +215,13 @@ class ChunkVisit:
         """Start sending back what changed; `leave` waits for it."""
         plan, store, lease = self._plan, self._places.store, self._lease
         if lease is not None:
+            parts = []
             if state and plan.state_tier is Tier.NVME:
-                self._transfers.append(store.write(self.chunk.id, "state", lease, self._state_at))
+                parts.append(("state", self._state_at))
             if copy and plan.copy_tier is Tier.NVME:
-                self._transfers.append(store.write(self.chunk.id, self._written_part(), lease, self._copy_at))
+                parts.append((self._written_part(), self._copy_at))
+            for part, at in parts:
+                self._transfers.append(store.write(self.chunk.id, part, lease, at, priority=self._priority))
             if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
                 source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
                 device = self._places.device
