@@ -58,9 +58,9 @@ PLACEMENTS: Final[dict[str, Placement]] = {
     "all-on-nvme": Placement("nvme", "nvme", "nvme", ("nvme", "nvme")),
 }
 CONTESTANTS: Final = ("infinity", "deepspeed", "torch")
-#: Bytes per parameter that a contestant holds at its peak with everything on a CPU (fp32, measured,
-#: rounded up), beside what it takes anyway.
-_HELD: Final = {"infinity": 16, "torch": 16, "deepspeed": 50}
+#: Bytes per parameter that a peer holds at its peak with everything on a CPU (fp32, measured, rounded
+#: up), beside what it takes anyway.
+_HELD: Final = {"torch": 16, "deepspeed": 46}
 _BESIDE: Final = 512 * MiB
 _PEER_BESIDE: Final = GiB
 #: Bytes per parameter on NVMe: state 12, copies 4, gradients 4.
@@ -123,7 +123,10 @@ def check_room(request: Request) -> None:
     names = request.names
     itemsize = parse_dtype(request.dtype).itemsize
     activations = 0 if cuda else model.activations(request.batch, request.tokens, itemsize)
-    need = sum(_host_bytes(name, model) + activations for name in names) + GiB // 2
+    needs = [
+        sum(_host_bytes(n, model, PLACEMENTS[p]) + activations for n in names) for p in request.placements
+    ]
+    need = max(needs) + GiB // 2
     have = available_host_memory()
     if need > have:
         raise BudgetError(
@@ -159,12 +162,17 @@ def check_room(request: Request) -> None:
             )
 
 
-def _host_bytes(name: str, model: Model) -> int:
-    kind = name.partition("-")[0]
+def _host_bytes(name: str, model: Model, placement: Placement) -> int:
+    kind, _, update = name.partition("-")
     if kind == "deepspeed":
         return _HELD[kind] * model.parameters + _PEER_BESIDE
-    leases = min(12 * model.parameters, GiB) if kind == "infinity" else 0
-    return _HELD[kind] * model.parameters + leases + _BESIDE
+    if kind == "torch":
+        return _HELD[kind] * model.parameters + _BESIDE
+    # fp32: parameters and gradients 4 each, state 12; delayed updates have two of the first two.
+    held = 4 * (placement.parameters != "nvme") + 4 * (placement.gradients != "nvme")
+    held = held * (2 if update == "delayed" else 1) + 12 * (placement.optimizer_state != "nvme")
+    leases = min(12 * model.parameters, GiB)
+    return held * model.parameters + leases + 2 * _BESIDE
 
 
 # ---- children ----
