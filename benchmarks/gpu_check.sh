@@ -84,12 +84,26 @@ step() { # NAME NEEDED MOST OPTIONS...
 # GPT-2 of 203 M parameters: each placement beside torch, then the same behind the next forward.
 step step-small 60 110 --dtype bf16 --rounds 7 --warmup 2 \
   --modes in-memory state-on-host all-on-host state-on-nvme
-step overlap-small 50 90 --dtype bf16 --rounds 3 --warmup 1 --update overlap \
+step overlap-small 50 90 --dtype bf16 --rounds 3 --warmup 1 --update overlap delayed \
   --modes state-on-host all-on-host state-on-nvme
 # 1.4 G parameters: what the link costs when compute is not nothing.
 step step-large 60 110 --dtype bf16 --rounds 3 --warmup 1 --layers 26 --width 2048 \
   --modes state-on-host all-on-host
 step nvme-small 50 90 --dtype bf16 --rounds 3 --warmup 1 --modes all-on-nvme
+
+# Traced runs: 6.7 B with its state on the host, 1.5 B with everything on the drive. `infinity trace` says how
+# close each comes to its largest resource, and how many bytes crossed the link.
+traced() { # NAME NEEDED MOST OPTIONS...
+  local name=$1 needed=$2 most=$3
+  shift 3
+  phase "$name" "$needed" "$most" "$python" -m infinity train --device cuda --dtype bf16 --steps 8 \
+    --nvme "$work/$name" --trace "$out/$name.json" "$@" || return
+  json "$name-roofline" 5 30 "$python" -m infinity trace "$out/$name.json" --json
+}
+traced state-6.7b 120 200 --preset 6.7b --batch 4 --sequence 2048 --recompute \
+  --parameters device --gradients host --optimizer-state host
+traced nvme-1.5b 60 120 --preset 1.5b --batch 4 --sequence 2048 --recompute --activations host \
+  --parameters nvme --gradients nvme --optimizer-state nvme
 
 # Few files: logs of what succeeded say nothing that the results do not.
 for name in build link step-small overlap-small step-large nvme-small; do

@@ -210,8 +210,9 @@ def test_a_failing_update_surfaces_at_the_next_call_and_nobody_waits(
     infinity.close(optimizer)
 
 
-def test_nothing_grows_in_the_steady_state(tmp_path: Path) -> None:
-    this, model, optimizer = wrapped(tmp_path)
+@pytest.mark.parametrize("settings", [{}, {"update": "delayed", "delay_warmup_steps": 0}, RESIDENT])
+def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, Any]) -> None:
+    this, model, optimizer = wrapped(tmp_path, **settings)
     engine = engine_of(model)
 
     def step(number: int) -> tuple[int, int, int]:
@@ -271,13 +272,20 @@ def test_random_delays_change_nothing(
 
     def train(folder: Path, mode: str) -> Any:
         config = config_for(
-            folder, device_memory="2MiB", host_memory="12MiB", max_grad_norm=0.5, update=mode, **settings
+            folder,
+            device_memory="2MiB",
+            host_memory="24MiB",
+            max_grad_norm=0.5,
+            update=mode,
+            delay_warmup_steps=1,
+            **settings,
         )
         return train_offloaded(case("gpt"), config, steps=4, accumulate=1 + seed % 2, groups=two_groups)
 
-    wanted = train(folders[0], "sync")
+    wanted, late = train(folders[0], "sync"), train(folders[0], "delayed")
     monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
     assert_same(train(folders[1], "overlap"), wanted)
+    assert_same(train(folders[1], "delayed"), late)
 
 
 class Stack(nn.Module):

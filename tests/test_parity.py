@@ -225,6 +225,25 @@ def test_lr_schedule_and_groups_edited_between_steps(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(wanted.losses), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_random_delays_change_nothing_in_the_matrix(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each seed takes the next case, and each time around the next of its variants."""
+    name = list(CASES)[seed % len(CASES)]
+    kind, training, variants = CASES[name]
+    settings = VARIANTS[variants[seed // len(CASES) % len(variants)]]
+    if settings.get("isa", "scalar") not in cpu_adam.available_isas():
+        settings = {**settings, "isa": "scalar"}
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    wanted = offload(kind, training, VARIANTS["host"], folders[0])
+    monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
+    assert_same(offload(kind, training, settings, folders[1]), wanted)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and rings that sleep at random show a missing wait."""
