@@ -90,10 +90,16 @@ def test_figures_are_those_of_the_last_step_with_or_without_a_trace(clock: Clock
         **{f"stall/{cause}(%)": 10.0 if cause == "nvme" else 0.0 for cause in CAUSES},
         "io/read(GB/s)": 2.0,
         "io/write(GB/s)": 1.0,
+        "efficiency(%)": 90.0,  # compute
     }
     clock.ns = 4000
-    recorder.step(3900, 2500, 1100)
+    recorder.updating += 950
+    recorder.step(3900, 2500, 1100, 700)
+    assert recorder.figures.pop("efficiency(%)") == 95.0
     assert set(recorder.figures.values()) == {0.0}
+    clock.ns = 5000
+    recorder.step(4900, 2500, 1100, 700 + 970)
+    assert recorder.figures["efficiency(%)"] == 97.0
 
 
 def test_a_full_recording_counts_what_it_drops(clock: Clock) -> None:

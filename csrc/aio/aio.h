@@ -65,7 +65,8 @@ typedef struct {
     uint64_t submits; /* calls of the backend's submit */
     uint64_t submit_max_ns;
     uint64_t submit_histogram[AIO_HISTOGRAM];
-    uint64_t cpu_ns; /* of the ring's thread and its workers */
+    uint64_t cpu_ns;    /* of the ring's thread and its workers */
+    uint64_t active_ns; /* in which there were blocks in flight */
     uint32_t queued_tickets, blocks_in_flight;
     int failed; /* 1: a deadline was missed; it takes no more tickets */
 } aio_stats;

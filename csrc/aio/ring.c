@@ -386,6 +386,7 @@ int aio_ring_stats(aio_ring *ring, aio_stats *out) {
     out->queued_tickets = ring->queued;
     out->blocks_in_flight = ring->options.queue_depth - ring->free_count;
     out->failed = ring->failed;
+    if (out->blocks_in_flight != 0) out->active_ns += aio_now_ns() - ring->active_since;
     clockid_t clock;
     /* Before the thread ends it takes the lock to note its own time in ring->stats. */
     if (ring->main.backend != NULL && pthread_getcpuclockid(ring->thread, &clock) == 0) {

@@ -118,6 +118,9 @@ static void free_slot(aio_ring *ring, uint32_t slot) {
     aio_ticket *ticket = ring->slots[slot].ticket;
     ring->slots[slot].ticket = NULL;
     ring->free[ring->free_count++] = slot;
+    if (ring->free_count == ring->options.queue_depth) {
+        ring->stats.active_ns += aio_now_ns() - ring->active_since;
+    }
     ticket->in_flight--;
     finish_if_over(ring, ticket);
 }
@@ -139,11 +142,13 @@ static void stage_block(aio_ring *ring, uint32_t slot) {
 void aio_stage(aio_ring *ring) {
     while (aio_can_stage(ring)) {
         aio_ticket *ticket = pick(ring);
+        const uint64_t now = aio_now_ns();
+        if (ring->free_count == ring->options.queue_depth) ring->active_since = now;
         uint32_t slot = ring->free[--ring->free_count];
         aio_slot *at = &ring->slots[slot];
         at->ticket = ticket;
         at->tries = 0;
-        at->started_ns = aio_now_ns();
+        at->started_ns = now;
         if (ticket->info.order == 0) {
             ticket->info.order = ++ring->order;
             ticket->info.started_ns = at->started_ns;

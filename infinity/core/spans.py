@@ -149,18 +149,21 @@ class Recorder:
         log: what a trace records; None: no trace is on. Take it into a local before use: another
             thread may end the trace.
         stalls: ns of the user's thread by cause, since the engine was made.
+        updating: ns in which chunks were updated, since the engine was made.
         figures: of the last step, under the names of `infinity.metrics`.
     """
 
     def __init__(self) -> None:
         self.log: Recording | None = None
         self.stalls = dict.fromkeys(CAUSES, 0)
+        self.updating = 0
         self.figures: dict[str, float] = {
             **{f"stall/{cause}(%)": 0.0 for cause in CAUSES},
             "io/read(GB/s)": 0.0,
             "io/write(GB/s)": 0.0,
+            "efficiency(%)": 0.0,
         }
-        self._last: tuple[int, int, int, dict[str, int]] | None = None
+        self._last: tuple[int, int, int, dict[str, int], int, int] | None = None
 
     def waits(self) -> Wait:
         """The user's thread is about to wait; hand the result to `waited`."""
@@ -195,21 +198,27 @@ class Recorder:
                     log.add("device stall", wait[1], after, detail=causes[-1][0], unit=unit)
             log.resume(after)
 
-    def step(self, begin: int, nbytes_read: int, nbytes_written: int) -> None:
-        """A `step()` that began at `begin` ends; bytes are those moved since the engine was made."""
+    def step(self, begin: int, nbytes_read: int, nbytes_written: int, drives: int = 0) -> None:
+        """A `step()` that began at `begin` ends. Bytes are those moved since the engine was made, and
+        `drives` the ns in which the busiest drive was at work."""
         end = now()
         log = self.log
         if log is not None:
             log.steps.append((begin, end))
         if self._last is not None:
-            then, read, written, stalls = self._last
+            then, read, written, stalls, working, updating = self._last
             took = max(1, end - then)
+            stalled = sum(self.stalls[c] - stalls[c] for c in CAUSES)
+            # What is neither a stall nor `step()` is the user's: forward and backward, mostly.
+            inside = min(end - begin, took) if begin > then else 0
+            busy = max(took - max(stalled, inside), drives - working, self.updating - updating)
             self.figures = {
                 **{f"stall/{c}(%)": 100 * (self.stalls[c] - stalls[c]) / took for c in CAUSES},
                 "io/read(GB/s)": (nbytes_read - read) / took,
                 "io/write(GB/s)": (nbytes_written - written) / took,
+                "efficiency(%)": 100 * min(1.0, max(0, busy) / took),
             }
-        self._last = end, nbytes_read, nbytes_written, dict(self.stalls)
+        self._last = end, nbytes_read, nbytes_written, dict(self.stalls), drives, self.updating
 
 
 def span_cost() -> float:

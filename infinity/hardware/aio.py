@@ -62,6 +62,7 @@ class RingStats(NamedTuple):
     submit_max_seconds: float
     submit_histogram: tuple[int, ...]  #: element i: calls that took less than 2^i µs, not less than half
     cpu_seconds: float  #: of the ring's thread and its workers
+    active_seconds: float  #: in which there were blocks in the kernel
     queued_tickets: int  #: with bytes not yet given to the kernel
     blocks_in_flight: int
     failed: bool  #: a deadline was missed; the ring takes no more tickets
@@ -270,6 +271,7 @@ class Ring:
             submit_max_seconds=int(raw.submit_max_ns) * 1e-9,
             submit_histogram=tuple(int(n) for n in raw.submit_histogram),
             cpu_seconds=int(raw.cpu_ns) * 1e-9,
+            active_seconds=int(raw.active_ns) * 1e-9,
             queued_tickets=int(raw.queued_tickets),
             blocks_in_flight=int(raw.blocks_in_flight),
             failed=bool(raw.failed),

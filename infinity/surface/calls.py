@@ -68,7 +68,9 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has
     them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
-    to the end of the next), rates of the drives over the whole step in GB/s."""
+    to the end of the next), rates of the drives over the whole step in GB/s. ``efficiency(%)`` is the share
+    of the step in which the busiest was at work: compute (what is neither a stall nor in `step()`), a
+    drive, or the update; a trace has it from bandwidths."""
     engine = engine_of(optimizer)
     stats = engine.store.stats()
     pool = engine.pool.stats()

@@ -269,6 +269,7 @@ class Engine:
             round((now - seconds) * 1e9),
             sum(s.bytes_read for s in stats),
             sum(s.bytes_written for s in stats),
+            round(max((r.active_seconds for r in self.store.ring_stats()), default=0.0) * 1e9),
         )
 
     def close(self) -> None:

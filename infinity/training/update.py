@@ -232,8 +232,10 @@ def _run(
                 finished(update.chunk, visit)
             # Who waits for the copy does not wait for the CRCs of the state.
             visit.write(state=True, copy=False)
-            if (log := recorder.log) is not None:  # with the CRC of what it made
-                log.add("update", begin, now(), chunk=update.chunk.id, nbytes=_moved(update, visit))
+            end = now()  # with the CRC of what it made
+            recorder.updating += end - begin
+            if (log := recorder.log) is not None:
+                log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(update, visit))
         while writing:
             writing.popleft().leave()
     finally:
