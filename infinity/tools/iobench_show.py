@@ -197,6 +197,15 @@ def plot(result: Mapping[str, Any], path: str) -> None:
         axis.set_xlabel("seconds")
         axis.set_ylabel("GB/s")
     figure.tight_layout()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Write a matplotlib figure to `path`.
+
+    Raises:
+        ConfigError: matplotlib does not know the format.
+    """
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:

@@ -11,10 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 
-from .iobench_show import check_plot, gigabytes, wide_console
+from .iobench_show import check_plot, gigabytes, save_figure, wide_console
 from .roofline import analyse, read_trace, spans_of, union, window_of
 
 _COST: Final = 0.01  # of a step: what recording may cost
@@ -157,12 +156,4 @@ def plot(content: Mapping[str, Any], result: Mapping[str, Any], path: str) -> No
     lower.legend(loc="lower right")
     figure.suptitle(result["sentence"], fontsize=9, wrap=True)
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(
-            f"the plot {path!r} cannot be drawn",
-            expected="a name that ends in .png, .svg or .pdf",
-            found=str(error),
-            cure="--plot out.png",
-        ) from error
+    save_figure(figure, path)
