@@ -94,8 +94,13 @@ class Pending:
         return True
 
     def gates(self, chunk: int) -> bool:
-        """Return whether a fetch of a chunk has to wait for its update; raise if that failed."""
-        return self._gate and self.has_chunk(chunk)
+        """Return whether a fetch of a chunk has to wait for its update; raise if that failed, which is
+        not telling the user: it may be a fetch that nobody waits for."""
+        if not self._gate or chunk not in self._chunks:
+            return False
+        if self._error is not None:
+            raise _again(self._error)
+        return True
 
     def has_unit(self, unit: int) -> bool:
         """Return whether a unit still waits for its update."""

@@ -64,12 +64,13 @@ class Updater:
         self._stream: HostStream | None = None
         self._ahead: deque[ChunkVisit] = deque()
         self._task: Task | None = None
+        self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self.drift = Drift()
 
     def run(self, work: Sequence[ChunkUpdate]) -> None:
         """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
         wait = self._recorder.waits()
-        _run(self._places, work, self._take_ahead(), None, None, self._recorder)
+        _run(self._places, work, self._take_ahead(), None, None, None, self._recorder)
         self._recorder.waited(wait, ("update", 0))
 
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
@@ -80,27 +81,35 @@ class Updater:
         ahead = self._take_ahead()
         after = self._places.device.mark()  # the user's stream may still make what the update reads
         self._pending.post((u.chunk for u in work), gate=not delayed)
+        self._unwritten = {u.chunk.id for u in work}
         self._places.gradients.lend((u.chunk.id, u.grad_slot) for u in work)
         self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 
     def wait(self) -> None:
         """Block until what was posted is complete on its tier; raise what went wrong."""
-        task, self._task = self._task, None
+        task = self._task
         if task is not None:
             wait = self._recorder.waits()
-            task.wait()
+            try:
+                task.wait()
+            except BaseException:
+                if self._pending.failed:
+                    self._task = None
+                raise  # after an interrupt it is still under way, and the next call waits
+            self._task = None
             # When the last kernel has run, what is left are writes.
             self._recorder.waited(wait, ("update", self._pending.finished_at), ("nvme", 0))
         self._pending.check()
 
     def read_ahead(self, chunks: Iterable[Chunk]) -> None:
-        """Start reading the state of `chunks`, in order, as far as there are leases. Exact without
-        any condition: only an update changes state."""
+        """Start reading the state of `chunks`, in order, as far as there are leases and as the update
+        before has handed its writes to the store, which has reads come after them. Then it is exact:
+        only an update changes state."""
         if self._ahead:
             return
         for chunk in chunks:
             nbytes = self._places.lease_nbytes(chunk)
-            if not nbytes:
+            if not nbytes or chunk.id in self._unwritten:
                 return
             visit = _enter(self._places, chunk)
             if visit is None:
@@ -135,7 +144,7 @@ class Updater:
         try:
             self._places.device.wait_on_device(after)
             finish = self._finish_delayed if delayed else self._finish
-            _run(self._places, work, ahead, finish, drift, self._recorder)
+            _run(self._places, work, ahead, finish, self._unwritten, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
             self._pending.fail(error)
@@ -184,6 +193,7 @@ def _run(
     work: Sequence[ChunkUpdate],
     ahead: deque[ChunkVisit],
     finished: Callable[[Chunk, ChunkVisit], None] | None,
+    unwritten: set[int] | None,
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
@@ -205,6 +215,9 @@ def _run(
                         break
                     if writing:
                         writing.popleft().leave()
+                        continue
+                    if early:  # read ahead in another order than this one: its leases are all there are
+                        early.popitem()[1].leave()
                         continue
                     visit = enter(places, chunk)
                 update = todo.popleft()
@@ -232,6 +245,8 @@ def _run(
                 finished(update.chunk, visit)
             # Who waits for the copy does not wait for the CRCs of the state.
             visit.write(state=True, copy=False)
+            if unwritten is not None:
+                unwritten.discard(update.chunk.id)
             end = now()  # with the CRC of what it made
             recorder.updating += end - begin
             if (log := recorder.log) is not None:
