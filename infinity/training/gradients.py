@@ -157,7 +157,13 @@ class Gradients:
     def _wait_tasks(self) -> None:
         while self._tasks:
             wait = self._recorder.waits()
-            self._tasks.popleft().wait()
+            task = self._tasks[0]
+            try:
+                task.wait()
+            except Exception:  # but not an interrupt, after which it is still under way
+                self._tasks.popleft()
+                raise
+            self._tasks.popleft()
             self._recorder.waited(wait, ("reduce", 0))
 
     def zero(self, sharded: ShardedParam) -> None:

@@ -123,7 +123,7 @@ class ParamUnit:
 
     def reshard(self) -> None:
         """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written."""
-        fetch, self._fetch = self._fetch, None
+        fetch = self._fetch
         if fetch is not None:
             while not fetch.issued.wait(0.1):
                 pass
@@ -131,6 +131,7 @@ class ParamUnit:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.
                 self._device.wait_on_device(fetch.event)
+        self._fetch = None  # not before: an interrupt may end a wait, but not what fills the storage
         self._memory.drop()
         self.state = ParamState.SHARDED
 
