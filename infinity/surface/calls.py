@@ -27,7 +27,9 @@ def gathered(
         write: whether in-place edits are to be kept (also in the fp32 master).
 
     Raises:
-        ParameterChangedError: they were edited without ``write=True``.
+        ParameterChangedError: they were edited without ``write=True``; or any were outside of such a
+            block, while their update was delayed.
+        ParameterError: a step, or a training forward beside a delayed update, inside the block.
     """
     if isinstance(params, nn.Module):
         params = list(params.parameters())
@@ -43,7 +45,7 @@ def gathered(
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
     if write and engine.copies.two:
-        engine.optimizer.flush()  # an edit is of the newest, and what comes after it sees it
+        engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
     engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.residency.release, indices, owner)

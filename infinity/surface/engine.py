@@ -282,8 +282,7 @@ class Engine:
         if not self._closed:
             try:
                 if self.copies.two and not self.pending.failed:
-                    self.states.check_edits()
-                    self.optimizer.flush()  # what is on the device is the newest then
+                    self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
                 self._closed = True

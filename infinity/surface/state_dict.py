@@ -35,14 +35,18 @@ def install(model: nn.Module, engine: _Engine) -> None:
     def own(module: nn.Module) -> list[ShardedParam]:
         return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
 
-    def outdated(sharded: ShardedParam) -> bool:
-        """Whether what is on the device is older than the last step (with delayed updates)."""
+    def changes(sharded: ShardedParam, *, soon: bool) -> bool:
+        """Whether a resident parameter's storage has values from before the last step (with delayed
+        updates); or, `soon`, will have them again."""
         unit = engine.residency.units[sharded.unit]
-        return unit.resident and engine.residency.outdated(unit)
+        return unit.resident and engine.residency.differs(unit) and (soon or not unit.newest)
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.check()
-        sharded = [s for s in own(module) if isinstance(s.param, ReleasedParameter) or outdated(s)]
+        # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
+        sharded = [
+            s for s in own(module) if isinstance(s.param, ReleasedParameter) or changes(s, soon=not keep_vars)
+        ]
         if not sharded:
             return
         if keep_vars:
@@ -66,11 +70,11 @@ def install(model: nn.Module, engine: _Engine) -> None:
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         for s in own(module):
             s.on_detach = None
-            engine.residency.resume(engine.residency.units[s.unit])
+            engine.residency.answer(engine.residency.units[s.unit])
 
     def load_begins(module: nn.Module, *_: Any) -> None:
         engine.check()
-        engine.optimizer.flush()
+        engine.optimizer.publish()
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

@@ -200,6 +200,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._before_step()
         self._bump(self._residency.publish())
 
+    def publish(self) -> None:
+        """`flush`, unless edits would be gone.
+
+        Raises:
+            ParameterChangedError: they would be; or what `flush` raises.
+        """
+        self._before_step()
+        self._states.check_edits()
+        self._bump(self._residency.publish())
+
     @staticmethod
     def _bump(params: Sequence[ShardedParam]) -> None:
         torch.autograd.graph.increment_version([s.param for s in params])
@@ -339,7 +349,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
         """
         pairs = self._match(state_dict)
-        self.flush()
+        self.publish()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for sharded, values in pairs:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
-from infinity.core.errors import ParameterError
+from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
@@ -143,7 +143,7 @@ class Residency:
         if not self._copies.any_newer():
             return []
         changed = [u for u in self.forward_order() if self._has_newer(u)]
-        self.reshard_all({u.index for u in changed})
+        self.reshard_all({u.index for u in changed if not u.newest})  # the others have it already
         for unit in changed:
             self.resume(unit)
             events = self._copies.publish(unit.layout.trainable_chunks, unit.chunk_view, swapped=unit.newest)
@@ -153,9 +153,9 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
-    def outdated(self, unit: ParamUnit) -> bool:
-        """Wait for a unit's update; return whether it shows an older version than that made."""
-        if not self._copies.two or unit.newest:
+    def differs(self, unit: ParamUnit) -> bool:
+        """Wait for a unit's update; return whether it has two versions now."""
+        if not self._copies.two:
             return False
         self._pending.wait_unit(unit.index)
         return self._has_newer(unit)
@@ -164,9 +164,16 @@ class Residency:
         return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
 
     def ask(self, unit: ParamUnit) -> None:
-        """Have a resident unit's parameters ask before their values are used, until `resume`."""
+        """Have a resident unit's parameters ask before their values are used, until `answer`; waiting
+        for updates does not end that."""
         self.resume(unit)
-        self._suspend(unit, lambda: None)
+        unit.suspend(unit.resume)
+
+    def answer(self, unit: ParamUnit) -> None:
+        """Undo `ask`."""
+        self.resume(unit)
+        if unit.resident:
+            unit.resume()
 
     def _wait_on_device(self, events: Sequence[Event]) -> None:
         wait = self._recorder.waits()
@@ -182,38 +189,50 @@ class Residency:
             self._pending.wait_unit(unit.index)
         if not self._has_newer(unit):
             return  # there is but one
+        if (unit.users | unit.keepers) - {user}:
+            raise ParameterError(
+                f"two versions of unit {unit.layout.name!r} are wanted at once",
+                expected="a training forward or backward outside of `gathered` blocks, which show the "
+                "newest parameters",
+                found="one inside such a block, with delayed updates",
+                cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
+            )
         if unit.resident:
             self.resume(unit)
             self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
         else:
-            if (unit.users | unit.keepers) - {user}:
-                raise ParameterError(
-                    f"two versions of unit {unit.layout.name!r} are wanted at once",
-                    expected="a training forward or backward outside of `gathered` blocks, which show the "
-                    "newest parameters",
-                    found="one inside such a block, with delayed updates",
-                    cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
-                )
-            if unit.state is ParamState.UNSHARDED:
-                unit.idle()
+            self._idle([unit])
             self._drop(unit)
         unit.newest = newest
 
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
-        for i in indices:
-            unit = self.units[i]
+        units = [self.units[i] for i in indices]
+        for unit in units:
             unit.users.discard(user)
             unit.keepers.discard(user)
-            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
-                unit.idle()
+        self._idle(units)
 
     def forget_users(self) -> None:
         """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
         for unit in self.units:
             unit.users.clear()
-            if not unit.in_use and not unit.resident and unit.state is ParamState.UNSHARDED:
+        self._idle(self.units)
+
+    def _idle(self, units: Sequence[ParamUnit]) -> None:
+        """Make those of `units` idle that nobody uses, all of them, then raise what one of them raised.
+        What was edited in place goes at once, so that nobody sees the edit."""
+        error: ParameterChangedError | None = None
+        for unit in units:
+            if unit.in_use or unit.resident or unit.state is not ParamState.UNSHARDED:
+                continue
+            try:
                 unit.idle()
+            except ParameterChangedError as found:
+                error = error or found
+                self._drop(unit)
+        if error is not None:
+            raise error
 
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
         """Free every unit that is not resident (its copy is about to change).
@@ -223,9 +242,8 @@ class Residency:
         """
         chosen = self.units if indices is None else [self.units[i] for i in indices]
         for unit in chosen:
-            if unit.resident:
-                continue
-            if unit.keepers:
+            # A resident unit in a block has its update in it, unless that is delayed.
+            if unit.keepers and (self._copies.two or not unit.resident):
                 raise ParameterError(
                     f"the parameters of unit {unit.layout.name!r} are about to change inside a "
                     "`gathered` block",
@@ -234,9 +252,10 @@ class Residency:
                     cure="leave `with infinity.gathered(...)` first",
                 )
             unit.users.clear()
-            if unit.state is ParamState.UNSHARDED:
-                unit.idle()
-            self._drop(unit)
+        self._idle(chosen)
+        for unit in chosen:
+            if not unit.resident:
+                self._drop(unit)
 
     def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
         self.held += unit.layout.copy_nbytes
@@ -279,7 +298,7 @@ class Residency:
             ranks.setdefault(index, rank)
         return ranks
 
-    def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
+    def _unused(self, ranks: dict[int, int]) -> list[ParamUnit]:
         """Units that may go, the one needed last first."""
         units = [u for u in self.units if not u.resident and not u.in_use and u.state is ParamState.FETCHING]
         return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
@@ -288,7 +307,7 @@ class Residency:
         need = unit.layout.copy_nbytes
         if self.held + need <= self._capacity:
             return
-        for other in self._idle(self._ranks()):
+        for other in self._unused(self._ranks()):
             self._drop(other)
             if self.held + need <= self._capacity:
                 return
@@ -333,7 +352,7 @@ class Residency:
                 return  # which version is the newest is not known yet
             if self.held + need > self._capacity:
                 ranks = ranks if ranks is not None else self._ranks()
-                for other in self._idle(ranks):
+                for other in self._unused(ranks):
                     later = ranks.get(other.index, len(ranks) + 1) > ranks[index]
                     if not later or not other.settled():
                         break
