@@ -11,6 +11,7 @@ FSDP2); what lacks either end is settled when the outermost backward ends.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -87,7 +88,8 @@ class Hooks:
         self._lazy: tuple[Scope, _Call] | None = None
         self._handles: list[Any] = []
         root = model
-        self._depth = 0
+        self._depth = 0  # forwards of the root under way
+        self._current: list[list[_Call]] = []  # of each scope: its forwards under way, innermost last
         self._handles.append(
             root.register_forward_pre_hook(_disabled(self._enter), with_kwargs=True, prepend=True)
         )
@@ -122,6 +124,8 @@ class Hooks:
             log.settle()
         self._lazy = None
         self._depth = 0
+        for current in self._current:
+            current.clear()
         self._tasks.clear()
         self._gradients.flush_all()
         self._residency.forget_users()
@@ -129,7 +133,8 @@ class Hooks:
     # -- forward ----------------------------------------------------------------------------
 
     def _install(self, scope: Scope) -> None:
-        current: list[_Call] = []  # forwards under way, innermost last
+        current: list[_Call] = []
+        self._current.append(current)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_replaced(scope)
@@ -179,6 +184,9 @@ class Hooks:
                 found=f"autocast({self._device_type!r}) is on: it keeps its own copies of the weights",
                 cure='choose the compute dtype with Config(dtype="bf16")',
             )
+        if self._depth and not _in_backward():
+            # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
+            self._depth = min(self._depth, _calls_around(module))
         if not _in_backward() and not self._depth:
             self.settle()
             self._check_params()
@@ -202,6 +210,8 @@ class Hooks:
         if (log := self._recorder.log) is not None and not self._depth:
             log.leave(self)
             self._left = now() if torch.is_grad_enabled() and not _in_backward() else 0
+        if torch.is_grad_enabled() and not self._depth and not _in_backward():
+            self._show_again(output, self._residency.shows_newest)
         if not torch.is_grad_enabled() and not self._depth and not _in_backward():
             self._residency.schedule.end_cycle()
         if self._output_dtype is None:
@@ -261,6 +271,18 @@ class Hooks:
 
         for tensor in tensors:
             tensor.register_hook(begins)
+
+    def _show_again(self, output: Any, newest: bool) -> None:
+        """Have the backward of the root's `output` begin with the version that its forward used: what is
+        recomputed reentrantly has no hook of its own before its forward."""
+
+        def begins(grad: torch.Tensor) -> None:
+            self._queue_end()
+            self._residency.show(newest)
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begins)
 
     def _queue_end(self) -> None:
         # A callback fires at the end of the backward that queues it, which may be the inner one
@@ -326,6 +348,15 @@ def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
+
+
+def _calls_around(module: nn.Module) -> int:
+    """Return how many calls of `module` the one under way is inside of."""
+    calls, frame = -1, sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return max(0, calls)
 
 
 def _in_backward() -> bool:
