@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from infinity.core import errors, sizes
 from infinity.core.config import Config
@@ -189,11 +190,15 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"parameters": {"host": True}}, "shares of parameters", "0.3"),
         ({"parameters": 3}, "unknown tier", "host"),
         ({"durable": True}, "durable commits are not available", "durable=False"),
-        ({"update": "later"}, "update mode", "overlap"),
+        ({"update": "later"}, "update mode", "update="),
+        ({"update": "delayd"}, "update mode", 'update="delayed"'),
+        ({"update": None}, "update mode", "overlap"),
         ({"delay_warmup_steps": -1}, "delay_warmup_steps", "40"),
         ({"device": "tpu"}, "unknown device", "cuda"),
         ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
-        ({"aio_backend": "libaoi"}, "unknown I/O backend", "libaio"),
+        ({"output_dtype": "fp8"}, "unknown output_dtype", 'output_dtype="fp32"'),
+        ({"aio_backend": "libaoi"}, "unknown I/O backend", 'aio_backend="libaio"'),
+        ({"aio_backend": 3}, "unknown I/O backend", 'aio_backend="auto"'),
         ({"max_grad_norm": 0}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
         ({"loss_scale": 3.0}, "loss_scale cannot be used", "65536"),
@@ -202,7 +207,12 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"queue_depth": 0}, "queue_depth cannot be used", "queue_depth=None"),
         ({"update_depth": 1.0}, "update_depth cannot be used", "update_depth=3"),
         ({"threads": 0}, "threads cannot be used", "threads="),
+        ({"threads": True}, "threads cannot be used", "threads="),
+        ({"units": 3}, "units names no module", "units="),
+        ({"units": ["Block", nn.Linear]}, "units names no module", "units="),
+        ({"read_ahead_memory": None}, "read_ahead_memory is not a size", "read_ahead_memory="),
         ({"durable": 0}, "durable cannot be used", "durable=False"),
+        ({"durable": "yes"}, "durable cannot be used", "durable=False"),
         ({"nvme": []}, "names no directory", "nvme="),
         ({"nvme": [3]}, "names no directory", "nvme="),
         ({"nvme": ["/x", "/x/../x"]}, "named twice", "once"),

@@ -259,6 +259,21 @@ def test_torchs_clip_grad_norm_works_on_sharded_gradients(wrapped: Wrapped) -> N
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_a_norm_that_is_not_a_number_clips_as_torch_does(wrapped: Wrapped) -> None:
+    """One NaN makes the coefficient NaN, and with it every gradient: nothing of it goes unnoticed."""
+    model, optimizer = wrapped
+    reference, torch_optimizer = build()
+    for m in (model, reference):
+        m(tokens()).backward()
+        m.blocks[2].up.bias.grad = torch.full((4 * WIDTH,), torch.nan)
+    assert optimizer.clip_grad_norm_(0.1).isnan()
+    assert nn.utils.clip_grad_norm_(reference.parameters(), 0.1).isnan()
+    for o in (optimizer, torch_optimizer):
+        o.step()
+    for (name, a), (_, b) in zip(model.state_dict().items(), reference.state_dict().items(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+
+
 def test_a_sharded_gradient_raises_for_what_it_cannot_answer(wrapped: Wrapped) -> None:
     model, _ = wrapped
     model(tokens()).backward()

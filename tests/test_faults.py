@@ -380,23 +380,38 @@ sys.stderr = open(sys.argv[3], "w", buffering=1)
 atexit.register(lambda: print("over", file=sys.stderr, flush=True))  # the last to be called
 from pathlib import Path
 from tests.test_faults import Training
-run = Training(Path(sys.argv[1]), aio_backend=sys.argv[2]).wrap()
-run.steps(1)
+run = Training(Path(sys.argv[1]), aio_backend=sys.argv[2], update=sys.argv[4], delay_warmup_steps=0).wrap()
+run.steps(2)
 print("ready", flush=True)
 sys.stdin.readline()
-run.steps(1)
+try:
+    run.steps(1000)
+finally:
+    if sys.argv[5] == "closes":
+        run.__exit__()
 """
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("backend", ["libaio", "threads"])
+@pytest.mark.parametrize(
+    ("backend", "update", "closes"),
+    [
+        ("libaio", "overlap", ""),
+        ("threads", "overlap", ""),
+        ("libaio", "overlap", "closes"),
+        ("threads", "delayed", "closes"),
+    ],
+)
 def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
-    faultfs: Path, tmp_path: Path, backend: str, op: str
+    faultfs: Path, tmp_path: Path, backend: str, update: str, closes: str, op: str
 ) -> None:
-    """Within two seconds, though the drive has its 120."""
+    """Within two seconds, though the drive has its 120; also where a ``finally`` closes the engine."""
     told = tmp_path / "stderr"
-    with FaultFS(faultfs, tmp_path / "fs") as fs, child(_STALLED, fs.path, backend, told) as process:
+    with (
+        FaultFS(faultfs, tmp_path / "fs") as fs,
+        child(_STALLED, fs.path, backend, told, update, closes) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -187,12 +187,17 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
     for option, error in (
         (["--placement", "nowhere"], ConfigError),
         (["--update", "never"], ConfigError),
+        (["--device", "tpu"], ConfigError),
+        (["--device", "meta"], ConfigError),
         (["--preset", "31m"], ConfigError),
         (["--output", str(tmp_path / "missing" / "x.json")], DataError),
     ):
         with pytest.raises(error) as caught:
             run("--directory", str(tmp_path), *option)
         assert caught.value.cure
+    with pytest.raises(ConfigError) as caught:
+        run("--update", "delayd")
+    assert caught.value.cure == "--update delayed"
 
 
 @pytest.mark.slow

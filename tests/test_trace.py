@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -260,6 +262,12 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DirectoryError), infinity.trace(model, tmp_path / "missing" / "t.json"):
         pass
+    with pytest.raises(ConfigError, match="without room"), infinity.trace(model, tmp_path / "t", limit=0):
+        pass
+    entered = False
+    with pytest.raises(DirectoryError, match="Is a directory"), infinity.trace(model, tmp_path):
+        entered = True
+    assert not entered, "it is said before the steps, not after them"
     with infinity.trace(model, tmp_path / "t.json"):
         with pytest.raises(ConfigError, match="already"), infinity.trace(model, tmp_path / "u.json"):
             pass
@@ -274,6 +282,30 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
     assert spans_of(read_trace(str(tmp_path / "v.json"))), "the file of a block that raised is there"
     assert engine_of(model).recorder.log is None
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["t.json", "v.json"]
+    infinity.close(optimizer)
+
+
+def test_a_trace_that_finds_no_room_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the block raised arrives; without that, the lack of room does. Nothing stays of the file."""
+    this = case("gpt")
+    model, optimizer = infinity.wrap(
+        this.model, torch.optim.AdamW(this.model.parameters()), config_for(tmp_path)
+    )
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def run_out(*, interrupted: bool) -> None:
+        with infinity.trace(model, tmp_path / "t.json"):
+            if interrupted:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left"), pytest.raises(KeyboardInterrupt):
+        run_out(interrupted=True)
+    with pytest.raises(DirectoryError, match="No space left"):
+        run_out(interrupted=False)
+    assert not [p for p in tmp_path.iterdir() if p.is_file()]
     infinity.close(optimizer)
 
 

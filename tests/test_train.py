@@ -317,6 +317,15 @@ def test_a_run_that_cannot_fit_builds_nothing(text: str, nvme: str, monkeypatch:
     assert list(Path(nvme).iterdir()) == []
 
 
+def test_a_log_without_room_is_an_error_without_a_traceback(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", *options(settings(text, nvme, steps=2, json_log="/dev/full"))]) == 2
+    shown = capsys.readouterr().err
+    assert "the log '/dev/full' cannot be written" in shown
+    assert "--json-log" in shown
+
+
 def test_an_interrupt_ends_a_run_cleanly(text: str, nvme: str) -> None:
     words = options(settings(text, nvme, steps=100_000))
     child = subprocess.Popen(

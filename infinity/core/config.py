@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -136,15 +136,14 @@ class Config:
         put(self, "nvme", _directories(self.nvme))
         for name in _SIZES:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name == "read_ahead_memory":
                 put(self, name, parse_size(value, name))
         put(self, "dtype", parse_dtype(self.dtype))
         if self.output_dtype is not None:
-            put(self, "output_dtype", parse_dtype(self.output_dtype))
+            put(self, "output_dtype", parse_dtype(self.output_dtype, "output_dtype"))
         put(self, "placements", {n: _placement(n, getattr(self, n)) for n in _PLACED})
         if self.units is not None:
-            units = (self.units,) if isinstance(self.units, str) else tuple(self.units)
-            put(self, "units", units)
+            put(self, "units", _names(self.units))
         self._check()
 
     def _check(self) -> None:
@@ -161,8 +160,10 @@ class Config:
                 "this update mode is not available",
                 expected=", ".join(UPDATES),
                 found=repr(self.update),
-                cure='update="overlap"',
+                cure=f'update="{_suggest(str(self.update), UPDATES) or "overlap"}"',
             )
+        if not isinstance(self.durable, bool):
+            self._wrong("durable", "True or False", self.durable, "durable=False")
         if self.durable:
             raise ConfigError(
                 "durable commits are not available yet",
@@ -196,7 +197,7 @@ class Config:
                 "unknown I/O backend",
                 expected=", ".join(AIO_BACKENDS),
                 found=repr(self.aio_backend),
-                cure=_suggest(self.aio_backend, AIO_BACKENDS) or 'aio_backend="auto"',
+                cure=f'aio_backend="{_suggest(str(self.aio_backend), AIO_BACKENDS) or "auto"}"',
             )
         self._number("max_grad_norm", self.max_grad_norm, positive=True, optional=True)
         self._number("io_deadline", self.io_deadline, positive=True)
@@ -215,11 +216,9 @@ class Config:
             value = getattr(self, name)
             if value is None and name in ("threads", "block_bytes", "queue_depth"):
                 continue
-            if not isinstance(value, int) or value < least or value % multiple:
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple:
                 wanted = f"an integer ≥ {least}" + (f", a multiple of {multiple}" if multiple > 1 else "")
                 self._wrong(name, wanted, value, f"{name}={type(self).__dataclass_fields__[name].default}")
-        if not isinstance(self.durable, bool):
-            self._wrong("durable", "True or False", self.durable, "durable=False")
 
     def _number(self, name: str, value: Any, *, positive: bool, optional: bool = False) -> None:
         if value is None and optional:
@@ -281,6 +280,18 @@ class Config:
 def _suggest(word: str, known: Sequence[str]) -> str | None:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(
+            "units names no module",
+            expected="names of module classes, or of modules as in `named_modules()`, or None",
+            found=repr(value),
+            cure='units=["Block"]',
+        )
+    return names
 
 
 def _directories(value: Any) -> tuple[str, ...]:

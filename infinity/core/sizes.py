@@ -69,8 +69,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(value: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names).
+def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
+    """Return the torch dtype for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names); `name` is that
+    of the setting.
 
     Raises:
         ConfigError: `value` names no supported compute dtype.
@@ -79,15 +80,15 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
         if value in DTYPES.values():
             return value
     elif isinstance(value, str):
-        name = value.removeprefix("torch.").lower()
-        name = _ALIASES.get(name, name)
-        if name in DTYPES:
-            return DTYPES[name]
+        word = value.removeprefix("torch.").lower()
+        word = _ALIASES.get(word, word)
+        if word in DTYPES:
+            return DTYPES[word]
     raise ConfigError(
-        "unknown compute dtype",
+        f"unknown {'compute dtype' if name == 'dtype' else name}",
         expected=", ".join(DTYPES),
         found=repr(value),
-        cure='dtype="fp32", "bf16" or "fp16"',
+        cure=f'{name}="fp32", "bf16" or "fp16"',
     )
 
 

@@ -300,7 +300,8 @@ class Ring:
                 lib.aio_ring_abandon(self._handle)
                 until = float("inf")
             if stuck_until == float("inf") and self.stats().failed:
-                stuck_until = now + 1.0  # its thread may sit in a system call that does not return
+                # Its thread may sit in a system call that does not return.
+                stuck_until = now + (1.0 if timeout is None else 0.5)
             if now >= stuck_until:
                 break
         _open_rings.discard(self)

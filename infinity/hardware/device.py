@@ -346,10 +346,14 @@ def open_device(name: str | None, recorder: Recorder | None = None) -> Device:
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # torch has no such word; nor can this one be computed on
     if device.type == "cpu":
         return HostDevice(torch.device("cpu"), recorder)
-    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+    count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
         raise ConfigError(
             f"there is no device {name!r}",
             expected=f"one of {torch.cuda.device_count()} CUDA devices, or the CPU",

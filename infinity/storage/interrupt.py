@@ -1,7 +1,7 @@
 """Ctrl-C ends a program within two seconds, whatever its drives do.
 
-At exit all that was not closed is closed, which waits for what the drives still owe, for as long as
-their deadline allows. Where an interrupt ended the program there is nothing left to wait for.
+Closing, by the user or at exit, waits for what the drives still owe, for as long as their deadline
+allows. Where an interrupt is ending the program there is nothing left to wait for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from typing import Final, Protocol
 
 #: Seconds that a drive has after an interrupt that ends the process.
-_GRACE: Final = 0.5
+GRACE: Final = 0.5
 
 
 class GivesUp(Protocol):
@@ -30,10 +30,15 @@ def give_up_on_interrupt(thing: GivesUp) -> None:
     _watched.add(thing)
 
 
+def interrupted() -> bool:
+    """Return whether an interrupt is on its way through the caller (in a ``finally``, an ``__exit__``)."""
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt)
+
+
 def _at_exit() -> None:
     if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         for thing in list(_watched):
-            thing.give_up(_GRACE)
+            thing.give_up(GRACE)
 
 
 # What is registered last is called first. A finalizer has weakref register its own function, which

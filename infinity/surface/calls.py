@@ -27,9 +27,10 @@ def gathered(
         write: whether in-place edits are to be kept (also in the fp32 master).
 
     Raises:
-        ParameterChangedError: they were edited without ``write=True``; or any were outside of such a
-            block, while their update was delayed.
-        ParameterError: a step, or a training forward beside a delayed update, inside the block.
+        WrapError: they belong to no wrapped model.
+        ParameterChangedError: they were edited without ``write=True``.
+        ParameterError: delayed updates, and a forward or backward under way uses an older version.
+        StorageError: a transfer or an update failed.
     """
     if isinstance(params, nn.Module):
         params = list(params.parameters())
@@ -56,7 +57,13 @@ def gathered(
 
 
 def gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient of a parameter: fp32, on the host, unscaled; None if it has none."""
+    """Return the whole gradient of a parameter: fp32, in its shape, on the host, unscaled; None if it
+    has none.
+
+    Raises:
+        WrapError: it belongs to no wrapped model.
+        StorageError: a transfer or an update failed.
+    """
     engine = engine_of(param)
     engine.check()
     grad = param.grad
@@ -68,11 +75,31 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
-    """Return figures of the last step and of memory, under torchtitan's key names where it has
-    them: sizes in GiB, times in seconds, stalls in percent of the step (from the end of one `step()`
-    to the end of the next), rates of the drives over the whole step in GB/s. ``efficiency(%)`` is the share
-    of the step in which the busiest was at work: compute (what is neither a stall nor in `step()`), a
-    drive, or the update; a trace has it from bandwidths."""
+    """Return figures of the last step and of memory, under torchtitan's key names where it has them.
+
+    A step is from the end of one `step()` to the end of the next. Of the last one:
+
+    - ``grad_norm``: 2-norm before clipping, unscaled; ``loss_scale``: 1.0 unless fp16.
+    - ``time_metrics/end_to_end(s)``, ``time_metrics/update(s)``: the step, and `step()` alone, in seconds.
+    - ``stall/h2d(%)``, ``stall/nvme(%)``, ``stall/update(%)``, ``stall/reduce(%)``: what the user's thread
+      waited for (copies to the device, drives, the update, gradients on their way), in % of the step.
+    - ``io/read(GB/s)``, ``io/write(GB/s)``: what the drives moved, by the whole step.
+    - ``efficiency(%)``: the share in which the busiest was at work: compute (what is neither a stall nor in
+      `step()`), a drive, or the update. A trace has it from bandwidths.
+    - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
+      0.0 where none was delayed.
+
+    Since `wrap`: ``steps``, ``skipped_steps`` (fp16 overflows), ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
+    when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
+    host).
+
+    Memory: planned, ``memory/device(GiB)``, ``memory/host(GiB)``, ``memory/nvme(GiB)``; highest so far,
+    ``memory/device_units_peak(GiB)``, ``memory/host_leases_peak(GiB)``, ``activations/host(GiB)``.
+
+    Raises:
+        WrapError: `optimizer` belongs to no wrapped model.
+    """
     engine = engine_of(optimizer)
     stats = engine.store.stats()
     pool = engine.pool.stats()
@@ -106,6 +133,7 @@ def flush(thing: object) -> None:
     the newest parameters then, as it does at the end of the warm-up.
 
     Raises:
+        WrapError: `thing` belongs to no wrapped model.
         ParameterError: that would change parameters inside a `gathered` block.
         StorageError: an update failed.
     """
@@ -113,5 +141,14 @@ def flush(thing: object) -> None:
 
 
 def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas."""
+    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. The
+    parameters stay where they are: released, or on the device. A second call does nothing.
+
+    In a ``finally`` that a KeyboardInterrupt passes, drives have half a second to finish.
+
+    Raises:
+        WrapError: `thing` belongs to no wrapped model.
+        StorageError: what is on NVMe could not be finished or removed; or an update behind the last
+            step failed, and no call since has said so.
+    """
     engine_of(thing).close()

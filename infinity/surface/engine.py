@@ -20,6 +20,7 @@ from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
@@ -275,19 +276,26 @@ class Engine:
     def close(self) -> None:
         """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
 
+        While a KeyboardInterrupt is on its way (in a ``finally``) the drives have half a second; what
+        they owe then is given up.
+
         Raises:
             StorageError: what is on NVMe could not be finished or removed; or an update behind the
                 last step failed, and no call since has said so.
         """
         if not self._closed:
+            hurry = interrupted()
             try:
-                if self.copies.two and not self.pending.failed:
+                if hurry:
+                    self.store.give_up(GRACE)
+                elif self.copies.two and not self.pending.failed:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
                 self._closed = True
                 self._finalizer()
-            self.pending.check_once()
+            if not hurry:
+                self.pending.check_once()
 
 
 def _shut_down(

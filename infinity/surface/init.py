@@ -166,7 +166,9 @@ class ScratchFile:
                 nbytes=length,
                 expected="one mapping for each parameter",
                 found=os.strerror(number),
-                cure="raise vm.max_map_count, or `ulimit -v`",
+                cure="name a directory first in nvme= whose file system can map files"
+                if number == errno.ENODEV
+                else "raise vm.max_map_count, or `ulimit -v`",
             )
         extent = ScratchExtent(self, offset, nbytes, address, length)
         _extents[address] = extent

@@ -7,6 +7,7 @@ where several pieces of a kind are under way at once, they lie in several lanes 
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import json
 import os
@@ -62,8 +63,9 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
-        ConfigError: a trace of this engine is on already.
-        DirectoryError: the file cannot be written; nothing was recorded.
+        ConfigError: a trace of this engine is on already, or `limit` is not positive.
+        DirectoryError: the file cannot be written: at the beginning (nothing was recorded), or at the
+            end (nothing is left of it); if the block raised, a warning says so instead.
     """
     engine = engine_of(thing)
     engine.check()
@@ -74,8 +76,18 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
             found="a `with infinity.trace(...)` inside another",
             cure="end the first one before the next begins",
         )
+    if limit < 1:
+        raise ConfigError(
+            "a trace without room for a span",
+            expected="limit of 1 or more",
+            found=limit,
+            cure="leave limit out",
+        )
     path = os.fspath(path)
+    if os.path.isdir(path):
+        raise _unwritable(path, IsADirectoryError(errno.EISDIR, path))
     temporary = f"{path}.{os.getpid()}.part"
+    whole = False
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(temporary, "w", encoding="utf-8"))
@@ -86,6 +98,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
         engine.recorder.log = log
         try:
             yield
+            whole = True
         finally:
             engine.recorder.log = None
             log.ended = now()
@@ -94,7 +107,10 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
                 file.flush()
                 os.replace(temporary, path)
             except OSError as error:
-                raise _unwritable(path, error) from error
+                if whole:
+                    raise _unwritable(path, error) from error
+                # What the block raised says more, and an interrupt stays one.
+                warnings.warn(str(_unwritable(path, error)), RuntimeWarning, stacklevel=3)
     if log.dropped:
         warnings.warn(
             f"the trace {path!r} is full: {log.dropped} spans after the first {limit} are not in it. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -50,7 +51,8 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self.pause()
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OSError):  # each line was flushed, or has raised
+                self._log.close()
 
     def pause(self) -> None:
         """End the bar; lines still work."""
@@ -69,10 +71,17 @@ class Reporter:
         self.console.file.flush()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show one step and write it to the log."""
+        """Show one step and write it to the log.
+
+        Raises:
+            DataError: the log has no room.
+        """
         if self._log is not None:
-            self._log.write(json.dumps({key: finite(value) for key, value in record.items()}) + "\n")
-            self._log.flush()
+            try:
+                self._log.write(json.dumps({key: finite(value) for key, value in record.items()}) + "\n")
+                self._log.flush()
+            except OSError as error:
+                raise _unwritable(self._log.name, error) from error
         text = step_text(record)
         if self._live is not None:
             self._progress.update(self._task, completed=record["step"])
@@ -108,9 +117,13 @@ def _open_log(path: str | None) -> TextIO | None:
     try:
         return open(os.path.expanduser(path), "w", encoding="utf-8")
     except OSError as error:
-        raise DataError(
-            f"the log {path!r} cannot be written",
-            expected="a file in a directory that exists",
-            found=os.strerror(error.errno or 0),
-            cure="change --json-log",
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"the log {path!r} cannot be written",
+        expected="a file in a directory that exists and has room",
+        found=os.strerror(error.errno or 0),
+        cure="change --json-log",
+    )

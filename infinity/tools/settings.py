@@ -19,6 +19,7 @@ import click
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
+from infinity.core.sizes import format_size
 
 from .data import VALIDATION
 
@@ -378,7 +379,7 @@ def _default_text(option: Option) -> str:
         return ""
     if isinstance(default, bool):
         return ""
-    return f" [{default}]"
+    return f" [{format_size(default) if option.kind == 'size' else default}]"
 
 
 def _wrong(section: str, name: str, expected: str, found: object) -> None:

@@ -4,6 +4,7 @@ and DeepSpeed. What is measured is in stepbench_rounds.py, what it is held to in
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -98,8 +99,9 @@ def _ratio(found: Mapping[str, float] | None) -> str:
 def _chosen(name: str, words: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
         if word not in known:
+            close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or known
             raise ConfigError(
-                f"unknown --{name}", expected=", ".join(known), found=repr(word), cure=f"--{name} {known[0]}"
+                f"unknown --{name}", expected=", ".join(known), found=repr(word), cure=f"--{name} {close[0]}"
             )
     return tuple(dict.fromkeys(words)) or known
 

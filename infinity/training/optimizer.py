@@ -54,6 +54,12 @@ def check_optimizer(optimizer: object) -> bool:
     return type(optimizer) is torch.optim.AdamW
 
 
+def _clip(limit: float, norm: float) -> float:
+    """Return torch's clip coefficient, which is NaN if the norm is."""
+    clip = limit / (norm + 1e-6)
+    return 1.0 if clip > 1.0 else clip
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """AdamW or Adam whose state lives on the tiers that Config names.
 
@@ -156,7 +162,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return loss
         clip = 1.0
         if self._max_grad_norm is not None:
-            clip = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))
+            clip = _clip(self._max_grad_norm, self.grad_norm)
         self._states.adopt_edits()
         updates = self._updates(present, clip)
         work = self._work(updates)
@@ -233,7 +239,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._before_step()
         present = self._present()
         norm = self._norm(present) / self._scale
-        clip = min(1.0, limit / (norm + 1e-6))
+        clip = _clip(limit, norm)
         for sharded in present:
             if isinstance(sharded.param.grad, ShardedGrad):
                 sharded.param.grad.factor *= clip
