@@ -61,7 +61,7 @@ struct aio_ring {
     uint32_t passed; /* reads since the oldest waiting write could have gone */
     uint32_t queued, live, free_count;
     uint64_t active_since; /* when the first of the blocks in flight was cut */
-    uint32_t *free; /* indices of free slots */
+    uint32_t *free;        /* indices of free slots */
     aio_slot *slots;
     aio_event *events, *limbo; /* limbo: results kept back by the delays of the test mode */
     uint32_t limbo_count;
