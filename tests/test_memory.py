@@ -110,7 +110,7 @@ def test_host_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) ->
         assert result["host"] <= 24 * MIB
         promised = result["device"] + result["host"] + result["activations"]
         # Python's and the allocator's own: objects, stacks of threads, freed but not returned.
-        assert result["measured"] <= promised + 24 * MIB, result
+        assert result["measured"] <= promised + 16 * MIB, result
     small, large = results[0], results[-1]
     over = [r["measured"] - r["activations"] for r in (small, large)]
     slope = (over[1] - over[0]) / (large["numel"] - small["numel"])
@@ -122,7 +122,7 @@ def test_host_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) ->
 def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
     result = train(tmp_path, 8, 256, where="host", host="1GiB", device="24MiB")
     planned = result["host"] + result["device"] + result["activations"]
-    assert 0.6 * planned <= result["measured"] <= planned + 24 * MIB, result
+    assert 0.6 * planned <= result["measured"] <= planned + 16 * MIB, result
 
 
 @pytest.mark.root

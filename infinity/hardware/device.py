@@ -118,7 +118,7 @@ class HostDevice:
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
-        self.slack = 8 * MiB  # what the C heap may keep for reuse
+        self.slack = 2 * MiB  # what the C heap may keep for reuse
         self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
         self._d2h = HostStream("d2h")
