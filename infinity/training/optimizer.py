@@ -214,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._before_step()
         self._states.check_edits()
-        self._bump(self._residency.publish())
+        self.flush()
 
     @staticmethod
     def _bump(params: Sequence[ShardedParam]) -> None:
