@@ -439,7 +439,7 @@ def test_small_tensors_and_parameters_stay_where_they_are(tmp_path: Path) -> Non
     model = Odd()
     optimizer, offload = wrapped(model, tmp_path)
     model(data()).sum().backward()
-    assert offload.seen == 4
+    assert offload.seen == 2  # parameters are saved as references to their units
     assert offload.peak == 0
     infinity.close(optimizer)
 

@@ -83,6 +83,10 @@ class Config:
         threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
             its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory where the
             device is not the CPU.
+        check_edits: look for edits of parameters that torch does not count (``p.data.copy_()``, numpy)
+            outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
+            and after, and raises `ParameterChangedError`. For debugging: slow. Parameters that are placed
+            on the device are not looked at.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -115,6 +119,7 @@ class Config:
     aio_backend: str = "auto"
     io_deadline: float = 120.0
     threads: int | None = None
+    check_edits: bool = False
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
@@ -162,8 +167,9 @@ class Config:
                 found=repr(self.update),
                 cure=f'update="{_suggest(str(self.update), UPDATES) or "overlap"}"',
             )
-        if not isinstance(self.durable, bool):
-            self._wrong("durable", "True or False", self.durable, "durable=False")
+        for name in ("durable", "check_edits"):
+            if not isinstance(getattr(self, name), bool):
+                self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
         if self.durable:
             raise ConfigError(
                 "durable commits are not available yet",

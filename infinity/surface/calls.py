@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity.core.sizes import GiB, Tier
+from infinity.training import saved
 from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.sharded_grad import ShardedGrad
 
@@ -21,14 +22,22 @@ def gathered(
 ) -> Iterator[None]:
     """Have the values of `params` on the device inside the block.
 
+    What is computed from them inside may be used, and its backward called, after the block. An alias
+    (``p.detach()``, ``p.data``, ``.numpy()``) stays right too, but keeps its unit on the device for as
+    long as it lives; ``clone()`` what is to outlive the block.
+
     Args:
         params: parameters, or a module for all of its parameters. The units that they are in
             are gathered whole.
-        write: whether in-place edits are to be kept (also in the fp32 master).
+        write: whether edits are to be kept (also in the fp32 master): in place, by ``p.data = t``, or
+            through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
+            that torch counts raise; those that it does not (``p.data.copy_()``, numpy) are found only
+            with ``Config(check_edits=True)``, and may be lost.
 
     Raises:
         WrapError: they belong to no wrapped model.
-        ParameterChangedError: they were edited without ``write=True``.
+        ParameterChangedError: they were edited without ``write=True``, or given data of another shape or
+            dtype; all other edits are kept.
         ParameterError: delayed updates, and a forward or backward under way uses an older version.
         StorageError: a transfer or an update failed.
     """
@@ -47,12 +56,14 @@ def gathered(
     owner = object()
     if write and engine.copies.two:
         engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
-    engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.residency.release, indices, owner)
+        engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
         if write:
             for index in indices:
-                stack.enter_context(engine.states.editing(engine.units[index]))
+                named = {engine.params[p].index for p in params if engine.params[p].unit == index}
+                stack.enter_context(engine.states.editing(engine.units[index], named))
+        stack.callback(saved.leave, saved.enter(owner))
         yield
 
 
@@ -94,6 +105,9 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
     host).
 
+    Memory that somebody else holds: ``memory/held_units``, units that stay on the device because
+    something outside of the engine refers to them (an alias of a parameter), ``memory/held(GiB)``.
+
     Memory: planned, ``memory/device(GiB)``, ``memory/host(GiB)``, ``memory/nvme(GiB)``; highest so far,
     ``memory/device_units_peak(GiB)``, ``memory/host_leases_peak(GiB)``, ``activations/host(GiB)``.
 
@@ -104,6 +118,7 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     stats = engine.store.stats()
     pool = engine.pool.stats()
     activations = engine.activations
+    held = engine.residency.held()
     values = {
         "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
         "loss_scale": optimizer.loss_scale,
@@ -113,6 +128,8 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
         "time_metrics/update(s)": engine.times["update"],
         "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
         "memory/device_units_peak(GiB)": engine.residency.peak / GiB,
+        "memory/held_units": float(len(held)),
+        "memory/held(GiB)": sum(u.layout.copy_nbytes for u in held) / GiB,
         "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
         "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
         "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,

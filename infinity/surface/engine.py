@@ -24,6 +24,7 @@ from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
+from infinity.training import saved
 from infinity.training.activations import Activations
 from infinity.training.copies import Copies
 from infinity.training.discover import Scope, UnitMembers, discover
@@ -132,7 +133,7 @@ class Engine:
             ]
             self.params.update({s.param: s for s in sharded})
             resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
-            units.append(ParamUnit(layout, sharded, device, resident=resident))
+            units.append(ParamUnit(layout, sharded, device, resident=resident, look=self.config.check_edits))
         self.units = units
         self.pending = Pending(self.recorder)
         self.fetcher = Fetcher(store, pool, device, plans, self.pending)
@@ -200,6 +201,7 @@ class Engine:
             self,
             _shut_down,
             *(self.updater, self.fetcher, self.gradients, store, pool, device, self.activations),
+            self.hooks.keys,
         )
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -306,7 +308,10 @@ def _shut_down(
     pool: PinnedPool,
     device: Device,
     activations: Activations | None,
+    keys: list[int],
 ) -> None:
+    for key in keys:
+        saved.unregister(key)
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(pool.close)
         stack.callback(store.close)

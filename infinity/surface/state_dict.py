@@ -86,6 +86,7 @@ def install(model: nn.Module, engine: _Engine) -> None:
     def load_ends(module: nn.Module, incompatible: Any) -> None:
         for s in own(module):
             s.on_copy = None
+        engine.residency.refresh()
 
     for module in model.modules():
         if not own(module):

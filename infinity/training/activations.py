@@ -1,9 +1,9 @@
 """The inputs of recomputed layers, on the host between their forward and their backward.
 
 `torch.utils.checkpoint` saves the inputs of a layer for its recomputation as autograd saves tensors,
-so hooks on saved tensors see them (torch.autograd.graph.saved_tensors_hooks; they are set around the
-root's forward). Each input goes d2h behind the forward into a lease; its device memory goes when the
-copy is done. In the backward it comes back h2d, ahead of its use.
+so hooks on saved tensors see them (saved.py; for activations they are set around the root's forward).
+Each input goes d2h behind the forward into a lease; its device memory goes when the copy is done. In the
+backward it comes back h2d, ahead of its use.
 
 [Note: ahead, in bytes] The last inputs of the forward, and in the backward the next ones, are on the
 device: as many as add up to twice the largest. So the first inputs that the backward needs have never
@@ -11,15 +11,12 @@ left, and the device memory of inputs is bounded whatever the speed of the link.
 stream waits for the copy before an input's memory goes (the host does not): were the allocator to
 watch the copy instead, a host that is ahead of the device would find none of the memory free.
 
-[Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed.
-So each is packed with its version and compared here: what is not offloaded is kept as a detached
-alias, which shares the version counter; what is offloaded leaves a *witness*: an alias whose data was
-replaced by an empty tensor, so that it has the counter and not the memory.
+What is offloaded leaves a *witness*: an alias whose data was replaced by an empty tensor, so that it has
+the version counter and not the memory ([Note: versions of packed tensors]).
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections import deque
@@ -34,12 +31,13 @@ from infinity.core.sizes import KiB, format_size
 from infinity.hardware.device import Device, Event
 from infinity.storage.region import PinnedRegion, RegionLease
 
+from .saved import check_version
+
 #: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
 SMALLEST: Final = 64 * KiB
 #: Times the largest input; see [Note: ahead, in bytes].
 AHEAD: Final = 2
 _CHECKPOINT: Final = "torch.utils.checkpoint"
-_graph: Any = torch._C._autograd
 
 
 class _Copy:
@@ -76,9 +74,12 @@ _Return = tuple[RegionLease, Event | None, Event | None, torch.Tensor | None]
 class _Saved:
     """What autograd holds for one saved input. `before`: the one that was saved before it."""
 
-    __slots__ = ("__weakref__", "before", "copy", "task", "version", "witness")
+    __slots__ = ("__weakref__", "_owner", "before", "copy", "task", "version", "witness")
 
-    def __init__(self, tensor: torch.Tensor, copy: _Copy, before: weakref.ref[_Saved] | None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, copy: _Copy, before: weakref.ref[_Saved] | None, owner: Activations
+    ) -> None:
+        self._owner = owner
         self.copy = copy
         self.version = tensor._version
         self.witness = tensor.detach()
@@ -86,8 +87,9 @@ class _Saved:
         self.before = before
         self.task = -1  # the backward that has used it
 
-
-_Kept = tuple[torch.Tensor, int]
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, on the device."""
+        return self._owner.unpack(self)
 
 
 class Activations:
@@ -106,8 +108,6 @@ class Activations:
         self._device = device
         self._region = region
         self._storages = {s._cdata for s in storages}
-        self._hooks = (self._pack, self._unpack)
-        self._forwards: list[tuple[bool, int]] = []  # of the root, under way: hooks set; who called
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Saved] | None = None
         self._present: list[weakref.ref[_Copy]] = []  # copies that are on the device too
@@ -126,43 +126,6 @@ class Activations:
         """Bytes of host memory in use."""
         self._bring_home()
         return self._region.in_use
-
-    # -- the root's forward -----------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Before the root's forward: set the hooks, unless hooks are set already.
-
-        torch applies the innermost hooks only. Those of others (an outer recomputation, the
-        user's own) must see what is saved, so theirs go first.
-        """
-        callers = _callers()
-        caller = id(next(callers))
-        ids, recomputed = set(), False
-        for frame in callers:
-            ids.add(id(frame))
-            recomputed |= frame.f_globals.get("__name__") == _CHECKPOINT
-        while self._forwards and self._forwards[-1][1] not in ids:
-            # It was interrupted: torch calls no hook after a KeyboardInterrupt.
-            was_set, _ = self._forwards.pop()
-            if was_set and _top() == self._hooks:
-                _graph._pop_saved_tensors_default_hooks()
-        set_hooks = (
-            torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1  # what is recomputed is used at once
-            and not self._closed
-            and not self._forwards
-            and not recomputed
-            and _graph._saved_tensors_hooks_is_enabled()
-            and _top() is None
-        )
-        self._forwards.append((set_hooks, caller))
-        if set_hooks:
-            _graph._push_saved_tensors_default_hooks(*self._hooks)
-
-    def leave(self) -> None:
-        """After the root's forward, also when it raised."""
-        if self._forwards and self._forwards.pop()[0]:
-            _graph._pop_saved_tensors_default_hooks()
 
     def after_step(self) -> None:
         """Say once if there was nothing to do."""
@@ -184,26 +147,23 @@ class Activations:
 
     # -- what autograd calls ----------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
-        if _is_input_of_recomputation(sys._getframe(1)):
-            self.seen += 1
-            if self._is_worth_it(tensor):
-                copy = self._copy_of(tensor)
-                if copy is not None:
-                    saved = _Saved(tensor, copy, self._last)
-                    self._last = weakref.ref(saved)
-                    near = self._near(saved)
-                    self._hold([c for c in near if c.device is not None])
-                    return saved
-        return tensor.detach(), tensor._version
+    def pack(self, tensor: torch.Tensor, frame: Any) -> _Saved | None:
+        """Take over the input of a recomputed layer that `frame` saves; None: it stays as it is."""
+        if self._closed or not _is_input_of_recomputation(frame):
+            return None
+        self.seen += 1
+        copy = self._copy_of(tensor) if self._is_worth_it(tensor) else None
+        if copy is None:
+            return None
+        packed = _Saved(tensor, copy, self._last, self)
+        self._last = weakref.ref(packed)
+        self._hold([c for c in self._near(packed) if c.device is not None])
+        return packed
 
-    def _unpack(self, packed: _Saved | _Kept) -> torch.Tensor:
-        if isinstance(packed, tuple):
-            tensor, version = packed
-            _check(tensor, version, tensor.shape)
-            return tensor
+    def unpack(self, packed: _Saved) -> torch.Tensor:
+        """Return the tensor, on the device."""
         copy = packed.copy
-        _check(packed.witness, packed.version, copy.shape)
+        check_version(packed.witness._version, packed.version, packed.witness, copy.shape)
         if self._closed:
             raise ClosedError(
                 "a backward after close()",
@@ -316,22 +276,6 @@ class Activations:
             )
 
 
-def _callers() -> Iterator[Any]:
-    """Yield the frames outside of this package that the forward was called from, innermost first."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("infinity."):
-            yield frame
-        frame = frame.f_back
-
-
-def _top() -> Any:
-    """Return the innermost hooks on saved tensors; None if there are none. (Before 2.8 torch does not
-    tell: then only an outer recomputation is noticed, by its frame.)"""
-    top = getattr(_graph, "_top_saved_tensors_default_hooks", None)
-    return top(True) if top is not None else None
-
-
 def _is_input_of_recomputation(frame: Any) -> bool:
     """Return whether the caller of a pack hook saves the inputs of a recomputed layer.
 
@@ -342,16 +286,6 @@ def _is_input_of_recomputation(frame: Any) -> bool:
     while frame is not None and frame.f_globals.get("__name__") == "torch.autograd.function":
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == _CHECKPOINT
-
-
-def _check(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
-    if tensor._version != version:
-        # torch's own sentence, and its type; see [Note: versions of packed tensors].
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.type()} {list(shape)}] is at version {tensor._version}; expected "
-            f"version {version} instead."
-        )
 
 
 def _key(tensor: torch.Tensor) -> Any:

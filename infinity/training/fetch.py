@@ -39,6 +39,7 @@ class Fetch:
         self.chunks = deque(chunks)
         self.parts = parts  # by chunk id: the part that holds the version that is wanted
         self.after = after
+        self.started = False
         self.issued = threading.Event()
         self.event: Event | None = None
         self.error: BaseException | None = None
@@ -46,6 +47,11 @@ class Fetch:
         # For traces: when it was started, when its last chunk was updated and read (0: none was).
         self.began, self.updated, self.read = now(), 0, 0
         self.behind_update = False
+
+    def finish(self) -> None:
+        """Let go of the unit's storage and tell that all copies are on the stream, or that it failed."""
+        self.target = torch.empty(0, dtype=torch.uint8)
+        self.issued.set()
 
     def wait_issued(self) -> Event | None:
         """Block until the copies are on the stream; return the event of the last; raise its error."""
@@ -93,21 +99,11 @@ class Fetcher:
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
-    def start(
-        self,
-        target: torch.Tensor,
-        chunks: Sequence[Chunk],
-        parts: Mapping[int, str],
-        after: Event | None,
-        *,
-        urgent: bool = False,
-    ) -> Fetch:
-        """Queue the copies of `chunks` into `target` (uint8, as long as the unit's copy), from the
-        part that `parts` names for each; an urgent fetch goes before those that are only expected to
-        be needed."""
-        fetch = Fetch(target, chunks, parts, after)
+    def start(self, fetch: Fetch, *, urgent: bool = False) -> None:
+        """Queue a fetch; an urgent one goes before those that are only expected to be needed. A second
+        call for the same fetch does nothing."""
         self._worker.add(fetch, urgent)
-        return fetch
+        fetch.started = True
 
     def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
         """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it.
@@ -264,13 +260,7 @@ class _Worker:
                 self._pace.fetched(chunk.copy_nbytes, landed - self._since)
                 self._since = landed
             if fetch.error is None:
-                source = (
-                    lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
-                    if lease is not None
-                    else self._store.view(chunk.id, fetch.parts[chunk.id])
-                )
-                target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
-                fetch.event = self._device.h2d(target, source, fetch.after, chunk=chunk.id)
+                fetch.event = self._copy(fetch, chunk, lease, offset)
                 if lease is not None:
                     self._landing.append((fetch.event, lease))
                     lease = None
@@ -286,7 +276,16 @@ class _Worker:
         if last and not fetch.issued.is_set():
             if fetch.error is not None and fetch.event is not None:
                 _settle(fetch.event)
-            fetch.issued.set()
+            fetch.finish()
+
+    def _copy(self, fetch: Fetch, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
+        source = (
+            lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
+            if lease is not None
+            else self._store.view(chunk.id, fetch.parts[chunk.id])
+        )
+        target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
+        return self._device.h2d(target, source, fetch.after, chunk=chunk.id)
 
     def _fail(self, fetch: Fetch, error: BaseException) -> None:
         with self._wake:
@@ -297,7 +296,7 @@ class _Worker:
         if not any(f.fetch is fetch for f in self._flights):
             if fetch.event is not None:
                 _settle(fetch.event)
-            fetch.issued.set()
+            fetch.finish()
 
     def _bring_home(self, *, wait: bool) -> None:
         while self._landing:

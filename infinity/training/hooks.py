@@ -6,38 +6,45 @@ and what an owner did not release is dropped at the next forward from outside.
 
 A backward of a scope begins when the gradient of one of its outputs is there (a hook on each
 output) and ends when the gradients of its inputs are (an autograd function on the inputs, as in
-FSDP2); what lacks either end is settled when the outermost backward ends.
+FSDP2); what lacks either end is settled when the outermost backward ends. A backward that begins
+elsewhere makes a unit present where autograd asks for what it saved of it ([Note: references]), or where
+a recomputation uses it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
-from infinity.core.errors import ParameterChangedError, PrecisionError
 from infinity.core.spans import Recorder, now
 
+from . import saved
 from .activations import Activations
+from .containers import cast, map_tensors, tensors_in
 from .discover import Scope
 from .gradients import Gradients
+from .guard import Guard
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
+from .unit import ParamState, ParamUnit
 
 
 class _Call:
     """One forward of one scope: the owner of its backward's claim."""
 
-    __slots__ = ("newest", "scope")
+    __slots__ = ("frame", "newest", "scope")
 
     def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
+        self.frame: object = None  # of hooks on saved tensors
         self.newest = newest  # the version that it used: [Note: two versions]
 
 
@@ -83,13 +90,17 @@ class Hooks:
         self._check = check
         self._on_backward = on_backward
         self._activations = activations
-        self._device_type = residency.units[0].storage.device.type if residency.units else "cpu"
+        self._guard = Guard(scopes, params, residency.units)
+        self._token = object()  # whose hooks on saved tensors are ours
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
+        self._wanted: ParamUnit | None = None  # that autograd or a recomputation has asked for last
         self._handles: list[Any] = []
         root = model
         self._depth = 0  # forwards of the root under way
-        self._current: list[list[_Call]] = []  # of each scope: its forwards under way, innermost last
+        # Of each scope: its forwards under way, innermost last.
+        self._current: list[tuple[Scope, list[_Call]]] = []
+        self._root_frames: list[object] = []  # of its forwards under way, hooks on saved tensors
         self._handles.append(
             root.register_forward_pre_hook(_disabled(self._enter), with_kwargs=True, prepend=True)
         )
@@ -101,15 +112,13 @@ class Hooks:
                 self._handles.append(
                     sharded.param.register_post_accumulate_grad_hook(_gradient_hook(self, sharded))
                 )
-        self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
-            id(s.module): [
-                (m, n, p)
-                for m in s.module.modules()
-                for n, p in m._parameters.items()
-                if isinstance(p, nn.Parameter)
-            ]
-            for s in scopes
-        }
+        present = _weak(self._present)
+        self.keys = []  # of units that are saved as references
+        for unit in residency.units:
+            if not unit.resident:
+                self.keys.append(saved.register(unit, present))
+                for sharded in unit.params:
+                    sharded.on_use = functools.partial(_weak(self._use), unit)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -122,27 +131,36 @@ class Hooks:
         self._left = 0
         if (log := self._recorder.log) is not None:
             log.settle()
-        self._lazy = None
         self._depth = 0
-        for current in self._current:
+        for _, current in self._current:
             current.clear()
+        self._root_frames.clear()
+        saved.reset(self._token)
+        self._settle_backward()
+
+    def _settle_backward(self) -> None:
+        """Finish what a backward has left; forwards that it was a part of go on."""
+        self._lazy = self._wanted = None
         self._tasks.clear()
         self._gradients.flush_all()
-        self._residency.forget_users()
+        self._residency.forget_users({scope for scope, current in self._current if current})
 
     # -- forward ----------------------------------------------------------------------------
 
     def _install(self, scope: Scope) -> None:
         current: list[_Call] = []
-        self._current.append(current)
+        self._current.append((scope, current))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._check_replaced(scope)
+            self._guard.check_autocast(scope.name)
+            self._guard.check_replaced(scope)
             self._release_lazy(scope)
+            self._release_wanted()
             if not self._depth and not _in_backward():  # not called through the root
                 self._residency.show(not scope.module.training)
             call = _Call(scope, self._residency.shows_newest)
             current.append(call)
+            call.frame = saved.enter(self._token)
             self._residency.acquire(scope.units, scope)
             if (log := self._recorder.log) is not None:
                 log.enter(call, "recompute" if _in_backward() else "forward", _first(scope))
@@ -152,6 +170,7 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             call = current.pop() if current else _Call(scope, self._residency.shows_newest)
+            saved.leave(call.frame)
             if (log := self._recorder.log) is not None:
                 log.leave(call)
             if torch.is_grad_enabled():
@@ -177,35 +196,33 @@ class Hooks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
         self._check()
-        if torch.is_autocast_enabled(self._device_type):
-            raise PrecisionError(
-                "torch.autocast over offloaded parameters",
-                expected="a forward outside torch.autocast",
-                found=f"autocast({self._device_type!r}) is on: it keeps its own copies of the weights",
-                cure='choose the compute dtype with Config(dtype="bf16")',
-            )
+        self._guard.check_autocast("")
         if self._depth and not _in_backward():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
             self._depth = min(self._depth, _calls_around(module))
         if not _in_backward() and not self._depth:
             self.settle()
-            self._check_params()
-            self._check_added(module)
+            self._guard.check_params()
+            self._guard.check_added(module)
             self._residency.show(not module.training)
             self._residency.schedule.expect(torch.is_grad_enabled())
         self._depth += 1
         if (log := self._recorder.log) is not None and self._depth == 1:
             log.enter(self, "recompute" if _in_backward() else "forward", -1)
         if self._activations is not None:
-            self._activations.enter()
+            self._root_frames.append(
+                saved.enter(self._token, self._activations)
+                if torch.is_grad_enabled() and not _in_backward()  # what is recomputed is used at once
+                else None
+            )
         if self._compute_dtype is torch.float32:
             return None
-        return _cast((args, kwargs), self._compute_dtype)
+        return cast((args, kwargs), self._compute_dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
-        if self._activations is not None:
-            self._activations.leave()
+        if self._root_frames:
+            saved.leave(self._root_frames.pop())
         self._depth = max(0, self._depth - 1)
         if (log := self._recorder.log) is not None and not self._depth:
             log.leave(self)
@@ -216,52 +233,16 @@ class Hooks:
             self._residency.schedule.end_cycle()
         if self._output_dtype is None:
             return None
-        return _cast(output, self._output_dtype)
-
-    def _check_params(self) -> None:
-        for sharded in self._params:
-            sharded.check(self._residency.units[sharded.unit].storage)
-            if sharded.param.requires_grad and not sharded.spec.trainable:
-                raise ParameterChangedError(
-                    f"the parameter {sharded.name!r} was frozen at `wrap` and has no optimizer state",
-                    expected="requires_grad=False",
-                    found="requires_grad=True",
-                    cure="unfreeze it before `wrap`",
-                )
-
-    def _check_added(self, model: nn.Module) -> None:
-        if sum(1 for _ in model.parameters()) == len(self._params):
-            return  # a parameter that was replaced is noticed by its scope
-        known = {id(s.param) for s in self._params}
-        added = [n for n, p in model.named_parameters() if id(p) not in known]
-        raise ParameterChangedError(
-            f"parameters were added after `wrap`: {', '.join(map(repr, added))}"
-            if added
-            else "parameters were removed after `wrap`",
-            expected=f"the {len(known)} parameters that the model had at `wrap`",
-            found=f"{sum(1 for _ in model.parameters())} parameters",
-            cure="build the whole model before `wrap`",
-        )
-
-    def _check_replaced(self, scope: Scope) -> None:
-        for module, name, param in self._scope_params[id(scope.module)]:
-            if module._parameters.get(name) is not param:
-                raise ParameterChangedError(
-                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
-                    "was replaced or removed after `wrap`",
-                    expected="the parameters that the model had at `wrap`",
-                    found="another object",
-                    cure="change the model before `wrap`; edit values inside "
-                    "`with infinity.gathered(params, write=True):`",
-                )
+        return cast(output, self._output_dtype)
 
     # -- backward ---------------------------------------------------------------------------
 
     def _watch(self, output: Any, call: _Call) -> None:
-        tensors = [t for t in _tensors(output) if t.requires_grad]
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
 
         def begins(grad: torch.Tensor) -> None:
             self._queue_end()
+            self._release_wanted()
             self._release_lazy(call.scope)
             self._residency.show(call.newest)
             self._residency.acquire(call.scope.units, call)
@@ -280,7 +261,7 @@ class Hooks:
             self._queue_end()
             self._residency.show(newest)
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(begins)
 
@@ -298,15 +279,50 @@ class Hooks:
 
     def _ends(self, task: int) -> None:
         self._tasks.discard(task)
-        if not self._tasks:
+        if self._tasks:
+            return
+        if self._depth or any(current for _, current in self._current):
+            self._settle_backward()  # it was called inside a forward, which goes on
+        else:
             self.settle()
             self._residency.schedule.end_cycle()
+
+    def _present(self, unit: ParamUnit, newest: bool) -> None:
+        """Have the values of `unit` on the device for whoever unpacks a part of it now."""
+        if unit.state is ParamState.UNSHARDED and unit.in_use and unit.newest == newest:
+            return
+        if unit.state is ParamState.SHARDED:
+            self._check()
+        in_backward = _in_backward()
+        if in_backward:
+            self._queue_end()
+        if self._wanted is not unit:
+            self._release_wanted()
+            self._wanted = unit
+        self._residency.acquire((unit.index,), self, note=in_backward, newest=newest)
+        if not in_backward:
+            self._residency.release((unit.index,), self)
+
+    def _release_wanted(self) -> None:
+        """Let go of what was asked for last; what was unpacked of it holds it as long as it lives."""
+        unit, self._wanted = self._wanted, None
+        if unit is not None:
+            self._residency.release((unit.index,), self)
+
+    def _use(self, unit: ParamUnit) -> bool:
+        """A released parameter is used. Make it present if that is in a backward, where a recomputation
+        or a function of the user's own may need it; return whether it is."""
+        if not _in_backward() or unit.state is ParamState.UNSHARDED:
+            return unit.state is ParamState.UNSHARDED
+        self._present(unit, self._residency.shows_newest)
+        return True
 
     def _backward_ends(self, call: _Call) -> None:
         """The gradients of a scope's inputs are there."""
         for index in call.scope.units:
             self._gradients.flush(self._residency.units[index])
         self._residency.release(call.scope.units, call)
+        self._release_wanted()
         if (log := self._recorder.log) is not None:
             log.leave(call)
 
@@ -320,6 +336,17 @@ class Hooks:
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):
             self._gradients.flush(unit)
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method`, which its object is not kept alive by; it answers False after that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return bound(*args) if bound is not None else False
+
+    return call
 
 
 def _first(scope: Scope) -> int:
@@ -363,51 +390,6 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output: containers, dataclasses and plain objects are looked into."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (str, bytes, int, float, type)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        items = value
-    elif not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not callable(value):
-        items = vars(value).values()
-    for item in items:
-        yield from _tensors(item, seen)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with its tensors changed; containers of unknown kinds stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict) and type(value) is dict:
-        return {k: _map(v, change) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map(v, change) for v in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(v, change) for v in value))
-    if isinstance(value, dict):  # ordered dicts, Hugging Face's ModelOutput: same class, in place
-        for key in list(value):
-            new = _map(value[key], change)
-            if new is not value[key]:
-                value[key] = new
-    return value
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
-
-    return _map(value, change)
-
-
 def _wrap_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
     found: list[torch.Tensor] = []
 
@@ -416,7 +398,7 @@ def _wrap_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
             found.append(tensor)
         return tensor
 
-    _map((args, kwargs), collect)
+    map_tensors((args, kwargs), collect)
     if not found:
         return None
     wrapped = iter(_BackwardEnd.apply(end, *found))  # type: ignore[no-untyped-call]
@@ -424,4 +406,4 @@ def _wrap_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
     def swap(tensor: torch.Tensor) -> torch.Tensor:
         return next(wrapped) if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else tensor
 
-    return _map((args, kwargs), swap)
+    return map_tensors((args, kwargs), swap)

@@ -139,7 +139,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         start = time.perf_counter()
         self._before_step()
-        self._residency.reshard_all()
         present = self._present()
         if self._fp16 and present and not self._scaled:
             raise PrecisionError(
@@ -158,12 +157,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._scale = max(self._scale / 2, 2.0**-14)
             self._good_steps = 0
             self.skipped_steps += 1
+            self._residency.refresh()
             self._after_step(time.perf_counter() - start)
             return loss
         clip = 1.0
         if self._max_grad_norm is not None:
             clip = _clip(self._max_grad_norm, self.grad_norm)
         self._states.adopt_edits()
+        # What does not change stays on the device: frozen units, and those without gradients.
+        self._residency.reshard_all({s.unit for s in present})
         updates = self._updates(present, clip)
         work = self._work(updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
@@ -171,15 +173,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self.delaying:
             # [Note: two versions] The next forward uses what has just been published.
             self._updater.post(work, delayed=True)
-            self._residency.prefetch()
         elif self._update != "sync":
             # [Note: behind the next forward] Units are updated in the order of the forward; each
             # is waited for where it is used, and everything by the next step.
             self._residency.suspend({u.chunk.unit for u in work})
             self._updater.post(work)
-            self._residency.prefetch()
         else:
             self._updater.run(work)
+        self._residency.refresh()
+        if self._update != "sync":
+            self._residency.prefetch()
         self.steps += 1
         if self._fp16:
             self._good_steps += 1
@@ -205,6 +208,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._before_step()
         self._bump(self._residency.publish())
+        self._residency.refresh()
 
     def publish(self) -> None:
         """`flush`, unless edits would be gone.

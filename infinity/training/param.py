@@ -91,6 +91,8 @@ class ReleasedParameter(nn.Parameter):
             if answer is not NotImplemented:
                 return answer
         released = [p for p in _walk((args, kwargs)) if isinstance(p, ReleasedParameter)]
+        if _use(released):
+            return func(*args, **kwargs)
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
@@ -151,6 +153,12 @@ class PendingParameter(nn.Parameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         _settle(self)
         return self.__reduce_ex__(proto)
+
+
+def _use(released: list[ReleasedParameter]) -> bool:
+    """Make parameters present that are used where that is allowed; return whether all are."""
+    known = [sharded_of(p) for p in released]
+    return all(s is not None and s.on_use is not None and s.on_use() for s in known)
 
 
 def _settle(param: PendingParameter) -> None:
@@ -241,6 +249,8 @@ class ShardedParam:
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
+        self.on_use: Callable[[], bool] | None = None  # makes the values present, if that may be now
+        self._accumulator: Any = None
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
@@ -252,7 +262,8 @@ class ShardedParam:
 
     def bind(self, storage: torch.UntypedStorage, byte_offset: int) -> None:
         """Make the parameter a view of its unit's storage. Its identity stays."""
-        view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
         strides, step = [], 1
         for size in reversed(self.spec.shape):
             strides.append(step)
@@ -263,8 +274,33 @@ class ShardedParam:
         view.set_(storage, byte_offset // self.spec.dtype.itemsize, self.spec.shape, tuple(reversed(strides)))
         if storage.nbytes() != held:
             storage.resize_(held)
-        self.param.data = view
-        self.version = self.param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            self.param.data = view
+        self.version = self.current_version
+
+    @property
+    def current_version(self) -> int:
+        """The version counter of the parameter, which every alias of it shares but those by `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(self.param._version)
+
+    def keep_accumulator(self) -> None:
+        """Hold on to the node that accumulates the parameter's gradient. It refers to the parameter, and
+        would come and go with graphs; held, it is a constant of `owners`."""
+        if self.param.requires_grad:
+            with torch.enable_grad():
+                self._accumulator = self.param.view_as(self.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    @property
+    def owners(self) -> int:
+        """How many own the parameter's tensor, in C++: Python is one, a graph that saved it another."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(self.param._use_count())  # type: ignore[attr-defined]
+
+    def lies_in(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the parameter lies in `storage`."""
+        with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
+            return bool(self.param.untyped_storage()._cdata == storage._cdata)
 
     def release(self) -> None:
         """Make every use of the values raise."""
@@ -285,11 +321,8 @@ class ShardedParam:
         if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
             found = f"{param.dtype}, shape {tuple(param.shape)}"
         else:
-            if type(param) is ReleasedParameter:
+            if type(param) is ReleasedParameter or self.lies_in(storage):
                 return
-            with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
-                if param.untyped_storage()._cdata == storage._cdata:
-                    return
             found = "other storage"
         raise ParameterChangedError(
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",

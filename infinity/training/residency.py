@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+import torch
 
 from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
@@ -19,12 +22,15 @@ from .param import ShardedParam
 from .pending import Pending
 from .unit import ParamState, ParamUnit
 
+_T = TypeVar("_T")
+
 
 class Residency:
     """Decides which units are on the device, within a number of bytes.
 
     A unit that nobody uses stays while there is room; when room is needed, the one whose next
-    use is farthest away goes first.
+    use is farthest away goes first. One whose memory somebody else holds stays as long as that lasts,
+    over the budget if need be: [Note: held units].
     """
 
     def __init__(
@@ -44,8 +50,7 @@ class Residency:
         self.fetches = 0
         self.hits = 0
         self.missed = 0  # units that were needed before their fetch had begun
-        self.held = 0
-        self.peak = 0
+        self.peak = 0  # bytes
         self._capacity = capacity
         self._fetcher = fetcher
         self._device = device
@@ -54,6 +59,7 @@ class Residency:
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
         self._warned = False
+        self._warned_of: set[int] = set()  # units that were held when their memory was to go
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
 
     def show(self, newest: bool) -> None:
@@ -64,6 +70,15 @@ class Residency:
     def shows_newest(self) -> bool:
         """Which version they bring: [Note: two versions]."""
         return self._newest
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the units that have their memory and are not resident."""
+        return sum(u.layout.copy_nbytes for u in self.units if u.filled and not u.resident)
+
+    def held(self) -> list[ParamUnit]:
+        """Return the units whose memory somebody else holds, of those that nobody uses."""
+        return [u for u in self.units if u.filled and not u.in_use and u.settled() and u.is_held()]
 
     def acquire(
         self,
@@ -95,7 +110,7 @@ class Residency:
             if unit.state is ParamState.SHARDED:
                 self._make_room(unit)
                 self.missed += 1
-                self._start(unit, urgent=True)
+                self._start_now(unit)
             elif not unit.resident and unit.state is ParamState.FETCHING:
                 self.hits += 1
         if note:
@@ -202,7 +217,7 @@ class Residency:
             self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
         else:
             self._idle([unit])
-            self._drop(unit)
+            self._invalidate(unit)
         unit.newest = newest
 
     def release(self, indices: Iterable[int], user: object) -> None:
@@ -213,10 +228,12 @@ class Residency:
             unit.keepers.discard(user)
         self._idle(units)
 
-    def forget_users(self) -> None:
-        """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
+    def forget_users(self, keep: Collection[object] = ()) -> None:
+        """Drop claims whose owner will never release them (an exception, an abandoned graph); those of
+        `keep` stay. What an interrupt has left between two states is put right."""
         for unit in self.units:
-            unit.users.clear()
+            unit.users.intersection_update(keep)
+            unit.tidy()
         self._idle(self.units)
 
     def _idle(self, units: Sequence[ParamUnit]) -> None:
@@ -230,12 +247,13 @@ class Residency:
                 unit.idle()
             except ParameterChangedError as found:
                 error = error or found
-                self._drop(unit)
+                self._invalidate(unit)
         if error is not None:
             raise error
 
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
-        """Free every unit that is not resident (its copy is about to change).
+        """Free every unit that is not resident (its copy is about to change). `refresh` comes after the
+        change.
 
         Raises:
             ParameterError: one of them is inside a `gathered` block.
@@ -254,32 +272,79 @@ class Residency:
             unit.users.clear()
         self._idle(chosen)
         for unit in chosen:
-            if not unit.resident:
-                self._drop(unit)
+            if unit.resident:
+                unit.stale = unit.is_held()
+            else:
+                self._invalidate(unit)
+
+    def refresh(self) -> None:
+        """Give the memory of changed units that somebody holds its new values; when this returns, an
+        alias shows them."""
+        stale = [u for u in self.units if u.stale]
+        for unit in stale:
+            if unit.resident:
+                self.resume(unit)
+                unit.stale = False
+            else:
+                unit.tidy()
+                if unit.stale:
+                    self._start(unit, urgent=True)
+        for unit in stale:
+            if not unit.resident and unit.filled:
+                self._wait_for(unit, unit.wait_loaded)
 
     def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
-        self.held += unit.layout.copy_nbytes
-        self.peak = max(self.peak, self.held)
-        self.fetches += 1
         self._device.tidy()
         copies = self._copies
         part = copies.newest if unit.newest else copies.published
         unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)
+        self.fetches += 1
+        self.peak = max(self.peak, self.allocated)
 
-    def _drop(self, unit: ParamUnit) -> None:
+    def _start_now(self, unit: ParamUnit) -> None:
+        try:
+            self._start(unit, urgent=True)
+        except torch.OutOfMemoryError:  # what nobody uses yet gives way, within the budget or not
+            for other in self._unused(self._ranks()):
+                self._drop(other)
+            self._start(unit, urgent=True)
+
+    def _drop(self, unit: ParamUnit) -> bool:
+        """Free an idle unit's memory; return whether that could be done."""
+        gone = True
         if unit.state is ParamState.FETCHING:
-            self._wait_for(unit, unit.reshard)
-            self.held -= unit.layout.copy_nbytes
+            gone = self._wait_for(unit, unit.reshard)
+            if not gone and torch._C._current_graph_task_id() == -1:
+                self._warn_held(unit)  # a node of a backward lets go of what it unpacked
+        return gone
 
-    def _wait_for(self, unit: ParamUnit, call: Callable[[], None]) -> None:
+    def _invalidate(self, unit: ParamUnit) -> None:
+        if unit.state is ParamState.FETCHING:
+            self._wait_for(unit, unit.invalidate)
+            if unit.stale:
+                self._warn_held(unit)
+
+    def _warn_held(self, unit: ParamUnit) -> None:
+        if unit.index not in self._warned_of:
+            self._warned_of.add(unit.index)
+            warnings.warn(
+                f"{format_size(unit.layout.copy_nbytes)} of unit {unit.layout.name!r} stay on the device: "
+                "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
+                "array, a view that a module returned). They count as yours, beside device_memory, until it "
+                "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
         """Do what waits for a unit's fetch; if that is under way, the user's thread stalls."""
         fetch = unit.fetch
         if fetch is None or fetch.settled():
-            call()
-            return
+            return call()
         wait = self._recorder.waits()
-        call()
+        result = call()
         self._recorder.waited(wait, *fetch.causes(), unit=unit.index)
+        return result
 
     def _record_unshard(self, unit: ParamUnit) -> None:
         log, fetch = self._recorder.log, unit.fetch
@@ -304,18 +369,20 @@ class Residency:
         return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
 
     def _make_room(self, unit: ParamUnit) -> None:
-        need = unit.layout.copy_nbytes
-        if self.held + need <= self._capacity:
+        need = 0 if unit.filled else unit.layout.copy_nbytes
+        allocated = self.allocated
+        if allocated + need <= self._capacity:
             return
         for other in self._unused(self._ranks()):
-            self._drop(other)
-            if self.held + need <= self._capacity:
-                return
+            if self._drop(other):
+                allocated -= other.layout.copy_nbytes
+                if allocated + need <= self._capacity:
+                    return
         if not self._warned:
             self._warned = True
             warnings.warn(
                 f"unit {unit.layout.name!r} needs {format_size(need)} on the device while other units are in "
-                f"use: {format_size(self.held + need)} instead of the planned "
+                f"use: {format_size(allocated + need)} instead of the planned "
                 f"{format_size(self._capacity)}; more units are used at once than the model's structure "
                 "shows. Name larger units with Config(units=[...]) to have this planned.",
                 RuntimeWarning,
@@ -338,28 +405,33 @@ class Residency:
         for index in self.schedule.upcoming():
             unit = self.units[index]
             lead_here, lead = lead, lead + pace.seconds(index)
-            if index in seen or unit.state is not ParamState.SHARDED:
+            if index in seen or unit.stale or unit.state is not ParamState.SHARDED:
                 if index not in seen and not unit.settled():
                     begun += unit.layout.copy_nbytes
                 seen.add(index)
                 continue
             seen.add(index)
-            need = unit.layout.copy_nbytes
+            need = 0 if unit.filled else unit.layout.copy_nbytes
             if pace.can_wait(lead_here, begun + need) and not self._pending.has_unit(index):
                 return
             begun += need
             if self._newest and self._pending.has_unit(index):
                 return  # which version is the newest is not known yet
-            if self.held + need > self._capacity:
+            allocated = self.allocated
+            if allocated + need > self._capacity:
                 ranks = ranks if ranks is not None else self._ranks()
                 for other in self._unused(ranks):
                     later = ranks.get(other.index, len(ranks) + 1) > ranks[index]
                     if not later or not other.settled():
                         break
-                    self._drop(other)
-                    if self.held + need <= self._capacity:
-                        break
-                if self.held + need > self._capacity:
+                    if self._drop(other):
+                        allocated -= other.layout.copy_nbytes
+                        if allocated + need <= self._capacity:
+                            break
+                if allocated + need > self._capacity:
                     return
             unit.newest = self._newest and self._has_newer(unit)
-            self._start(unit)
+            try:
+                self._start(unit)
+            except torch.OutOfMemoryError:
+                return  # what is fetched for later can be fetched later

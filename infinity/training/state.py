@@ -48,10 +48,7 @@ class States:
         finally:
             while leaving:
                 leaving.popleft().leave()
-        for sharded, offset in zip(unit.params, unit.layout.byte_offsets, strict=True):
-            sharded.bind(unit.storage, offset)
-            if not unit.resident:
-                sharded.release()
+        unit.bind()
 
     def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkVisit]) -> ChunkVisit:
         nbytes = self._places.lease_nbytes(chunk)
@@ -203,6 +200,7 @@ class States:
                 here.leave()
         for sharded in unit.params:
             sharded.version = sharded.param._version
+        unit.looked()
 
     def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
         low, high = segment.start, segment.start + segment.numel
@@ -219,16 +217,29 @@ class States:
                 here.copy[part].copy_(new)
 
     @contextmanager
-    def editing(self, unit: ParamUnit) -> Iterator[None]:
-        """Adopt what is edited of an unsharded unit inside the block, also when it raises."""
+    def editing(self, unit: ParamUnit, named: set[int]) -> Iterator[None]:
+        """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
+        edited, and others that torch knows were; also when the block raises.
+
+        Raises:
+            ParameterChangedError: a parameter was given data of another shape or dtype; the rest is kept.
+        """
         assert unit.state is ParamState.UNSHARDED
         before = [p.param._version for p in unit.params]
         try:
             yield
         finally:
+            moved = {p.index for p in unit.params if not p.lies_in(unit.storage)}
+            refused = unit.rebind()
             edited = {p.index for p, v in zip(unit.params, before, strict=True) if p.param._version != v}
-            if edited:
-                self.adopt(unit, edited)
+            self.adopt(unit, edited | moved | named)
+            if refused:
+                raise ParameterChangedError(
+                    f"the parameter {refused[0].name!r} was given data that do not fit it",
+                    expected=f"{refused[0].spec.dtype}, shape {refused[0].spec.shape}",
+                    found="another dtype or shape; the parameter has the values that it had",
+                    cure="assign data of the same shape and dtype, or copy_() into the parameter",
+                )
 
     def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host."""

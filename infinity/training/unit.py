@@ -2,12 +2,23 @@
 
 One function per legal transition: `prefetch` SHARDED → FETCHING, `unshard` FETCHING → UNSHARDED,
 `idle` UNSHARDED → FETCHING (the storage stays filled, the class is ReleasedParameter), `reshard`
-FETCHING → SHARDED.
+FETCHING → SHARDED. An exception may end each of them between any two lines (a signal handler raises
+where it likes): what is written last is what says that the rest was done.
+
+[Note: held units] Whoever has an alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a
+module returned, a graph that saved it without our hooks) still refers to the unit's memory. Before the
+memory goes the owners of the storage and of the parameters are counted; were there more than when the
+unit was bound, somebody else is among them. Then the memory stays, and new values are written into it, so
+that an alias shows what it shows in torch. Raw addresses (`data_ptr()`, CUDA graphs, IPC) cannot be
+counted.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
+import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -33,15 +44,24 @@ class ParamState(enum.Enum):
 
 
 class ParamUnit:
-    """The parameters of one unit and their storage on the device."""
+    """The parameters of one unit and their storage on the device. `look`: notice edits that torch does
+    not count, by a checksum at every use."""
 
     def __init__(
-        self, layout: UnitLayout, params: Sequence[ShardedParam], device: Device, *, resident: bool
+        self,
+        layout: UnitLayout,
+        params: Sequence[ShardedParam],
+        device: Device,
+        *,
+        resident: bool,
+        look: bool = False,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
         self.resident = resident
         self.state = ParamState.SHARDED
+        self.filled = False  # whether the storage has its memory
+        self.stale = False  # somebody holds the memory, and its values are from before an update
         self.users: set[object] = set()
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.newest = False  # shows the newest version instead of the published: [Note: two versions]
@@ -49,6 +69,13 @@ class ParamUnit:
         self.storage = self._memory.storage
         self._device = device
         self._fetch: Fetch | None = None
+        self._fetcher: Fetcher | None = None
+        self._look = look
+        self._sum = 0
+        places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
+        self._starts = [at for at, _ in places]
+        self._order = [i for _, i in places]
+        self._owners: tuple[int, int, list[int]] | None = None
 
     @property
     def index(self) -> int:
@@ -57,26 +84,89 @@ class ParamUnit:
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
-        tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
-        size = dtype.itemsize
-        return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
+        with torch.inference_mode(False):  # the thread that fills it is not in that mode
+            tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
+            size = dtype.itemsize
+            return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the part of the storage that holds a chunk's copy, in its compute dtype."""
         return self.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
 
+    def param_at(self, offset: int) -> ShardedParam:
+        """Return the parameter that lies at byte `offset` of the storage."""
+        return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
+
+    def bind(self) -> None:
+        """Make the parameters views of the storage, and note how many own that from now on."""
+        for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
+            sharded.bind(self.storage, offset)
+            sharded.keep_accumulator()
+            if not self.resident:
+                sharded.release()
+        self._owners = self._count()
+
+    def _count(self) -> tuple[int, int, list[int]]:
+        storage = self.storage
+        owners = [p.owners for p in self.params]
+        return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage), owners
+
+    def is_held(self) -> bool:
+        """Return whether anybody outside of the engine refers to the unit's memory. Nothing may be on its
+        way to it, and no forward or backward use it. See [Note: held units]."""
+        if self._owners is None:
+            return False
+        memory, references, owners = self._count()
+        before = self._owners
+        if memory > before[0] or references > before[1]:
+            return True
+        # What a graph saved of a resident parameter is for torch to compare.
+        return not self.resident and any(n > b for n, b in zip(owners, before[2], strict=True))
+
+    def rebind(self) -> list[ShardedParam]:
+        """Make parameters that were given other data (`p.data = t`) views of the storage again, with the
+        values of `t`; return those whose data cannot be taken: of another shape or dtype. They are bound
+        again too, with the values that they had."""
+        refused = []
+        for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
+            if sharded.lies_in(self.storage):
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                given, version = sharded.param.data, sharded.version
+            sharded.bind(self.storage, offset)
+            sharded.version = version
+            if given.shape == sharded.spec.shape and given.dtype is sharded.spec.dtype:
+                with torch._C.DisableTorchFunctionSubclass():
+                    sharded.param.data.copy_(given)
+            else:
+                refused.append(sharded)
+        return refused
+
     def make_resident(self) -> None:
         """Give the storage its memory for good."""
         self._memory.fill()
+        self.filled = True
         self.state = ParamState.UNSHARDED
 
     def prefetch(self, fetcher: Fetcher, parts: Mapping[int, str], *, urgent: bool = False) -> None:
-        """SHARDED → FETCHING. Never waits. `parts`: where each chunk's copy is, by its id."""
+        """SHARDED → FETCHING. Does not wait. `parts`: where each chunk's copy is, by its id.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        """
+        self._land()  # one that an interrupt has cut off from its unit
         after = self._device.mark()
-        self._memory.fill()
+        self.filled = True
+        try:
+            self._memory.fill()
+        except Exception:
+            self.filled = False
+            raise
+        fetch = Fetch(self.view(0, self.layout.copy_nbytes), self.layout.chunks, parts, after)
+        self._fetcher, self._fetch = fetcher, fetch
+        fetcher.start(fetch, urgent=urgent)
+        self.stale = False
         self.state = ParamState.FETCHING
-        target = self.view(0, self.layout.copy_nbytes)
-        self._fetch = fetcher.start(target, self.layout.chunks, parts, after, urgent=urgent)
 
     @property
     def fetch(self) -> Fetch | None:
@@ -93,26 +183,37 @@ class ParamUnit:
         for param in self.params:
             param.restore()
 
-    def unshard(self) -> None:
-        """FETCHING → UNSHARDED. The device waits for the copies (on a CPU, the host does)."""
+    def wait_loaded(self) -> None:
+        """Wait until the values are there: the device does (on a CPU, the host). Raises what went wrong."""
         if self._fetch is not None:
             self._device.wait_on_device(self._fetch.wait_issued())
             # The event stays with a fetch that the host has not seen done: reshard asks again.
+
+    def unshard(self) -> None:
+        """FETCHING → UNSHARDED."""
+        self.wait_loaded()
+        if self._look:
+            self._sum = self._checksum()
+        self.state = ParamState.UNSHARDED
         for param in self.params:
             param.restore()
-        self.state = ParamState.UNSHARDED
 
     def idle(self) -> None:
         """UNSHARDED → FETCHING: nobody uses it; the storage stays filled until room is needed.
 
         Raises:
-            ParameterChangedError: a parameter was edited in place, which would be lost.
+            ParameterChangedError: a parameter was edited, which would be lost.
         """
-        edited = [p for p in self.params if p.param._version != p.version]
+        edited = [p for p in self.params if p.current_version != p.version or not p.lies_in(self.storage)]
         for param in self.params:
             param.release()
-            param.version = param.param._version
         self.state = ParamState.FETCHING
+        if edited:
+            self.rebind()
+            for param in self.params:
+                param.version = param.current_version
+        elif self._look and self._sum != self._checksum():
+            edited = list(self.params)
         if edited:
             raise ParameterChangedError(
                 f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
@@ -121,19 +222,58 @@ class ParamUnit:
                 cure="edit inside `with infinity.gathered(params, write=True):`",
             )
 
-    def reshard(self) -> None:
-        """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written."""
+    def looked(self) -> None:
+        """Note that the values are right as they are: an edit of them was taken over."""
+        if self._look:
+            self._sum = self._checksum()
+
+    def _checksum(self) -> int:
+        return zlib.crc32(self.view(0, self.layout.copy_nbytes).cpu().numpy().tobytes())
+
+    def _land(self) -> None:
+        """Wait until nothing is on its way to the storage."""
         fetch = self._fetch
-        if fetch is not None:
+        if fetch is not None and self._fetcher is not None:
+            if not fetch.started:
+                self._fetcher.start(fetch)  # an interrupt came first; once more does no harm
             while not fetch.issued.wait(0.1):
-                pass
+                continue
             if fetch.error is None:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.
                 self._device.wait_on_device(fetch.event)
         self._fetch = None  # not before: an interrupt may end a wait, but not what fills the storage
-        self._memory.drop()
+
+    def reshard(self) -> bool:
+        """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written.
+
+        Returns False, and does nothing, if somebody holds it: [Note: held units]."""
+        for param in self.params:
+            param.release()  # from here on nobody makes an alias
+        self._land()
+        if self.is_held():
+            return False
+        self._free()
+        return True
+
+    def invalidate(self) -> None:
+        """FETCHING → SHARDED: the values are about to be those of another version. What somebody holds
+        keeps its memory, and is `stale`."""
+        if not self.reshard():
+            self.stale = True
+            self.state = ParamState.SHARDED
+
+    def tidy(self) -> None:
+        """Free memory that holds nothing: its owner let go, or an interrupt came before its fetch."""
+        if self.filled and self.state is ParamState.SHARDED:
+            self._land()
+            if not self.is_held():
+                self._free()
+
+    def _free(self) -> None:
         self.state = ParamState.SHARDED
+        self._memory.drop()
+        self.filled = self.stale = False
 
     @property
     def in_use(self) -> bool:

@@ -1,0 +1,85 @@
+"""What must be as it was at `wrap` when a forward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.core.errors import ParameterChangedError, PrecisionError
+
+from .discover import Scope
+from .param import ShardedParam
+from .unit import ParamUnit
+
+
+class Guard:
+    """Looks at a model's parameters, and at autocast, where forwards begin."""
+
+    def __init__(
+        self, scopes: Sequence[Scope], params: Sequence[ShardedParam], units: Sequence[ParamUnit]
+    ) -> None:
+        self._params = params
+        self._units = units
+        self._device_type = units[0].storage.device.type if units else "cpu"
+        self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
+            id(s.module): [
+                (m, n, p)
+                for m in s.module.modules()
+                for n, p in m._parameters.items()
+                if isinstance(p, nn.Parameter)
+            ]
+            for s in scopes
+        }
+
+    def check_autocast(self, name: str) -> None:
+        """Raise `PrecisionError` where torch.autocast is on as the module `name` begins."""
+        if torch.is_autocast_enabled(self._device_type):
+            raise PrecisionError(
+                "torch.autocast over offloaded parameters",
+                expected=f"a forward of {name or 'the model'} outside of torch.autocast",
+                found=f"autocast({self._device_type!r}) is on: it keeps its own copies of the weights",
+                cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave '
+                "mixed precision off",
+            )
+
+    def check_params(self) -> None:
+        """Raise `ParameterChangedError` if a parameter was cast, moved or unfrozen."""
+        for sharded in self._params:
+            sharded.check(self._units[sharded.unit].storage)
+            if sharded.param.requires_grad and not sharded.spec.trainable:
+                raise ParameterChangedError(
+                    f"the parameter {sharded.name!r} was frozen at `wrap` and has no optimizer state",
+                    expected="requires_grad=False",
+                    found="requires_grad=True",
+                    cure="unfreeze it before `wrap`",
+                )
+
+    def check_added(self, model: nn.Module) -> None:
+        """Raise `ParameterChangedError` if the model has other parameters than at `wrap`."""
+        if sum(1 for _ in model.parameters()) == len(self._params):
+            return  # a parameter that was replaced is noticed by its scope
+        known = {id(s.param) for s in self._params}
+        added = [n for n, p in model.named_parameters() if id(p) not in known]
+        raise ParameterChangedError(
+            f"parameters were added after `wrap`: {', '.join(map(repr, added))}"
+            if added
+            else "parameters were removed after `wrap`",
+            expected=f"the {len(known)} parameters that the model had at `wrap`",
+            found=f"{sum(1 for _ in model.parameters())} parameters",
+            cure="build the whole model before `wrap`",
+        )
+
+    def check_replaced(self, scope: Scope) -> None:
+        """Raise `ParameterChangedError` if a parameter of a scope was replaced or removed."""
+        for module, name, param in self._scope_params[id(scope.module)]:
+            if module._parameters.get(name) is not param:
+                raise ParameterChangedError(
+                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
+                    "was replaced or removed after `wrap`",
+                    expected="the parameters that the model had at `wrap`",
+                    found="another object",
+                    cure="change the model before `wrap`; edit values inside "
+                    "`with infinity.gathered(params, write=True):`",
+                )

@@ -1,0 +1,626 @@
+"""Ways in to a unit's memory that are not a forward and the backward of its output: each gives torch's
+result, at the least budget that is accepted and at a large one, in every placement and update mode.
+
+A *door* is a program over a model and an optimizer that returns tensors; it is written once and run by
+plain torch and by the engine. tests/doors.md lists them all.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.core.errors import BudgetError
+
+from .offloaded import config_for
+
+WIDTH, LAYERS = 64, 5
+Tensors = list[torch.Tensor]
+
+
+class Block(nn.Module):
+    """x (batch, width) → what `out` makes of the result and an auxiliary loss."""
+
+    def __init__(self, out: Callable[[torch.Tensor, torch.Tensor], Any], form: str | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 4)
+        self.out, self.form = out, form
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.form is None:
+            y = x + self.mlp(x)
+        else:
+            y = x + checkpoint(self.mlp, x, use_reentrant=self.form == "reentrant")
+        return self.out(y, self.router(y).square().mean())
+
+
+class Net(nn.Module):
+    """x (batch, width) → (batch, width); `take` gets x from what a block returns."""
+
+    def __init__(self, out: Any = lambda y, aux: y, take: Any = lambda r: r, form: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(out, form) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.take = take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.take(block(x))
+        return self.head(x)
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+
+
+class Api:
+    """What a program needs beyond torch: `gathered` and whole gradients."""
+
+    offloaded = False
+
+    def gathered(self, params: Any, *, write: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        return param.grad
+
+
+class Offloaded(Api):
+    offloaded = True
+
+    def gathered(self, params: Any, *, write: bool = False) -> AbstractContextManager[None]:
+        return infinity.gathered(params, write=write)
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        return infinity.gradient(param)
+
+
+Program = Callable[[Any, Any, Api], Tensors]
+DOORS: dict[str, tuple[Callable[[], nn.Module], Program]] = {}
+
+
+def door(make: Callable[[], nn.Module] = Net) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        DOORS[program.__name__] = (make, program)
+        return program
+
+    return add
+
+
+def finish(model: Any, optimizer: Any, api: Api) -> Tensors:
+    """A plain step, and what came of everything before."""
+    optimizer.zero_grad()
+    loss = model(batch(9)).square().mean()
+    loss.backward()
+    optimizer.step()
+    params = []
+    for p in model.parameters():
+        with api.gathered(p):
+            params.append(p.detach().clone())
+    return [loss.detach(), *params]
+
+
+# -- a backward that begins at no output that hooks saw ------------------------------------------
+
+
+def _box(aux: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        box: list[torch.Tensor] = []
+        model = Net(lambda y, a: aux(box, y, a))
+        model.box = box  # type: ignore[assignment]
+        return model
+
+    return make
+
+
+def _append(box: list[torch.Tensor], y: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    box.append(aux)
+    return y
+
+
+@door(_box(_append))
+def side_channel_losses_of_all_blocks(model: Any, optimizer: Any, api: Api) -> Tensors:
+    found = []
+    for step in range(3):
+        model.box.clear()
+        loss = model(batch(step)).square().mean()
+        (loss + sum(model.box)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *finish(model, optimizer, api)]
+
+
+@door(_box(_append))
+def a_backward_from_the_first_side_channel_alone(model: Any, optimizer: Any, api: Api) -> Tensors:
+    model(batch())
+    model.box[0].backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door(_box(_append))
+def side_channels_one_after_the_other(model: Any, optimizer: Any, api: Api) -> Tensors:
+    model(batch())
+    for aux in model.box:
+        aux.backward(retain_graph=True)
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+def _recomputed_box(form: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        box: list[torch.Tensor] = []
+        model = Net(lambda y, a: _append(box, y, a), form=form)
+        model.box = box  # type: ignore[assignment]
+        return model
+
+    return make
+
+
+@door(_recomputed_box("non-reentrant"))
+def a_side_channel_behind_recomputation(model: Any, optimizer: Any, api: Api) -> Tensors:
+    loss = model(batch().requires_grad_()).square().mean()
+    model.box[1].backward(retain_graph=True)
+    (loss + model.box[3]).backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door(_recomputed_box("reentrant"))
+def a_side_channel_behind_reentrant_recomputation(model: Any, optimizer: Any, api: Api) -> Tensors:
+    model(batch().requires_grad_())
+    model.box[1].backward()
+    model(batch(1).requires_grad_())
+    model.box[-1].backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("aux", "y")
+    y: torch.Tensor
+    aux: torch.Tensor
+
+
+def _closure(y: torch.Tensor, aux: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda: (y, aux)
+
+
+ODD: dict[str, tuple[Any, Any]] = {
+    "slotted": (lambda y, a: Slotted(y, a), lambda r: (r.y, r.aux)),
+    "deque": (lambda y, a: collections.deque([y, a]), tuple),
+    "frozenset": (
+        lambda y, a: frozenset([y, a]),
+        lambda r: tuple(sorted(r, key=lambda t: -t.dim())),
+    ),
+    "iterator": (lambda y, a: iter([y, a]), tuple),
+    "values": (lambda y, a: {"y": y, "aux": a}.values(), tuple),
+    "closure": (_closure, lambda r: r()),
+}
+
+
+def _odd(kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        out, take = ODD[kind]
+        box: list[torch.Tensor] = []
+
+        def keep(result: Any) -> torch.Tensor:
+            y, aux = take(result)
+            box.append(aux)
+            return y  # type: ignore[no-any-return]
+
+        model = Net(out, keep)
+        model.box = box  # type: ignore[assignment]
+        return model
+
+    return make
+
+
+def _odd_outputs(model: Any, optimizer: Any, api: Api) -> Tensors:
+    for step in range(2):
+        model.box.clear()
+        loss = model(batch(step)).square().mean()
+        (loss + sum(model.box)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(model, optimizer, api)
+
+
+for _kind in ODD:
+    DOORS[f"odd_output_{_kind}"] = (_odd(_kind), _odd_outputs)
+
+
+@door()
+def a_gradient_penalty(model: Any, optimizer: Any, api: Api) -> Tensors:
+    x = batch().requires_grad_()
+    out = model(x).square().mean()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + grad.square().sum()).backward()
+    optimizer.step()
+    return [grad.detach(), *finish(model, optimizer, api)]
+
+
+@door()
+def grad_of_grad_of_grad(model: Any, optimizer: Any, api: Api) -> Tensors:
+    x = batch().requires_grad_()
+    out = model(x).square().mean()
+    (one,) = torch.autograd.grad(out, x, create_graph=True)
+    (two,) = torch.autograd.grad(one.square().sum(), x, create_graph=True)
+    two.square().sum().backward()
+    optimizer.step()
+    return [one.detach(), two.detach(), *finish(model, optimizer, api)]
+
+
+class Force(Net):
+    """A model that takes a gradient inside of its forward, as interatomic potentials do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
+@door(Force)
+def a_gradient_inside_a_forward(model: Any, optimizer: Any, api: Api) -> Tensors:
+    with torch.no_grad():
+        still = model(batch(3))
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [still.detach(), *finish(model, optimizer, api)]
+
+
+@door()
+def a_double_backward_of_one_graph(model: Any, optimizer: Any, api: Api) -> Tensors:
+    loss = model(batch()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door()
+def two_graphs_backward_in_the_order_of_the_forwards(model: Any, optimizer: Any, api: Api) -> Tensors:
+    losses = [model(batch(k)).square().mean() for k in range(2)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door()
+def a_part_of_the_graph(model: Any, optimizer: Any, api: Api) -> Tensors:
+    x = model.blocks[0](batch())
+    y = model.blocks[1](x)
+    loss = y.square().mean()
+    model(batch(5)).sum()  # never used
+    (g,) = torch.autograd.grad(loss, x)
+    return [g, *finish(model, optimizer, api)]
+
+
+# -- a graph that is made inside `gathered` ------------------------------------------------------
+
+
+@door()
+def a_graph_made_inside_gathered(model: Any, optimizer: Any, api: Api) -> Tensors:
+    with api.gathered(model.blocks[0]):
+        penalty = sum(p.square().sum() for p in model.blocks[0].parameters())
+        product = (model.blocks[0].up.weight @ model.blocks[0].down.weight).square().mean()
+    loss = model(batch()).square().mean()
+    (loss + 1e-2 * penalty + product).backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door()
+def a_loss_over_all_weights(model: Any, optimizer: Any, api: Api) -> Tensors:
+    total = torch.zeros(())
+    for p in model.parameters():
+        with api.gathered(p):
+            total = total + p.square().sum()
+    (model(batch()).square().mean() + 1e-2 * total).backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+@door()
+def hooks_of_the_users_around_and_inside(model: Any, optimizer: Any, api: Api) -> Tensors:
+    seen = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen.append(t.shape)
+        return t.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(batch()).square().mean()
+    assert seen
+    handle = model.blocks[2].up.register_forward_pre_hook(lambda m, a: None)
+    up = model.blocks[2].mlp
+    model.blocks[2].mlp = lambda x: _inside(up, x, pack)
+    other = model(batch(1)).square().mean()
+    model(batch(4))  # takes everybody's room
+    other.backward()
+    loss.backward()
+    del model.blocks[2].mlp
+    handle.remove()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+def _inside(call: Any, x: torch.Tensor, pack: Any) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return call(x)  # type: ignore[no-any-return]
+
+
+class Functional(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _functional_block(y: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    slope = torch.func.grad(lambda t: (t.sin() * t).sum())(y.detach())
+    return y + slope
+
+
+@door(lambda: Net(_functional_block))
+def torch_func_inside_a_block(model: Any, optimizer: Any, api: Api) -> Tensors:
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    return finish(model, optimizer, api)
+
+
+class FunctionalWeight(nn.Module):
+    """A block that takes the gradient with respect to its input through its own weight, by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda t: torch.tanh(self.lin(t)).sum())(x)
+        return x + slope  # type: ignore[no-any-return]
+
+
+class FunctionalNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(FunctionalWeight() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@door(FunctionalNet)
+def torch_func_over_weights(model: Any, optimizer: Any, api: Api) -> Tensors:
+    for step in range(2):
+        loss = model(batch(step)).square().mean()
+        model(batch(7))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(model, optimizer, api)
+
+
+# -- an alias that outlives its unit -------------------------------------------------------------
+
+
+@door()
+def detached_parameters_of_all_units(model: Any, optimizer: Any, api: Api) -> Tensors:
+    kept = {}
+    for name, p in model.named_parameters():
+        with api.gathered(p):
+            kept[name] = p.detach().cpu()
+    model(batch())
+    first = [t.clone() for t in kept.values()]
+    model(batch(1)).square().mean().backward()
+    optimizer.step()
+    after = [t.clone() for t in kept.values()]  # torch's alias shows the new values
+    return [*first, *after, *finish(model, optimizer, api), *kept.values()]
+
+
+@door()
+def data_numpy_and_views(model: Any, optimizer: Any, api: Api) -> Tensors:
+    with api.gathered(model):
+        data = model.blocks[0].up.weight.data
+        array = model.blocks[1].up.weight.detach().numpy()
+        view = model.blocks[2].up.weight.t()[3:5]
+        storage = model.blocks[3].up.bias.untyped_storage()
+    found = []
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [data.clone(), torch.from_numpy(array).clone(), view.detach().clone()]
+    del storage
+    return [*found, *finish(model, optimizer, api)]
+
+
+@door()
+def the_state_dict_of_a_layer(model: Any, optimizer: Any, api: Api) -> Tensors:
+    with api.gathered(model.blocks[0]):
+        state = model.blocks[0].state_dict()
+    model(batch())
+    return [*(v.clone() for v in state.values()), *finish(model, optimizer, api)]
+
+
+class Viewing(nn.Module):
+    """A layer that returns a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.t()[:, :]
+
+
+class ViewingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Viewing() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer()))
+        return x
+
+
+@door(ViewingNet)
+def a_module_that_returns_a_view_of_its_weight(model: Any, optimizer: Any, api: Api) -> Tensors:
+    for step in range(2):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(model, optimizer, api)
+
+
+@door()
+def an_alias_across_loading(model: Any, optimizer: Any, api: Api) -> Tensors:
+    with api.gathered(model):
+        alias = model.blocks[0].up.weight.detach()
+        state = {k: v.detach().clone() * 2 for k, v in model.state_dict().items()}
+    model(batch())
+    model.load_state_dict(state)
+    return [alias.clone(), *finish(model, optimizer, api), alias]
+
+
+# -- edits ---------------------------------------------------------------------------------------
+
+
+@door()
+def edits_that_torch_does_not_count(model: Any, optimizer: Any, api: Api) -> Tensors:
+    found = []
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        block = model.blocks[step]
+        with api.gathered(block, write=True):
+            block.up.weight.data.mul_(0.5)
+            block.down.weight.data = block.down.weight.data + 0.125
+            block.router.weight.detach().numpy()[:] *= 2
+            block.up.bias.data.copy_(torch.ones(2 * WIDTH))
+        found.append(model(batch(8)).detach())
+        found += [v.clone() for v in model.state_dict().values()]
+    return [*found, *finish(model, optimizer, api)]
+
+
+@door()
+def a_vector_to_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
+    params = list(model.parameters())
+    with api.gathered(params):
+        vector = nn.utils.parameters_to_vector(params).detach().clone()
+    with api.gathered(params, write=True):
+        nn.utils.vector_to_parameters(vector * 0.5, params)
+    return [model(batch()).detach(), *finish(model, optimizer, api)]
+
+
+@door()
+def an_input_that_a_block_does_not_use(model: Any, optimizer: Any, api: Api) -> Tensors:
+    return finish(model, optimizer, api)
+
+
+# -- running them --------------------------------------------------------------------------------
+
+
+def by_torch(name: str) -> Tensors:
+    make, program = DOORS[name]
+    model = make()
+    return program(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1), Api())
+
+
+def least(make: Callable[[], nn.Module], config: infinity.Config, setting: str) -> int:
+    """The least value of a budget that is accepted, as the refusal says it."""
+    model = make()
+    try:
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config.replace(**{setting: 4096}))
+    except BudgetError as error:
+        return int(re.search(r"\((\d+) bytes\)", str(error.expected))[1])  # type: ignore[index]
+    raise AssertionError("4 KiB were accepted")
+
+
+def by_engine(name: str, folder: Path, budget: str, where: str, mode: str, **settings: Any) -> Tensors:
+    make, program = DOORS[name]
+    config = config_for(
+        folder,
+        **{
+            "device_memory": "64MiB",
+            **dict.fromkeys(("parameters", "optimizer_state", "gradients"), where),
+            "update": mode,
+            **settings,
+        },
+    )
+    if budget == "least":
+        config = config.replace(device_memory=least(make, config, "device_memory"))
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*something outside of the engine refers.*", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*more units are used at once.*", RuntimeWarning)
+        model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
+        try:
+            found = [t.detach().clone() for t in program(model, optimizer, Offloaded())]
+        finally:
+            infinity.close(model)
+    return found
+
+
+def assert_close(found: Tensors, wanted: Tensors) -> None:
+    assert len(found) == len(wanted)
+    for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        scale = float(b.abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(
+            a, b, rtol=1e-5, atol=1e-6 * max(scale, 1e-3), msg=lambda m, i=index: f"{i}: {m}"
+        )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+@pytest.mark.parametrize("budget", ["least", "large"])
+@pytest.mark.parametrize("name", DOORS)
+def test_door(name: str, budget: str, where: str, tmp_path: Path) -> None:
+    wanted = [t.detach().clone() for t in by_torch(name)]
+    for mode in ("sync", "overlap", "delayed"):
+        assert_close(by_engine(name, tmp_path, budget, where, mode), wanted)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_door_with_parameters_on_the_device(name: str, tmp_path: Path) -> None:
+    wanted = [t.detach().clone() for t in by_torch(name)]
+    for mode in ("sync", "overlap", "delayed"):
+        found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
+        assert_close(found, wanted)

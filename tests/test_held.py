@@ -1,0 +1,271 @@
+"""Who holds a unit's memory: it stays as long as that lasts, is counted, and plain training holds none."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionError
+from infinity.surface.engine import engine_of
+
+from .models import case
+from .offloaded import config_for
+from .test_doors import DOORS, Net, batch, least
+
+KINDS = ["gpt", "cnn", "lstm", "moe", "llama"]
+
+
+def wrapped(folder: Path, model: nn.Module | None = None, **settings: Any) -> tuple[Any, Any]:
+    model = model or Net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
+    return infinity.wrap(model, optimizer, config_for(folder, **settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_plain_training_holds_nothing(kind: str, mode: str, tmp_path: Path) -> None:
+    example = case(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model, optimizer = wrapped(
+            tmp_path, example.model, update=mode, delay_warmup_steps=1, device_memory="900KiB"
+        )
+        for step in range(4):
+            example.loss(model, example.batches[step]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                example.loss(model.eval(), example.batches[step])
+            model.train()
+            metrics = infinity.metrics(optimizer)
+            assert metrics["memory/held_units"] == metrics["memory/held(GiB)"] == 0
+        engine = engine_of(model)
+        assert engine.residency.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        infinity.close(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "side_channel_losses_of_all_blocks",
+        "side_channels_one_after_the_other",
+        "a_side_channel_behind_recomputation",
+        "a_gradient_penalty",
+        "a_graph_made_inside_gathered",
+        "hooks_of_the_users_around_and_inside",
+    ],
+)
+def test_what_autograd_saves_stays_within_the_budget(name: str, tmp_path: Path) -> None:
+    """References hold no memory: the least budget is enough, whatever the graph spans."""
+    from .test_doors import Offloaded
+
+    make, program = DOORS[name]
+    budget = least(make, config_for(tmp_path), "device_memory")
+    model, optimizer = wrapped(tmp_path, make(), device_memory=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        program(model, optimizer, Offloaded())
+    engine = engine_of(model)
+    assert engine.residency.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    assert not engine.residency.held()
+    infinity.close(model)
+
+
+def test_a_held_unit_is_counted_warned_of_once_and_goes_when_it_is_let_go(tmp_path: Path) -> None:
+    make = Net
+    budget = least(make, config_for(tmp_path), "device_memory")
+    model, optimizer = wrapped(tmp_path, make(), device_memory=budget)
+    with infinity.gathered(model.blocks[0]):
+        alias = model.blocks[0].up.weight.detach()
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([w for w in record if "stay on the device" in str(w.message)]) == 1
+    nbytes = engine_of(model).units[0].layout.copy_nbytes
+    metrics = infinity.metrics(optimizer)
+    assert metrics["memory/held_units"] == 1
+    assert metrics["memory/held(GiB)"] == nbytes / 2**30
+    with infinity.gathered(model.blocks[0]):
+        assert torch.equal(alias, model.blocks[0].up.weight)
+    del alias
+    gc.collect()
+    assert infinity.metrics(optimizer)["memory/held_units"] == 0
+    model(batch())
+    model(batch())
+    engine = engine_of(model)
+    assert engine.residency.allocated <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    infinity.close(model)
+
+
+def test_a_graph_from_before_a_step_fails_as_in_torch(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path)
+    loss = model(batch()).square().mean()
+    model(batch(1)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    infinity.close(model)
+
+
+def test_an_activation_edited_in_place_fails_as_in_torch(tmp_path: Path) -> None:
+    class Editing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks[0](x)
+            z = y.tanh()
+            z.exp().sum()
+            w = self.blocks[1](z)
+            z.mul_(2)
+            return w  # type: ignore[no-any-return]
+
+    model, _ = wrapped(tmp_path, Editing())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(batch()).sum().backward()
+    infinity.close(model)
+
+
+def test_a_backward_after_close_says_so(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path, device_memory=least(Net, config_for(tmp_path), "device_memory"))
+    loss = model(batch()).square().mean()
+    infinity.close(model)
+    with pytest.raises(ClosedError, match="closed"):
+        loss.backward()
+
+
+def test_frozen_and_unchanged_units_are_not_fetched_again(tmp_path: Path) -> None:
+    model = Net()
+    for block in list(model.blocks)[1:]:
+        block.requires_grad_(False)
+    model, optimizer = wrapped(tmp_path, model)
+    for step in range(4):
+        before = infinity.metrics(optimizer)["fetch/units"]
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:
+            assert infinity.metrics(optimizer)["fetch/units"] - before <= 2, step  # block 0 and the head
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("where", ["around a submodule", "inside forward", "around forward"])
+def test_autocast_is_refused_wherever_a_unit_begins(where: str, tmp_path: Path) -> None:
+    class Casting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    model, _ = wrapped(tmp_path, Casting() if where == "inside forward" else Net())
+    if where == "around forward":  # as accelerate does
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    call = model
+    if where == "around a submodule":
+        call = torch.autocast("cpu", dtype=torch.bfloat16)(lambda x: model.blocks[0](x))
+    with pytest.raises(PrecisionError, match="autocast"):
+        call(batch())
+    infinity.close(model)
+
+
+def double(module: Any, args: Any) -> None:
+    module.up.weight.data.mul_(2)
+
+
+def test_edits_that_torch_does_not_count_are_found_when_asked_for(tmp_path: Path) -> None:
+    class Editing(Net):
+        edits = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks[0](x)
+            if self.edits:
+                self.blocks[0].register_forward_pre_hook(double)
+            return self.blocks[0](y)  # type: ignore[no-any-return]
+
+    model, optimizer = wrapped(tmp_path, Editing(), check_edits=True)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        with infinity.gathered(model.blocks[0], write=True):
+            model.blocks[0].up.weight.data.mul_(0.5)  # is kept, and is no edit afterwards
+    with pytest.raises(ParameterChangedError, match="edited"), infinity.gathered(model.blocks[0]):
+        model.blocks[0].up.weight.data.mul_(2)
+    model.edits = True
+    with pytest.raises(ParameterChangedError, match="edited"):
+        model(batch())
+    infinity.close(model)
+
+
+def test_data_of_another_shape_is_refused_and_the_rest_is_kept(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    block = model.blocks[0]
+
+    def edit() -> None:
+        with infinity.gathered(block, write=True):
+            block.up.bias.data.fill_(3)
+            block.up.weight.data = torch.zeros(2, 2)
+
+    with pytest.raises(ParameterChangedError, match="do not fit"):
+        edit()
+    with infinity.gathered(block):
+        assert torch.equal(block.up.bias, torch.full_like(block.up.bias, 3))
+        assert block.up.weight.shape == (128, 64)
+        assert block.up.weight.abs().sum() > 0
+    model(batch())
+    infinity.close(model)
+
+
+def test_data_given_outside_of_a_block_is_refused(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    with pytest.raises(ParameterChangedError, match="edited"), infinity.gathered(model.blocks[0]):
+        model.blocks[0].up.weight.data = torch.zeros(128, 64)
+    model(batch())  # goes on with the values that it had
+    infinity.close(model)
+
+
+def _out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_a_prefetch_that_finds_no_memory_is_no_error(tmp_path: Path) -> None:
+    """And one that is needed makes room and tries again; what counts bytes stays right."""
+    model, optimizer = wrapped(tmp_path, update="sync")
+    engine = engine_of(model)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.residency.reshard_all()
+    for unit in engine.units[2:]:
+        unit._memory.fill = _out_of_memory  # type: ignore[method-assign]
+    engine.residency.prefetch()
+    assert engine.residency.allocated == sum(u.layout.copy_nbytes for u in engine.units if u.filled)
+    assert not any(u.filled for u in engine.units[2:])
+    with pytest.raises(torch.OutOfMemoryError):
+        model(batch())
+    assert not any(u.filled for u in engine.units[2:])
+    for unit in engine.units[2:]:
+        del unit._memory.fill
+    wanted = model(batch())
+    assert torch.equal(model(batch()), wanted)
+    infinity.close(model)
+
+
+def test_evaluation_in_inference_mode_and_then_training(tmp_path: Path) -> None:
+    budget = least(Net, config_for(tmp_path), "device_memory")
+    model, optimizer = wrapped(tmp_path, device_memory=budget)
+    plain = Net()
+    with torch.inference_mode():
+        assert torch.equal(model(batch()), plain(batch()))
+    loss = model(batch()).square().mean()
+    loss.backward()
+    optimizer.step()
+    wanted = plain(batch()).square().mean()
+    assert torch.equal(loss, wanted)
+    infinity.close(model)
