@@ -4,16 +4,15 @@ No pairing of pre- and post-hooks is assumed. Recomputation stops early, so a fo
 its end; its reentrant form and shared layers fire twice. So claims on units are sets of owners,
 and what an owner did not release is dropped at the next forward from outside.
 
-A backward of a scope begins when the gradient of one of its outputs is there (a hook on each
-output) and ends when the gradients of its inputs are (an autograd function on the inputs, as in
-FSDP2); what lacks either end is settled when the outermost backward ends. A backward that begins
-elsewhere makes a unit present where autograd asks for what it saved of it ([Note: references]), or where
-a recomputation uses it.
+A backward of a scope begins when the gradient of one of its outputs is there (a hook on each output) and
+ends when the gradients of its inputs are (hooks on aliases of them); what lacks either end is settled when
+the outermost backward ends. A backward that begins elsewhere makes a unit present where autograd asks for
+what it saved of it ([Note: references]), or where a recomputation uses it; and so does a forward that uses
+a parameter of another scope.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,20 +47,6 @@ class _Call:
         self.newest = newest  # the version that it used: [Note: two versions]
 
 
-class _BackwardEnd(torch.autograd.Function):
-    """The identity on a scope's inputs; its backward tells that theirs is over."""
-
-    @staticmethod
-    def forward(ctx: Any, end: Callable[[], None], *inputs: torch.Tensor) -> Any:
-        ctx.end = end
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.end()
-        return (None, *grads)
-
-
 class Hooks:
     """Installs the hooks on a model and takes them off again."""
 
@@ -94,7 +79,7 @@ class Hooks:
         self._token = object()  # whose hooks on saved tensors are ours
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
-        self._wanted: ParamUnit | None = None  # that autograd or a recomputation has asked for last
+        self._wanted: tuple[int, ...] = ()  # units that were asked for last, by autograd or by an operator
         self._handles: list[Any] = []
         root = model
         self._depth = 0  # forwards of the root under way
@@ -112,13 +97,13 @@ class Hooks:
                 self._handles.append(
                     sharded.param.register_post_accumulate_grad_hook(_gradient_hook(self, sharded))
                 )
-        present = _weak(self._present)
+        present, use = _weak(self._present), _weak(self._use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
             if not unit.resident:
                 self.keys.append(saved.register(unit, present))
                 for sharded in unit.params:
-                    sharded.on_use = functools.partial(_weak(self._use), unit)
+                    sharded.on_use = use
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -140,7 +125,7 @@ class Hooks:
 
     def _settle_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
-        self._lazy = self._wanted = None
+        self._lazy, self._wanted = None, ()
         self._tasks.clear()
         self._gradients.flush_all()
         self._residency.forget_users({scope for scope, current in self._current if current})
@@ -165,12 +150,13 @@ class Hooks:
             if (log := self._recorder.log) is not None:
                 log.enter(call, "recompute" if _in_backward() else "forward", _first(scope))
             if torch.is_grad_enabled():
-                return _wrap_inputs(args, kwargs, lambda: self._backward_ends(call))
+                return _watch_inputs(args, kwargs, lambda: self._backward_ends(call))
             return None
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             call = current.pop() if current else _Call(scope, self._residency.shows_newest)
             saved.leave(call.frame)
+            self._release_wanted()
             if (log := self._recorder.log) is not None:
                 log.leave(call)
             if torch.is_grad_enabled():
@@ -209,12 +195,9 @@ class Hooks:
         self._depth += 1
         if (log := self._recorder.log) is not None and self._depth == 1:
             log.enter(self, "recompute" if _in_backward() else "forward", -1)
-        if self._activations is not None:
-            self._root_frames.append(
-                saved.enter(self._token, self._activations)
-                if torch.is_grad_enabled() and not _in_backward()  # what is recomputed is used at once
-                else None
-            )
+        # What is recomputed is used at once.
+        offload = self._activations if torch.is_grad_enabled() and not _in_backward() else None
+        self._root_frames.append(saved.enter(self._token, offload))
         if self._compute_dtype is torch.float32:
             return None
         return cast((args, kwargs), self._compute_dtype)
@@ -223,6 +206,7 @@ class Hooks:
         """After the root's forward, also when it raised."""
         if self._root_frames:
             saved.leave(self._root_frames.pop())
+        self._release_wanted()
         self._depth = max(0, self._depth - 1)
         if (log := self._recorder.log) is not None and not self._depth:
             log.leave(self)
@@ -281,7 +265,7 @@ class Hooks:
         self._tasks.discard(task)
         if self._tasks:
             return
-        if self._depth or any(current for _, current in self._current):
+        if self._is_in_forward():
             self._settle_backward()  # it was called inside a forward, which goes on
         else:
             self.settle()
@@ -293,29 +277,37 @@ class Hooks:
             return
         if unit.state is ParamState.SHARDED:
             self._check()
+        self._want((unit.index,), newest)
+        if not _in_backward():
+            self._release_wanted()
+
+    def _use(self, units: Sequence[int]) -> bool:
+        """Released parameters of `units` are used. Make all of these present if that is in a forward or a
+        backward: a module may use another one's parameter, a recomputation what is released by then.
+        Return whether they are."""
+        if not (_in_backward() or self._is_in_forward()):
+            return False
+        self._check()
+        self._want(tuple(dict.fromkeys(units)), self._residency.shows_newest)
+        return True
+
+    def _want(self, units: tuple[int, ...], newest: bool) -> None:
+        """Have `units` present until others are wanted or a scope begins or ends."""
         in_backward = _in_backward()
         if in_backward:
             self._queue_end()
-        if self._wanted is not unit:
+        if self._wanted != units:
             self._release_wanted()
-            self._wanted = unit
-        self._residency.acquire((unit.index,), self, note=in_backward, newest=newest)
-        if not in_backward:
-            self._residency.release((unit.index,), self)
+            self._wanted = units
+        self._residency.acquire(units, self, note=in_backward or self._is_in_forward(), newest=newest)
 
     def _release_wanted(self) -> None:
         """Let go of what was asked for last; what was unpacked of it holds it as long as it lives."""
-        unit, self._wanted = self._wanted, None
-        if unit is not None:
-            self._residency.release((unit.index,), self)
+        units, self._wanted = self._wanted, ()
+        self._residency.release(units, self)
 
-    def _use(self, unit: ParamUnit) -> bool:
-        """A released parameter is used. Make it present if that is in a backward, where a recomputation
-        or a function of the user's own may need it; return whether it is."""
-        if not _in_backward() or unit.state is ParamState.UNSHARDED:
-            return unit.state is ParamState.UNSHARDED
-        self._present(unit, self._residency.shows_newest)
-        return True
+    def _is_in_forward(self) -> bool:
+        return bool(self._depth) or any(current for _, current in self._current)
 
     def _backward_ends(self, call: _Call) -> None:
         """The gradients of a scope's inputs are there."""
@@ -390,20 +382,19 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _wrap_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
+def _watch_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
+    """Have `end` called in a backward when the gradients of those inputs are there that it reaches; return
+    the inputs. Each is an alias, so that its gradient is complete before anybody else hears of it."""
     found: list[torch.Tensor] = []
 
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            found.append(tensor)
+            found.append(tensor.view_as(tensor))
+            return found[-1]
         return tensor
 
-    map_tensors((args, kwargs), collect)
+    inputs = map_tensors((args, kwargs), alias)
     if not found:
         return None
-    wrapped = iter(_BackwardEnd.apply(end, *found))  # type: ignore[no-untyped-call]
-
-    def swap(tensor: torch.Tensor) -> torch.Tensor:
-        return next(wrapped) if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else tensor
-
-    return map_tensors((args, kwargs), swap)
+    torch.autograd.graph.register_multi_grad_hook(found, lambda grads: end())
+    return inputs

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ class ReleasedParameter(nn.Parameter):
                 return answer
         released = [p for p in _walk((args, kwargs)) if isinstance(p, ReleasedParameter)]
         if _use(released):
-            return func(*args, **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():  # who is still released belongs to another engine
+                return func(*args, **kwargs)
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
@@ -158,7 +159,12 @@ class PendingParameter(nn.Parameter):
 def _use(released: list[ReleasedParameter]) -> bool:
     """Make parameters present that are used where that is allowed; return whether all are."""
     known = [sharded_of(p) for p in released]
-    return all(s is not None and s.on_use is not None and s.on_use() for s in known)
+    for sharded in known:
+        if sharded is None or sharded.on_use is None:
+            return False
+        if not sharded.on_use([s.unit for s in known if s is not None and s.on_use is sharded.on_use]):
+            return False
+    return True
 
 
 def _settle(param: PendingParameter) -> None:
@@ -249,7 +255,8 @@ class ShardedParam:
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
-        self.on_use: Callable[[], bool] | None = None  # makes the values present, if that may be now
+        # Makes all units of these numbers present at once, if that may be now; returns whether.
+        self.on_use: Callable[[Sequence[int]], bool] | None = None
         self._accumulator: Any = None
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
