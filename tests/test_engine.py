@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -626,6 +627,9 @@ def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
     engine = use()
     gc.collect()
     assert engine() is None
+    until = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
     assert threading.active_count() <= before
     infinity.close(infinity.wrap(*build(), config)[1])  # the directory is free again
 
