@@ -57,9 +57,10 @@ class ParamUnit:
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
-        tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
         size = dtype.itemsize
-        return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
+        with torch.inference_mode(False):  # else no other thread may copy into what a user's forward asks for
+            tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
+            return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the part of the storage that holds a chunk's copy, in its compute dtype."""
