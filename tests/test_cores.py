@@ -56,6 +56,8 @@ def test_adam_leaves_a_core_to_each_ring_beside_a_device_of_its_own() -> None:
     assert adam_threads(16, staged=True, rings=1) == 15
     assert adam_threads(16, staged=True, rings=4) == 12
     assert adam_threads(2, staged=True, rings=4) == 1
+    assert adam_threads(16, staged=True, rings=0) == 15  # the thread that launches kernels has one
+    assert adam_threads(1, staged=True, rings=0) == 1
     assert adam_threads(16, staged=False, rings=4) == 16
 
 
@@ -66,7 +68,7 @@ def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert threads_of(two, staged=True) == 6
     assert threads_of(two, staged=False) == 8
     assert threads_of(two.replace(threads=3), staged=True) == 3
-    assert threads_of(infinity.Config(nvme=folders), staged=True) == 8  # nothing is on NVMe: no ring
+    assert threads_of(infinity.Config(nvme=folders), staged=True) == 7  # nothing is on NVMe: no ring
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("", 1), ("4", 4), ("0", 1), ("-2", 1), ("many", 1), ("1", 1)])

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -626,6 +627,9 @@ def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
     engine = use()
     gc.collect()
     assert engine() is None
+    until = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
     assert threading.active_count() <= before
     infinity.close(infinity.wrap(*build(), config)[1])  # the directory is free again
 
@@ -643,6 +647,29 @@ def test_eval_generation_and_inference_mode(wrapped: Wrapped) -> None:
     model.train()
     reference.train()
     assert train(model, optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
+
+
+def test_what_a_forward_under_inference_mode_fetches_may_be_filled_by_another_thread(
+    wrapped: Wrapped,
+) -> None:
+    """torch forbids that for tensors that are made under inference_mode. A host device does not ask torch."""
+    model, optimizer = wrapped
+    device = engine_of(model).device
+    h2d, targets = device.h2d, []
+
+    def noting(target: torch.Tensor, source: torch.Tensor, *after: Any, **options: Any) -> Any:
+        target.copy_(target.clone())  # as a device of its own does, on the thread that loads
+        targets.append(target)
+        return h2d(target, source, *after, **options)
+
+    device.h2d = noting
+    model.eval()
+    with torch.inference_mode():
+        model(tokens(7))
+    model.train()
+    train(model, optimizer, 2)
+    assert targets
+    assert not any(target.is_inference() for target in targets)
 
 
 def test_metrics_are_figures(wrapped: Wrapped) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from infinity.core.errors import (
     StorageError,
     TransferError,
 )
+from infinity.surface.closing import wait_for_dropped
 
 from . import fault_runs, models
 from .faults import FaultFS, build, missing_means
@@ -319,6 +321,32 @@ def test_a_write_that_fails_behind_the_last_step_is_told_once(
         assert fs.get("fired") == 1
         tell(lambda: infinity.close(run.adam))
         assert [error.errno for error in told] == [errno.ENOSPC]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("ends", ["close", "drop"])
+def test_an_update_that_is_lost_at_the_end_is_told(
+    faultfs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        run = Training(fs.path, io_deadline=0.5, read_ahead_memory="64KiB", parameters="device").wrap()
+        run.steps(1)
+        loss = run.case.loss(run.model, run.case.batches[0])
+        loss.backward()
+        infinity.flush(run.adam)
+        fs.arm("read", "stall", 1, for_good=True)
+        run.adam.step()
+        try:
+            if ends == "close":
+                with pytest.raises(StorageError, match=r"never updated: .*\w"):
+                    infinity.close(run.adam)
+            else:
+                del run, loss
+                gc.collect()
+                wait_for_dropped()
+                assert "dropped without infinity.close()" in caplog.text
+        finally:
+            fs.unmount()
 
 
 # ------------------------------------------------------------------------------- processes

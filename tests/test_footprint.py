@@ -15,7 +15,7 @@ NUMEL = 4 * SPAN
 UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, True, 0)]) for i in range(8)]
 
 
-def plan(budget: Budget, **settings: object) -> Footprint:
+def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footprint:
     config = Config(nvme="somewhere", chunk_elements=SPAN, **settings)  # type: ignore[arg-type]
     layouts = partition(UNITS, config.chunk_elements)
     placements = config.placements
@@ -23,7 +23,7 @@ def plan(budget: Budget, **settings: object) -> Footprint:
         layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
     )
     sets = [[i] for i in range(len(UNITS))]
-    return footprint(layouts, plan_chunks(layouts, assignment), sets, config, budget, staged=False)
+    return footprint(layouts, plan_chunks(layouts, assignment), sets, config, budget, staged=staged)
 
 
 ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
@@ -91,3 +91,13 @@ def test_prefetch_takes_what_the_device_budget_leaves_and_no_more_than_the_model
     assert plan(Budget(device=GiB, host=GiB), **ON_NVME).prefetch_nbytes == 7 * 2 * NUMEL
     limited = plan(Budget(device=GiB, host=GiB), prefetch_memory="64KiB", **ON_NVME)
     assert limited.prefetch_nbytes == 65536
+
+
+def test_prefetch_leaves_room_for_activations_where_no_device_memory_is_named() -> None:
+    """Then the budget is nearly all that the device has."""
+    need = 2 * NUMEL * 3
+    budget = Budget(device=need + 4 * NUMEL, host=GiB)
+    assert plan(budget, staged=True, **ON_NVME).prefetch_nbytes == 2 * NUMEL
+    assert plan(budget, staged=True, device_memory=budget.device, **ON_NVME).prefetch_nbytes == 4 * NUMEL
+    assert plan(budget, staged=True, prefetch_memory=3 * NUMEL, **ON_NVME).prefetch_nbytes == 3 * NUMEL
+    assert plan(Budget(device=GiB, host=GiB), staged=True, **ON_NVME).prefetch_nbytes == 7 * 2 * NUMEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.core.config import Config
-from infinity.core.errors import DirectoryError
+from infinity.core.errors import DirectoryError, WrapError
 from infinity.surface.init import ScratchFile, init, release, scratch_extent
 
 from . import models
@@ -203,6 +205,7 @@ PEAK = """
 import contextlib, gc, sys, threading, time
 import torch
 from torch import nn
+import infinity
 from infinity.core.config import Config
 from infinity.surface.init import init, scratch_extent
 
@@ -302,3 +305,77 @@ def test_anonymous_memory_of_from_pretrained_is_bounded(tmp_path: Path) -> None:
     assert peak < 2 * largest + (48 << 20) < total / 2
     plain, _, _, _ = _peak("plain", "hf", tmp_path, str(saved))
     assert plain > 0.9 * total
+
+
+# -- Parameters that share memory ---------------------------------------------------------------
+
+N = 2048  # elements of a parameter: more bytes than the least that `init` moves
+
+
+class _Sharing(nn.Module):
+    """Two parameters, `a` and `b`, made over memory of `flat`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        flat = torch.arange(4.0 * N)
+        small = N // 64
+        first, second = {
+            "equal": (flat[:N], flat[:N]),
+            "slice": (flat[: 2 * N], flat[N : 2 * N]),
+            "slice first": (flat[N : 2 * N], flat[: 2 * N]),
+            "staggered": (flat[: 2 * N], flat[N : 3 * N]),
+            "a small one": (flat[: 2 * N], flat[small : 2 * small]),
+            "a small one first": (flat[small : 2 * small], flat[: 2 * N]),
+            "other shapes": (flat[:N].view(2, -1), flat[:N].view(-1, 2)),
+            "rows and a column": (flat.view(4, N), flat.view(4, N)[:, :N]),
+            "other dtypes": (flat[:N], flat.view(torch.float64)[: N // 2]),
+            "adjacent": (flat[:N], flat[N : 2 * N]),
+            "columns": (flat.view(N, 4)[:, :2], flat.view(N, 4)[:, 2:]),
+            "empty": (flat[:N], flat[:0]),
+        }[kind]
+        self.a = nn.Parameter(first)
+        # As users write it: the memory of the Parameter that stands in the module by now, or of its maker.
+        self.b = nn.Parameter(self.a.data if kind == "equal" else second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.a.sum() + self.b.sum())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("equal", "slice", "slice first", "staggered", "a small one", "a small one first"),
+        *("other shapes", "rows and a column", "other dtypes"),
+    ],
+)
+def test_two_parameters_over_shared_memory_are_refused(kind: str, inside: bool, tmp_path: Path) -> None:
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="16MiB")
+    with infinity.init(config) if inside else contextlib.nullcontext():
+        model = _Sharing(kind)
+    with pytest.raises(WrapError, match="share memory") as caught:
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert "'a'" in str(caught.value)
+    assert "'b'" in str(caught.value)
+    with torch.no_grad():  # both cures work
+        if "one Parameter (" in str(caught.value):
+            tied = _Sharing(kind)
+            tied.b = tied.a
+            infinity.close(infinity.wrap(tied, torch.optim.AdamW(tied.parameters()), config)[0])
+        model.b = nn.Parameter(model.b.detach().clone())
+    infinity.close(infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[0])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", ["adjacent", "columns", "empty"])
+def test_parameters_that_do_not_overlap_in_one_storage_are_taken(
+    kind: str, inside: bool, tmp_path: Path
+) -> None:
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="16MiB")
+    with infinity.init(config) if inside else contextlib.nullcontext():
+        model = _Sharing(kind)
+    values = [p.detach().clone() for p in model.parameters()]
+    model, _ = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    with infinity.gathered(model):
+        assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+    infinity.close(model)

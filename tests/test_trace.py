@@ -21,6 +21,7 @@ from infinity.core.spans import CAUSES
 from infinity.hardware.device import HostDevice
 from infinity.surface.engine import engine_of
 from infinity.tools.cli import run
+from infinity.tools.iobench_show import check_plot
 from infinity.tools.roofline import Span, analyse, read_trace, spans_of, window_of
 
 from .models import case
@@ -334,3 +335,38 @@ def test_the_plot(tmp_path: Path) -> None:
     assert run(["trace", str(traced.path), "--plot", str(tmp_path / "t.png")]) == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert run(["trace", str(traced.path), "--plot", str(tmp_path / "t.nothing")]) == 2
+
+
+def test_a_trace_replaces_a_trace_and_nothing_else(tmp_path: Path) -> None:
+    traced = Traced(tmp_path / "run")
+    mine = tmp_path / "notes.json"
+    mine.write_text('{"notes": 1}')
+    os.mkfifo(tmp_path / "fifo")
+    made = case("gpt")
+    adam = torch.optim.AdamW(made.model.parameters())
+    model, _ = infinity.wrap(made.model, adam, infinity.Config(device="cpu", dtype="fp32"))
+    try:
+        for there, what in ((mine, "no trace"), (tmp_path / "fifo", "no file")):
+            with pytest.raises(DirectoryError, match=what), infinity.trace(model, there):
+                raise AssertionError("it was recorded")
+        assert mine.read_text() == '{"notes": 1}'
+        before = traced.path.read_bytes()
+        with infinity.trace(model, traced.path):
+            pass
+        assert traced.path.read_bytes() != before
+    finally:
+        infinity.close(model)
+
+
+def test_a_plot_replaces_no_file_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as if matplotlib were here
+    traced = Traced(tmp_path / "run")
+    before = traced.path.read_bytes()
+    assert run(["trace", str(traced.path), "--plot", str(traced.path)]) == 2
+    assert "--plot" in capsys.readouterr().err
+    assert traced.path.read_bytes() == before
+    check_plot(str(tmp_path / "new.png"))
+    (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n....tEXtSoftware\0Matplotlib version3.9")
+    check_plot(str(tmp_path / "old.png"))

@@ -326,6 +326,57 @@ def test_a_log_without_room_is_an_error_without_a_traceback(
     assert "--json-log" in shown
 
 
+def _refused(given: dict[str, Any], capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    assert run(["train", *options(given)]) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("cannot be written", *words)), shown
+
+
+@pytest.mark.parametrize("option", ["json_log", "trace"])
+def test_no_file_of_the_user_is_overwritten(
+    option: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--" + option.replace("_", "-")
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"step": "my own"}')
+    for mine, why in ((Path(text, "0.py"), "reads"), (notes, "did not write")):
+        before = mine.read_bytes()
+        for overwrite in (None, True):
+            given = settings(text, nvme, **{option: str(mine)}, overwrite=overwrite)
+            _refused(given, capsys, flag, why, mine.name)
+            assert mine.read_bytes() == before
+    missing = tmp_path / "missing" / "t.json"
+    _refused(settings(text, nvme, **{option: str(missing)}), capsys, flag, "no such directory")
+
+
+def test_a_run_that_is_refused_writes_nothing(text: str, nvme: str, tmp_path: Path) -> None:
+    log, trace = tmp_path / "log.json", tmp_path / "t.json"
+    outputs = {"json_log": str(log), "trace": str(trace)}
+    for more in ({"host_memory": "100KB"}, {"nvme": (nvme, str(tmp_path / "missing"))}):
+        with pytest.raises((BudgetError, DirectoryError)):
+            train(read_run(None, {**settings(text, nvme, **outputs), **more}))
+        assert not log.exists()
+        assert not trace.exists()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        train(read_run(None, settings(text, nvme, json_log=str(log), trace=str(log))))
+
+
+def test_overwrite_replaces_what_an_earlier_run_wrote(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, trace = tmp_path / "log.json", tmp_path / "t.json"
+    log.touch()  # nothing is lost
+    given = settings(text, nvme, steps=2, sample_tokens=0, json_log=str(log), trace=str(trace))
+    assert run(["train", *options(given)]) == 0
+    capsys.readouterr()
+    old = log.read_text(), trace.read_text()
+    _refused(given, capsys, "--json-log", "--overwrite")
+    assert (log.read_text(), trace.read_text()) == old
+    assert run(["train", *options({**given, "steps": 3}), "--overwrite"]) == 0
+    assert len(log.read_text().splitlines()) == 3
+    assert trace.read_text() != old[1]
+
+
 def test_an_interrupt_ends_a_run_cleanly(text: str, nvme: str) -> None:
     words = options(settings(text, nvme, steps=100_000))
     child = subprocess.Popen(

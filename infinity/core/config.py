@@ -70,7 +70,8 @@ class Config:
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
         prefetch_memory: bytes on the device that units fetched ahead may take; None: as much as
-            `device_memory` leaves.
+            `device_memory` leaves, or half of that where `device_memory` is None and the device has a
+            memory of its own: the other half is for activations.
         chunk_elements: elements of a chunk, a multiple of 65,536.
         update_depth: chunks in the update pipeline at once (read, update, write).
         read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
@@ -81,8 +82,8 @@ class Config:
         aio_backend: ``"auto"`` or one of the I/O backends.
         io_deadline: seconds after which an unfinished transfer is an error.
         threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
-            its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory where the
-            device is not the CPU.
+            its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory, and at least one,
+            where the device is not the CPU.
         check_edits: look for edits of parameters that torch does not count (``p.data.copy_()``, numpy)
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
             and after, and raises `ParameterChangedError`. For debugging: slow. Parameters that are placed

@@ -179,10 +179,10 @@ class HostDevice:
 
         return available_host_memory()
 
-    def close(self) -> bool:
-        """End the streams; return whether they ended."""
-        ended = [self._h2d.close(), self._d2h.close()]
-        return all(ended)
+    def close(self) -> None:
+        """Finish all copies and end the streams."""
+        self._h2d.close()
+        self._d2h.close()
 
 
 def _copier(
@@ -329,9 +329,9 @@ class CudaDevice:
         """Return the bytes that could be allocated on the device."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def close(self) -> bool:
-        """Nothing to end; the streams go with the object."""
-        return True
+    def close(self) -> None:
+        """Finish all copies: the memory that they use is about to be unpinned."""
+        self.synchronize()
 
 
 Device = HostDevice | CudaDevice

@@ -119,17 +119,14 @@ class HostStream:
         """Block until everything queued so far has run. Errors stay with their tasks."""
         self.submit(lambda: None).wait()
 
-    def close(self, timeout: float = 30.0) -> bool:
-        """Run what is queued, end the thread; return whether it ended within `timeout` seconds."""
+    def close(self) -> None:
+        """Run what is queued, end the thread. What a task waits for has a deadline of its own."""
         if not self._closed:
             self._closed = True
             self._finalizer.detach()
             self._queue.put(None)
-        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            end = time.monotonic() + timeout
-            while self._thread.is_alive() and time.monotonic() < end:
-                self._thread.join(POLL)
-        return not self._thread.is_alive()
+        while self._thread.is_alive() and os.getpid() == self._pid:
+            self._thread.join(POLL)
 
 
 def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | None) -> None:

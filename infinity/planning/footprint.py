@@ -13,7 +13,9 @@ come to only the first forward shows, so the region is a setting, or a share of 
 
 A pipeline takes one lease per chunk and a quota serves one pipeline, so none can starve another.
 Device memory is the state placed there, the units that are needed at once, the gradients of two
-units, and what is left of the budget is for units fetched ahead.
+units, and what is left of the budget is for units fetched ahead. Where that budget was not named it is
+nearly all that a device of its own has, and the first activation would find none: units fetched ahead
+get half of what is left then.
 """
 
 from __future__ import annotations
@@ -205,7 +207,10 @@ def footprint(
             cure=_device_cure(device, layouts, working, budget.device),
         )
     away = sum(u.copy_nbytes for u in layouts if u.index not in resident)
-    prefetch = min(budget.device - needed, max(0, away - working))
+    left = budget.device - needed
+    if staged and config.device_memory is None and config.prefetch_memory is None:
+        left //= 2  # activations come on top, and there is no more than this budget
+    prefetch = min(left, max(0, away - working))
     if config.prefetch_memory is not None:
         prefetch = min(prefetch, int(config.prefetch_memory))
     if prefetch:

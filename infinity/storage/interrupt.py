@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Final, Protocol
 
 #: Seconds that a drive has after an interrupt that ends the process.
@@ -23,6 +24,7 @@ class GivesUp(Protocol):
 
 
 _watched: weakref.WeakSet[GivesUp] = weakref.WeakSet()
+_last: list[Callable[[], None]] = []
 
 
 def give_up_on_interrupt(thing: GivesUp) -> None:
@@ -35,13 +37,30 @@ def interrupted() -> bool:
     return isinstance(sys.exc_info()[1], KeyboardInterrupt)
 
 
+def before_exit(call: Callable[[], None]) -> None:
+    """Have `call`, which closes what was not closed, called at exit: after `give_up`, before finalizers."""
+    _last.append(call)
+
+
 def _at_exit() -> None:
     if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-        for thing in list(_watched):
-            thing.give_up(GRACE)
+        _give_up()
+    try:
+        for call in _last:
+            call()
+    except KeyboardInterrupt:  # while it waited
+        _give_up()
+        for call in _last:
+            call()
+        raise
+
+
+def _give_up() -> None:
+    for thing in list(_watched):
+        thing.give_up(GRACE)
 
 
 # What is registered last is called first. A finalizer has weakref register its own function, which
-# closes what was not closed, before this one.
+# calls those that are left, before this one.
 weakref.finalize(_at_exit, int)
 atexit.register(_at_exit)

@@ -52,13 +52,19 @@ class PinnedRegion:
         nbytes: rounded down to a multiple of 4096.
         register: called with address and bytes of the mapping, to pin it for a device;
             `unregister` undoes that.
+        node: the NUMA node that it prefers if it is pinned, as `HostMemory` has it.
 
     Raises:
         BudgetError: the system has not so much memory.
     """
 
     def __init__(
-        self, nbytes: int, *, register: Register | None = None, unregister: Register | None = None
+        self,
+        nbytes: int,
+        *,
+        register: Register | None = None,
+        unregister: Register | None = None,
+        node: int | None = None,
     ) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self.in_use = self.peak = 0  # bytes lent, each piece to the next multiple of 4096
@@ -67,7 +73,8 @@ class PinnedRegion:
         self._holes: list[tuple[int, int]] = []  # (begin, end), in order, never adjacent
         self._mapping: HostMapping | None = None
         if self.nbytes:
-            self._mapping = HostMapping(self.nbytes, populate=register is not None)
+            pinned = register is not None
+            self._mapping = HostMapping(self.nbytes, populate=pinned, node=node if pinned else None)
             self._holes.append((0, self.nbytes))
             if register is not None:
                 register(self._mapping.address, self._mapping.nbytes)

@@ -161,11 +161,13 @@ def close(thing: object) -> None:
     """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. The
     parameters stay where they are: released, or on the device. A second call does nothing.
 
-    In a ``finally`` that a KeyboardInterrupt passes, drives have half a second to finish.
+    An update behind the last step is finished first, which takes as long as the drives take: each
+    transfer has `io_deadline` seconds. In a ``finally`` that a KeyboardInterrupt passes, drives have half
+    a second to finish.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
         StorageError: what is on NVMe could not be finished or removed; or an update behind the last
-            step failed, and no call since has said so.
+            step failed, and no call since has said so. It names the units without their update.
     """
     engine_of(thing).close()

@@ -19,6 +19,8 @@ from infinity.storage.layout import ChunkSpec, PartSpec
 from infinity.training.discover import UnitMembers
 from infinity.training.param import sharded_of
 
+from .init import origin, span_elements
+
 
 def budget_of(config: Config, device: Device) -> Budget:
     """Return the budgets in bytes; what is not named is nine tenths of what is free."""
@@ -102,7 +104,63 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
             found="none",
             cure="wrap a model that has some",
         )
+    _check_apart(named)
     return groups
+
+
+def _check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise `WrapError` if two parameters share memory: each is to have a place of its own."""
+    spans: dict[object, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, param in named:
+        data = param.detach()
+        nbytes = span_elements(data) * data.element_size()
+        if nbytes:
+            storage, offset = origin(data)
+            for where, begin in ((data.device, data.data_ptr()), (storage, offset)):
+                spans.setdefault(where, []).append((begin, begin + nbytes, name, data))
+    for row in spans.values():
+        open_: list[tuple[int, int, str, torch.Tensor]] = []
+        for span in sorted(row, key=lambda span: span[0]):
+            open_ = [other for other in open_ if other[1] > span[0]]
+            for other in open_:
+                if _overlap(other, span):
+                    _refuse(other, span)
+            open_.append(span)
+
+
+def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> bool:
+    """Return whether two spans of bytes, of which one begins in the other, have an element in common."""
+    if all(span_elements(data) <= data.numel() for *_, data in (first, second)):
+        return True  # there are no gaps
+    # Such as columns of one matrix: mark the bytes of one, and look for them in the other.
+    low = first[0]
+    mask = torch.zeros(max(first[1], second[1]) - low, dtype=torch.bool, device="cpu")
+    marked, looked_at = (
+        mask.as_strided(
+            (*data.shape, data.element_size()),
+            (*(s * data.element_size() for s in data.stride()), 1),
+            begin - low,
+        )
+        for begin, _, _, data in (first, second)
+    )
+    marked.fill_(True)
+    return bool(looked_at.any())
+
+
+def _refuse(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> None:
+    (begin, end, name, data), (other_begin, other_end, other, other_data) = first, second
+    same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
+    raise WrapError(
+        f"the parameters {name!r} and {other!r} share memory, but are not one Parameter",
+        expected="parameters with memory of their own; shared values as one Parameter in both places",
+        found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the two would be separated",
+        cure=(
+            f"make them one Parameter (`b.weight = a.weight`, with {name!r} for a.weight), or "
+            if same
+            else ""
+        )
+        + f"give {other!r} values of its own: nn.Parameter(p.detach().clone())",
+    )
 
 
 def param_specs(

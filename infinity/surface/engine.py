@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config
-from infinity.core.errors import ClosedError, WrapError
+from infinity.core.errors import ClosedError, StorageError, WrapError
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
@@ -41,6 +42,7 @@ from infinity.training.update import Updater
 from infinity.training.visit import Places
 
 from .checks import budget_of, check_model, chunk_specs, param_specs, threads_of
+from .closing import Reaper, wait_for_dropped
 from .init import release as release_scratch
 from .state_dict import install
 
@@ -56,6 +58,7 @@ class Engine:
         self.config = config
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
+        wait_for_dropped()
         device = open_device(config.device, self.recorder)
         cpu_adam.set_threads(threads_of(config, staged=device.staged))
         node = node_for(device.torch_device, config.directories)
@@ -100,8 +103,10 @@ class Engine:
                     self.footprint.activation_nbytes,
                     register=device.register if device.staged else None,
                     unregister=device.unregister if device.staged else None,
+                    node=node,
                 )
                 undo.callback(region.close)
+            undo.callback(device.close)  # first: copies under way use that memory
             self._build(
                 *(model, optimizer, members, specs, layouts, scopes, plans),
                 *(store, pool, region, device, decoupled),
@@ -197,12 +202,8 @@ class Engine:
             before_step=self._before_step,
             after_step=self._after_step,
         )
-        self._finalizer = weakref.finalize(
-            self,
-            _shut_down,
-            *(self.updater, self.fetcher, self.gradients, store, pool, device, self.activations),
-            self.hooks.keys,
-        )
+        parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
+        self._reaper = Reaper(self, functools.partial(_shut_down, *parts, self.hooks.keys))
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for unit in self.units:
@@ -278,15 +279,18 @@ class Engine:
     def close(self) -> None:
         """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
 
-        While a KeyboardInterrupt is on its way (in a ``finally``) the drives have half a second; what
-        they owe then is given up.
+        Waits for an update behind the last step as long as the drives' deadline allows. While a
+        KeyboardInterrupt is on its way (in a ``finally``) the drives have half a second; what they owe
+        then is given up.
 
         Raises:
             StorageError: what is on NVMe could not be finished or removed; or an update behind the
-                last step failed, and no call since has said so.
+                last step failed, and no call since has said so. It names the units without their update.
         """
-        if not self._closed:
-            hurry = interrupted()
+        if self._closed:
+            return
+        hurry = interrupted()
+        try:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
@@ -295,9 +299,14 @@ class Engine:
                     self.residency.resume_all()
             finally:
                 self._closed = True
-                self._finalizer()
+                self._reaper.close()
             if not hurry:
                 self.pending.check_once()
+        except StorageError as error:
+            names = [self.units[index].layout.name for index in self.pending.units]
+            if names:
+                error.found = f"{error.found}; never updated: {', '.join(names)}"
+            raise
 
 
 def _shut_down(
@@ -312,15 +321,20 @@ def _shut_down(
 ) -> None:
     for key in keys:
         saved.unregister(key)
+
+    def hurry(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
+
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(pool.close)
         stack.callback(store.close)
-        stack.callback(device.close)
+        stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        stack.callback(gradients.close)
-        stack.callback(fetcher.close)
-        stack.callback(updater.close)
+        for part in (gradients, fetcher, updater):
+            stack.push(hurry)
+            stack.callback(part.close)
 
 
 # -- what a user calls ----------------------------------------------------------------------

@@ -10,7 +10,8 @@ memory; the rest is page cache, which the kernel writes back and drops when memo
   a SIGBUS at some later store.
 - The storage owns the mapping. When the last tensor over it is gone, the mapping is removed and its
   blocks are given back to the file system (a punched hole), so that nobody has to count users.
-- Parameters that share their bytes share the extent, hence tied weights stay tied.
+- Parameters that share their bytes share the extent, hence tied weights stay tied. Those that share a part
+  of them are separated; an extent remembers where its bytes came from, so that `wrap` finds such a pair.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def init(config: Config) -> Iterator[None]:
     the first NVMe directory, or in the directory for temporary files when `config` names none;
     `wrap` takes them over and gives the file's space back. `AutoModelForCausalLM.from_pretrained`
     works inside the block. A tensor that shared its bytes with a parameter before the parameter was
-    registered no longer does.
+    registered no longer does; where it is a parameter too, `wrap` refuses the two.
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
@@ -90,6 +91,17 @@ def scratch_extent(tensor: torch.Tensor) -> ScratchExtent | None:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
     return _extents.get(tensor.untyped_storage().data_ptr())
+
+
+def origin(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return which storage `tensor` was in when it was made, and at which byte: what shared its memory
+    there shared it before it was moved to a scratch file."""
+    extent = scratch_extent(tensor)
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    if extent is None or extent.source is None:
+        return tensor.untyped_storage()._cdata, begin
+    storage, first = extent.source
+    return storage.cdata, first + begin
 
 
 def release(tensor: torch.Tensor) -> None:
@@ -131,8 +143,11 @@ class ScratchFile:
         """Bytes on disk."""
         return os.fstat(self.fd).st_blocks * 512
 
-    def new_extent(self, nbytes: int) -> tuple[ScratchExtent, torch.Tensor]:
-        """Return a new extent and `nbytes` of it as a uint8 tensor of zeros.
+    def new_extent(
+        self, nbytes: int, source: tuple[StorageWeakRef, int] | None = None
+    ) -> tuple[ScratchExtent, torch.Tensor]:
+        """Return a new extent and `nbytes` of it as a uint8 tensor of zeros. `source`: the storage whose
+        bytes it is for, and the first of them.
 
         Raises:
             DirectoryError: the directory's file system is full.
@@ -170,7 +185,7 @@ class ScratchFile:
                 if number == errno.ENODEV
                 else "raise vm.max_map_count, or `ulimit -v`",
             )
-        extent = ScratchExtent(self, offset, nbytes, address, length)
+        extent = ScratchExtent(self, offset, nbytes, address, length, source)
         _extents[address] = extent
         # Storages hold `owner`; when the last of them goes, so does the mapping.
         owner = (ctypes.c_char * nbytes).from_address(address)
@@ -188,6 +203,8 @@ class ScratchExtent:
     nbytes: int
     address: int
     length: int
+    # Held, it keeps the storage's identity from being used again.
+    source: tuple[StorageWeakRef, int] | None = None
     pid: int = field(default_factory=os.getpid, init=False)
     _owner: list[weakref.ref[ctypes.Array[ctypes.c_char]]] = field(
         default_factory=list, init=False, repr=False
@@ -250,7 +267,7 @@ class _Backing:
             return
         if data.is_quantized or data.is_conj() or data.is_neg():
             return
-        nbytes = _span_elements(data) * data.element_size()
+        nbytes = span_elements(data) * data.element_size()
         if nbytes < _LEAST_NBYTES or scratch_extent(data) is not None:
             return
         begin = int(data.storage_offset()) * data.element_size()
@@ -263,9 +280,10 @@ class _Backing:
         key = (source._cdata, begin, nbytes)
         room = self._moved[key][1].tensor() if key in self._moved else None
         if room is None:
-            extent, room = self.file.new_extent(nbytes)
+            weak = StorageWeakRef(source)
+            extent, room = self.file.new_extent(nbytes, (weak, begin))
             room.copy_(torch.empty(0, dtype=torch.uint8).set_(source, begin, (nbytes,), (1,)))
-            self._moved[key] = (StorageWeakRef(source), extent)
+            self._moved[key] = (weak, extent)
             self._trim(nbytes)
         return room.untyped_storage()
 
@@ -284,7 +302,7 @@ def _tensor_over(owner: ctypes.Array[ctypes.c_char]) -> torch.Tensor:
         return torch.frombuffer(owner, dtype=torch.uint8)
 
 
-def _span_elements(data: torch.Tensor) -> int:
+def span_elements(data: torch.Tensor) -> int:
     """Return the elements from the first to the last that a strided tensor reaches."""
     if data.numel() == 0:
         return 0

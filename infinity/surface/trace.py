@@ -11,6 +11,7 @@ import errno
 import heapq
 import json
 import os
+import stat
 import statistics
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ _DETAIL: Final = {
     **dict.fromkeys(("stall", "device stall"), "cause"),
 }
 _LANES: Final = 1000  # room for lanes between two tracks' numbers
+_BEGINNING: Final = '{"displayTimeUnit": "ms",\n"otherData": '
 
 
 @contextlib.contextmanager
@@ -57,15 +59,15 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
 
     Args:
         thing: a wrapped model, its optimizer, or one of its parameters.
-        path: the file, replaced if it exists; JSON in Chrome's trace format.
+        path: the file; JSON in Chrome's trace format. An earlier trace is replaced, any other file kept.
         limit: most spans that are kept (250 bytes of memory each). Those beyond are counted: the file
             says how many there were, and a warning too.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
         ConfigError: a trace of this engine is on already, or `limit` is not positive.
-        DirectoryError: the file cannot be written: at the beginning (nothing was recorded), or at the
-            end (nothing is left of it); if the block raised, a warning says so instead.
+        DirectoryError: the file cannot be written, or is there and no trace: at the beginning (nothing was
+            recorded), or at the end (nothing is left of it); if the block raised, a warning says so instead.
     """
     engine = engine_of(thing)
     engine.check()
@@ -86,6 +88,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
     path = os.fspath(path)
     if os.path.isdir(path):
         raise _unwritable(path, IsADirectoryError(errno.EISDIR, path))
+    _check_replaceable(path)
     temporary = f"{path}.{os.getpid()}.part"
     whole = False
     with contextlib.ExitStack() as stack:
@@ -120,6 +123,34 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
         )
 
 
+def is_trace(head: bytes) -> bool:
+    """Return whether a file that begins so is a trace of ours."""
+    return head.startswith(_BEGINNING.encode())
+
+
+def _check_replaceable(path: str) -> None:
+    """Raise `DirectoryError` if something is there that is no trace: nothing of the user's is replaced."""
+    try:
+        found = "what is no file" if not stat.S_ISREG(os.stat(path).st_mode) else None
+        if found is None:
+            with open(path, "rb") as file:
+                head = file.read(len(_BEGINNING.encode()))
+            found = "a file that is no trace" if head and not is_trace(head) else None
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if found is not None:
+        raise DirectoryError(
+            f"the trace {path!r} cannot be written",
+            errno=errno.EEXIST,
+            path=path,
+            expected="a new file, or a trace of before",
+            found=found,
+            cure="name another file, or remove it",
+        )
+
+
 def _forget(temporary: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # it has its name, as a rule
         os.unlink(temporary)
@@ -139,7 +170,7 @@ def _unwritable(path: str, error: OSError) -> DirectoryError:
 def _write(file: TextIO, log: Recording, engine: Engine) -> None:
     units = [unit.layout.name for unit in engine.units]
     unit_of = {chunk.id: unit.index for unit in engine.units for chunk in unit.layout.chunks}
-    file.write('{"displayTimeUnit": "ms",\n"otherData": ')
+    file.write(_BEGINNING)
     file.write(json.dumps(_about(log, engine)))
     file.write(',\n"traceEvents": [\n')
     file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "infinity"}}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 
 from .iobench_sustained import sustained_text
+from .outputs import check_outputs, is_plot
 
 
 class Teller:
@@ -140,7 +140,7 @@ def _submits(console: Console, cases: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_plot(path: str | None) -> None:
-    """Raise ConfigError if a plot is asked for that cannot be drawn or written."""
+    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -150,14 +150,7 @@ def check_plot(path: str | None) -> None:
             found="it is not installed",
             cure="pip install 'infinity-offload[plot]', or leave --plot out",
         )
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.access(folder, os.W_OK) or os.path.isdir(path):
-        raise ConfigError(
-            f"the plot {path!r} cannot be written",
-            expected="a file in a directory that this user may write to",
-            found="a directory" if os.path.isdir(path) else f"no such access to {folder}",
-            cure="change --plot",
-        )
+    check_outputs([("--plot", path, is_plot)])
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:

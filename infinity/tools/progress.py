@@ -24,18 +24,14 @@ class Reporter:
     Args:
         total: number of steps.
         every: steps between plain lines.
-        json_log: path of a file that gets one JSON object per line, or None.
         to_stderr: leave stdout to a machine.
-
-    Raises:
-        DataError: the log cannot be written.
     """
 
-    def __init__(self, total: int, *, every: int = 1, json_log: str | None = None, to_stderr: bool = False):
+    def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False):
         self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
         self._total = total
         self._every = every
-        self._log = _open_log(json_log)
+        self._log: TextIO | None = None
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
@@ -53,6 +49,15 @@ class Reporter:
         if self._log is not None:
             with contextlib.suppress(OSError):  # each line was flushed, or has raised
                 self._log.close()
+
+    def open_log(self, path: str) -> None:
+        """Write each step from now on to a file, one JSON object per line. What it holds by now is lost:
+        see `check_outputs`.
+
+        Raises:
+            DataError: the log cannot be written, or another run has made it meanwhile.
+        """
+        self._log = _open_log(os.path.expanduser(path))
 
     def pause(self) -> None:
         """End the bar; lines still work."""
@@ -111,11 +116,9 @@ def step_text(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _open_log(path: str | None) -> TextIO | None:
-    if path is None:
-        return None
+def _open_log(path: str) -> TextIO:
     try:
-        return open(os.path.expanduser(path), "w", encoding="utf-8")
+        return open(path, "w" if os.path.exists(path) else "x", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from error
 

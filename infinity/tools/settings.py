@@ -73,6 +73,7 @@ class TrainSettings:
     log_every: int = 1
     json_log: str | None = None
     trace: str | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
@@ -181,6 +182,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("train", "log_every", "int", "Steps between lines, where there is no terminal."),
     Option("train", "json_log", "str", "A file that gets one JSON object per step."),
     Option("train", "trace", "str", "Record where time goes, into this file (see `infinity trace`)."),
+    Option(
+        *("train", "overwrite", "flag", "Replace these two files if an earlier run wrote them."),
+        "--overwrite/--no-overwrite",
+    ),
     Option("engine", "device", "str", "cpu, cuda or cuda:N."),
     Option("engine", "dtype", "str", "fp32, bf16 or fp16."),
     Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),

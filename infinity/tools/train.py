@@ -18,9 +18,11 @@ import importlib
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -34,11 +36,12 @@ from infinity.planning.planner import Plan
 from infinity.surface.calls import close, metrics
 from infinity.surface.engine import engine_of, wrap
 from infinity.surface.init import init
-from infinity.surface.trace import trace
+from infinity.surface.trace import is_trace, trace
 from infinity.training.optimizer import OffloadOptimizer
 
-from .data import Corpus, open_stream
+from .data import Corpus, find_files, open_stream
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
+from .outputs import check_outputs, is_log
 from .plan import activations_on_device, plan_run
 from .progress import Reporter, finite
 from .sample import generate
@@ -78,12 +81,14 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes).
 
     Raises:
-        ConfigError, BudgetError: the run contradicts itself or does not fit; nothing was built.
+        ConfigError, BudgetError: the run contradicts itself, does not fit or would cost a file; nothing was
+            built.
         DataError: the text or the model cannot be read.
     """
     train = run.train
     config = run.config()
     workload = workload_of(run)
+    _check_files(run)
     scratch = config.directories[0] if config.directories else None
     stream = open_stream(run.data.path, workload.tokenizer, directory=scratch)
     if stream.vocab > workload.vocab:
@@ -100,15 +105,18 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
     with (
-        Reporter(train.steps, every=train.log_every, json_log=train.json_log, to_stderr=to_stderr) as report,
+        Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report,
         Peak() as peak,
     ):
         report.line(f"{workload.name}: {plan.parameters:,} parameters; {corpus.describe()}")
         _promise(report, plan)
         model, optimizer = _build(run, config, workload)
         try:
+            if train.json_log is not None:  # not before: a run that is refused writes nothing
+                report.open_log(train.json_log)
             on_disk = bytes_on_disk(config.directories) - before
-            with trace(optimizer, train.trace) if train.trace else contextlib.nullcontext():
+            traced = os.path.expanduser(train.trace) if train.trace else None
+            with trace(optimizer, traced) if traced else contextlib.nullcontext():
                 trained = _loop(run, workload, corpus, model, optimizer, report)
             measured = _measure(run, config, workload, model, optimizer, plan, trained, peak, on_disk)
             report.pause()
@@ -131,6 +139,16 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         "sample": text,
     }
     return {key: finite(value) for key, value in result.items()}
+
+
+def _check_files(run: Run) -> None:
+    outputs = (("--json-log", run.train.json_log, is_log), ("--trace", run.train.trace, is_trace))
+    if any(path is not None for _, path, _ in outputs):
+        inputs: list[str | Path] = list(find_files(run.data.path))
+        model = run.model.init_from
+        if model is not None and os.path.isdir(model):
+            inputs += [entry.path for entry in os.scandir(model)]
+        check_outputs(outputs, inputs, overwrite=run.train.overwrite)
 
 
 def _build(run: Run, config: Config, workload: Workload) -> tuple[nn.Module, OffloadOptimizer]:

@@ -102,6 +102,11 @@ class Pending:
             raise _again(self._error)
         return True
 
+    @property
+    def units(self) -> list[int]:
+        """The units that still wait for their update, or never got it."""
+        return list(self._units)
+
     def has_unit(self, unit: int) -> bool:
         """Return whether a unit still waits for its update."""
         return unit in self._units

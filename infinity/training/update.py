@@ -127,11 +127,12 @@ class Updater:
         for visit in self._take_ahead():
             visit.leave()
 
-    def close(self) -> bool:
-        """Finish what was posted and end the worker; return whether it ended."""
+    def close(self) -> None:
+        """Finish what was posted and end the worker."""
         for visit in self._take_ahead():
             _abandon(visit)
-        return self._stream is None or self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def _take_ahead(self) -> deque[ChunkVisit]:
         ahead, self._ahead = self._ahead, deque()

@@ -1,0 +1,277 @@
+"""The end of an engine: by `close`, by the garbage collector in any thread, by the end of the program."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.core.errors import WrapError
+from infinity.hardware import streams
+from infinity.hardware.device import CudaDevice, HostDevice
+from infinity.surface import closing
+from infinity.surface.engine import engine_of
+
+from .test_engine import build, tokens, train
+
+TIMEOUT = 60.0
+
+
+def config_of(directory: Path, **settings: Any) -> infinity.Config:
+    defaults = {
+        "device": "cpu",
+        "dtype": "fp32",
+        "device_memory": "8MiB",
+        "host_memory": "16MiB",
+        "chunk_elements": 65536,
+        "optimizer_state": "nvme",
+    }
+    return infinity.Config(nvme=directory, **{**defaults, **settings})
+
+
+# -- close ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_close_waits_for_an_update_as_long_as_its_drive_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """The drive takes more than a minute by the clock of the streams, which runs a hundred times as fast."""
+    clock = SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr(streams, "time", clock)
+    reference, torch_optimizer = build()
+    train(reference, torch_optimizer, 1)
+    config = config_of(tmp_path, update=update, delay_warmup_steps=0)
+    model, optimizer = infinity.wrap(*build(), config)
+    engine = engine_of(model)
+    ring = engine.store._rings[0]
+    model(tokens(0)).backward()
+    engine.updater.drop_ahead()
+    ring.hold()
+    optimizer.step()
+    assert engine.pending.busy()
+    slow = threading.Timer(0.8, ring.hold, [False])
+    slow.start()
+    infinity.close(model)
+    slow.join()
+    assert not engine.pending.busy(), "chunks without their update"
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+# -- dropped without close --------------------------------------------------------------------
+
+_DROPPED = """
+import faulthandler, gc, os, sys, threading, time, warnings
+from pathlib import Path
+import infinity
+from infinity.surface.engine import engine_of
+from tests.test_engine import build, tokens, train
+from tests.test_closing import config_of
+faulthandler.dump_traceback_later(50, exit=True)
+warnings.filterwarnings("ignore", "activations=")  # nothing is recomputed here
+where, folder = sys.argv[1], Path(sys.argv[2])
+
+def threads():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("infinity"))
+
+def files():
+    held = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{n}")]
+    return [h for h in held if str(folder) in h], [str(p) for p in folder.rglob("*") if p.is_file()]
+
+def drop():
+    model, optimizer = infinity.wrap(*build(), config_of(folder, activations="host"))
+    train(model, optimizer, 1)
+    engine = engine_of(model)
+    streams = {"update": engine.updater._stream, "gradient": engine.gradients._stream,
+               "h2d": engine.device._h2d, "d2h": engine.device._d2h}
+    held, go, over = [model, optimizer], threading.Event(), threading.Event()
+    def last():
+        go.wait(30)
+        held.clear()
+        gc.collect()  # the finalizer of the engine runs in here
+        over.set()
+    if where == "fetch":
+        calls = [last]
+        engine.fetcher._worker._depart = lambda: calls.pop()() if calls else None
+    else:
+        streams[where].submit(last)
+    return go, over
+
+assert threads() == [] and files() == ([], []), files()
+gc.disable()
+go, over = drop()
+assert threads() and all(files())
+go.set()
+assert over.wait(30), "the finalizer waits"
+until = time.monotonic() + 30
+while (threads() or any(files())) and time.monotonic() < until:
+    time.sleep(0.01)
+assert threads() == [], threads()
+assert files() == ([], []), files()
+infinity.close(infinity.wrap(*build(), config_of(folder))[0])
+print("home")
+"""
+
+
+@pytest.mark.parametrize("where", ["update", "gradient", "h2d", "d2h", "fetch"])
+def test_a_model_whose_last_reference_goes_in_one_of_its_own_threads(tmp_path: Path, where: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _DROPPED, where, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
+    )
+    assert done.stdout == "home\n", done.stderr
+    assert not done.stderr
+
+
+def test_a_finalizer_only_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that drops a model does not wait for drives; the next `wrap` does, and says nothing."""
+    gc.collect()
+    model, optimizer = infinity.wrap(*build(), config_of(tmp_path))
+    model(tokens(0)).backward()
+    engine = engine_of(model)
+    ring, gone = engine.store._rings[0], weakref.ref(engine)
+    engine.updater.drop_ahead()
+    ring.hold()
+    optimizer.step()
+    assert engine.pending.busy()
+    reaper = engine._reaper._thread
+    del model, optimizer, engine
+    gc.collect()
+    assert gone() is None
+    assert reaper.is_alive()
+    threading.Timer(0.3, ring.hold, [False]).start()
+    other, _ = infinity.wrap(*build(), config_of(tmp_path))
+    assert not reaper.is_alive()
+    infinity.close(other)
+    assert not [r for r in closing._reapers if not r._thread.is_alive()]
+
+
+@pytest.mark.parametrize("ends", ["model = None", "sys.exit(0)", "raise KeyError"])
+def test_the_end_of_the_program_closes_what_is_open(tmp_path: Path, ends: str) -> None:
+    script = f"""
+import faulthandler, sys
+from pathlib import Path
+import infinity
+from tests.test_engine import build, train
+from tests.test_closing import config_of
+faulthandler.dump_traceback_later(50, exit=True)
+model, optimizer = infinity.wrap(*build(), config_of(Path(sys.argv[1])))
+train(model, optimizer, 1)
+{ends}
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env=environment,
+        check=False,
+    )
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode == ("raise" in ends), done.stderr
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+# -- pinned memory ------------------------------------------------------------------------------
+
+
+class _Pinned(HostDevice):
+    """A host that is staged as a device of its own is, and notes when its memory is unpinned."""
+
+    staged = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pinned: dict[int, int] = {}
+        self.late: list[str] = []
+        self.open = True
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        assert self.pinned.pop(address) == nbytes
+        if self.open:
+            self.late.append("unpinned before the copies were done")
+
+    def close(self) -> None:
+        super().close()
+        self.open = False
+
+
+def _pinned(monkeypatch: pytest.MonkeyPatch) -> list[_Pinned]:
+    made: list[_Pinned] = []
+
+    def open_device(name: str | None, recorder: Any) -> _Pinned:
+        made.append(_Pinned(torch.device("cpu"), recorder))
+        return made[-1]
+
+    monkeypatch.setattr("infinity.surface.engine.open_device", open_device)
+    return made
+
+
+def test_memory_is_unpinned_when_no_copy_can_read_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _pinned(monkeypatch)
+    config = config_of(tmp_path, optimizer_state="host", parameters="host")
+    model, optimizer = infinity.wrap(*build(), config)
+    train(model, optimizer, 1)
+    assert made[0].pinned
+    infinity.close(model)
+    assert made[0].pinned == {}
+    assert made[0].late == []
+
+
+def test_memory_is_unpinned_in_that_order_when_wrap_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _pinned(monkeypatch)
+
+    def fails(*_: Any) -> None:
+        raise WrapError("what comes last")
+
+    monkeypatch.setattr("infinity.surface.engine.install", fails)
+    with pytest.raises(WrapError, match="comes last"):
+        infinity.wrap(*build(), config_of(tmp_path, optimizer_state="host", parameters="host"))
+    assert made[0].pinned == {}
+    assert made[0].late == []
+
+
+def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
+    waited: list[str] = []
+    device = object.__new__(CudaDevice)
+    for name in ("_h2d", "_d2h"):
+        stream = SimpleNamespace(synchronize=lambda name=name: waited.append(name))
+        setattr(device, name, stream)
+    device.close()
+    assert sorted(waited) == ["_d2h", "_h2d"]
+
+
+def test_the_activation_region_prefers_the_node_of_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pinned(monkeypatch)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("infinity.surface.engine.node_for", lambda *_: 1)
+    monkeypatch.setattr(
+        "infinity.storage.memory.prefer_node", lambda _, nbytes, node: asked.append((nbytes, node))
+    )
+    config = config_of(tmp_path, activations="host", activation_memory="1MiB")
+    infinity.close(infinity.wrap(*build(), config)[0])
+    assert (1 << 20, 1) in asked
