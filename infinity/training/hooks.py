@@ -47,6 +47,7 @@ class _BackwardEnd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, end: Callable[[], None], *inputs: torch.Tensor) -> Any:
         ctx.end = end
+        ctx.set_materialize_grads(False)  # what the call did not use has no gradient, and not zeros
         return inputs
 
     @staticmethod
