@@ -62,6 +62,7 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         WrapError: it belongs to no wrapped model.
+        GradientError: `param.grad` was kept from before, or is another parameter's, and has no values.
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(param)
@@ -71,7 +72,8 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
         return None
     if not isinstance(grad, ShardedGrad):
         return grad.detach().float().cpu()
-    return engine.gradients.whole(engine.params[param]).div_(engine.optimizer.loss_scale)
+    grad.check(engine.params[param])
+    return engine.gradients.whole(grad)
 
 
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:

@@ -28,7 +28,6 @@ from .discover import Scope
 from .gradients import Gradients
 from .param import ShardedParam
 from .residency import Residency
-from .sharded_grad import ShardedGrad
 
 
 class _Call:
@@ -312,11 +311,7 @@ class Hooks:
             log.leave(call)
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
-        param = sharded.param
-        grad = param.grad
-        if grad is not None and not isinstance(grad, ShardedGrad):
-            param.grad = ShardedGrad(sharded, self._gradients)
-            self._gradients.deliver(sharded, grad, fresh=True)
+        self._gradients.arrived(sharded)
         self._queue_end()
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):

@@ -101,7 +101,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._max_grad_norm = max_grad_norm
         self._fp16 = compute_dtype is torch.float16
-        self._scale = loss_scale if self._fp16 else 1.0
+        if self._fp16:
+            gradients.scale = loss_scale
         self._window = loss_scale_window
         self._good_steps = 0
         self._scaled = False
@@ -116,12 +117,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
         self._scaled = True
-        return loss * self._scale if self._fp16 else loss
+        return loss * self.loss_scale if self._fp16 else loss
 
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
-        return self._scale
+        return self._gradients.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -150,19 +151,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         self._scaled = False
         norm = self._norm(present)
-        self.grad_norm = norm / self._scale
+        self.grad_norm = norm
         self._states.check_edits()
         published = self._residency.publish()  # what the update before this one has made
         self._bump(published)
         if self._fp16 and not math.isfinite(norm):
-            self._scale = max(self._scale / 2, 2.0**-14)
+            self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
             self._good_steps = 0
             self.skipped_steps += 1
             self._after_step(time.perf_counter() - start)
             return loss
         clip = 1.0
         if self._max_grad_norm is not None:
-            clip = _clip(self._max_grad_norm, self.grad_norm)
+            clip = _clip(self._max_grad_norm, norm)
         self._states.adopt_edits()
         updates = self._updates(present, clip)
         work = self._work(updates)
@@ -183,9 +184,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.steps += 1
         if self._fp16:
             self._good_steps += 1
-            if self._good_steps == self._window:
+            if self._good_steps >= self._window:
                 self._good_steps = 0
-                self._scale = min(self._scale * 2, 2.0**24)
+                self._gradients.scale = min(self.loss_scale * 2, 2.0**24)
         self._after_step(time.perf_counter() - start)
         return loss
 
@@ -233,12 +234,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in params:
             if param.grad is not None:
                 param.grad.zero_()
+        self._gradients.flush_all()
 
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
         self._before_step()
         present = self._present()
-        norm = self._norm(present) / self._scale
+        norm = self._norm(present)
         clip = _clip(limit, norm)
         for sharded in present:
             if isinstance(sharded.param.grad, ShardedGrad):
@@ -263,31 +265,26 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = []
         for group in self.param_groups:
             for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
                 sharded = self._params.get(param)
-                if sharded is None:
+                if sharded is not None and self._gradients.settle(sharded):
+                    present.append(sharded)
+                elif sharded is None and param.grad is not None:
                     raise GradientError(
                         "a param group has a parameter that was not there at `wrap`",
                         expected="the parameters of `wrap`",
                         found=f"a parameter of shape {tuple(param.shape)}",
                         cure="wrap the model with the optimizer that has all parameters",
                     )
-                if not isinstance(grad, ShardedGrad):
-                    # The user put a gradient of their own there: it replaces ours.
-                    param.grad = ShardedGrad(sharded, self._gradients)
-                    self._gradients.deliver(sharded, grad, fresh=True)
-                present.append(sharded)
         self._gradients.wait()
         self._gradients.reconcile()
         return present
 
     def _norm(self, present: Iterable[ShardedParam]) -> float:
-        """Return the global 2-norm of the gradients, still scaled."""
-        if all(s.param.grad.factor == 1.0 for s in present):  # type: ignore[union-attr]
-            return math.sqrt(self._gradients.sum_of_squares())
-        wholes = (self._gradients.whole(s) for s in present)
+        """Return the global 2-norm of the gradients, unscaled and with their factors."""
+        grads: list[ShardedGrad] = [s.param.grad for s in present]  # type: ignore[misc]
+        if len(factors := {g.factor for g in grads}) <= 1:
+            return math.sqrt(self._gradients.sum_of_squares()) * abs(sum(factors))
+        wholes = (self._gradients.whole(g) for g in grads)
         return math.sqrt(sum(float(w.double().square().sum()) for w in wholes))
 
     def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
@@ -309,7 +306,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     eps=float(group["eps"]),
                     weight_decay=float(group["weight_decay"]),
                     step=sharded.step,
-                    grad_scale=param.grad.factor * clip / self._scale,
+                    grad_scale=param.grad.factor * clip,
                     decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
                     maximize=bool(group["maximize"]),
                 )

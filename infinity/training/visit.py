@@ -205,7 +205,7 @@ class ChunkVisit:
             flat = (
                 self._places.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
                 if plan.gradient_tier is Tier.HOST
-                else gradients.on_device(chunk, self._gradient_slot)
+                else gradients.chunks.on_device(chunk, self._gradient_slot)
             )
             kind = dtype or chunk.dtype
             grad = flat[: chunk.numel * kind.itemsize].view(kind)
