@@ -91,7 +91,9 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
       0.0 where none was delayed.
 
-    Since `wrap`: ``steps``, ``skipped_steps`` (fp16 overflows), ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    ``steps`` and ``skipped_steps`` (fp16 overflows) go with the optimizer's state dict.
+
+    Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
     ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
     when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
     host).

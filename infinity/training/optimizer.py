@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from .gradients import Gradients
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
-from .state import States
+from .state import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
+_OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
 def check_optimizer(optimizer: object) -> bool:
@@ -52,6 +53,22 @@ def check_optimizer(optimizer: object) -> bool:
                     cure=f"leave {option} out",
                 )
     return type(optimizer) is torch.optim.AdamW
+
+
+def _counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return what a state dict has under our own key; nothing, if it is torch's."""
+    counts: Mapping[str, float] = state_dict.get(_OURS, {})
+    for name, value in counts.items() if isinstance(counts, Mapping) else [(_OURS, None)]:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        scale = name == "loss_scale" and number and math.frexp(value)[0] == 0.5
+        if not scale and (name == "loss_scale" or not number or value < 0 or value % 1):
+            raise StateDictError(
+                f"{name!r} of the state dict cannot be used",
+                expected="a power of two" if name == "loss_scale" else "a count",
+                found=repr(counts),
+                cure=f"load a state dict as it was saved, or one without the key {_OURS!r}",
+            )
+    return counts
 
 
 def _clip(limit: float, norm: float) -> float:
@@ -154,7 +171,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm
         self._states.check_edits()
         published = self._residency.publish()  # what the update before this one has made
-        self._bump(published)
+        bump(published)
         if self._fp16 and not math.isfinite(norm):
             self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
             self._good_steps = 0
@@ -168,7 +185,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         updates = self._updates(present, clip)
         work = self._work(updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
-        self._bump(present)
+        bump(present)
         if self.delaying:
             # [Note: two versions] The next forward uses what has just been published.
             self._updater.post(work, delayed=True)
@@ -205,7 +222,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StorageError: an update failed.
         """
         self._before_step()
-        self._bump(self._residency.publish())
+        bump(self._residency.publish())
 
     def publish(self) -> None:
         """`flush`, unless edits would be gone.
@@ -216,12 +233,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._before_step()
         self._states.check_edits()
         self.flush()
-
-    @staticmethod
-    def _bump(params: Sequence[ShardedParam]) -> None:
-        torch.autograd.graph.increment_version([s.param for s in params])
-        for sharded in params:
-            sharded.version = sharded.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
@@ -330,33 +341,51 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
-        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``.
+        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
+        for parameters that were never updated. ``infinity`` has what torch has no place for: the number of
+        steps, those skipped, and with fp16 the loss scale and the steps since it changed.
 
         Raises:
             BudgetError: it does not fit what `host_memory` leaves.
+            ParameterChangedError: a parameter was edited in place while its update was delayed.
         """
         self._before_step()
         self._states.check_room()
+        self._states.check_edits()
+        self._states.adopt_edits()
         for param, sharded in self._params.items():
-            if sharded.spec.trainable and sharded.step:
+            if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
                 self.state[param] = self._states.read(sharded)
         try:
-            return super().state_dict()
+            state = super().state_dict()
         finally:
             self.state.clear()
+        counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
+        if self._fp16:
+            counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
+        return {**state, _OURS: counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups.
+        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
+        has masters, the parameters follow them.
 
         Raises:
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
+            ParameterError: parameters that would change are inside a `gathered` block.
         """
-        pairs = self._match(state_dict)
+        pairs, counts = self._match(state_dict), _counts_of(state_dict)
         self.publish()
+        self._states.adopt_edits()
+        self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for sharded, values in pairs:
             self._states.write(sharded, values)
+        self.steps = int(counts.get("steps", self.steps))
+        self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
+        if self._fp16 and "loss_scale" in counts:
+            self._gradients.scale = float(counts["loss_scale"])
+            self._good_steps = int(counts.get("good_steps", 0))
 
     def _match(self, state_dict: Mapping[str, Any]) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
         groups = state_dict.get("param_groups")
