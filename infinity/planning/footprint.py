@@ -237,6 +237,7 @@ def _update_slots(config: Config, slot: int, chunks: int) -> int:
 
 def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:
     """Return the bytes of pool that the update of one chunk needs."""
+    staged = staged and plan.state_tier is not Tier.DEVICE  # else it is updated there
     total = 0
     if plan.state_tier is Tier.NVME:
         total += sum(plan.state_sections)
@@ -244,7 +245,7 @@ def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:
         total += plan.gradient_nbytes
     if plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE):
         total += plan.copy_nbytes
-    return 0 if plan.state_tier is Tier.DEVICE and not total else total
+    return total
 
 
 def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dict[str, Quota]:

@@ -73,6 +73,7 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         WrapError: it belongs to no wrapped model.
+        GradientError: `param.grad` was kept from before, or is another parameter's, and has no values.
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(param)
@@ -82,7 +83,8 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
         return None
     if not isinstance(grad, ShardedGrad):
         return grad.detach().float().cpu()
-    return engine.gradients.whole(engine.params[param]).div_(engine.optimizer.loss_scale)
+    grad.check(engine.params[param])
+    return engine.gradients.whole(grad)
 
 
 def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
@@ -100,7 +102,9 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
       0.0 where none was delayed.
 
-    Since `wrap`: ``steps``, ``skipped_steps`` (fp16 overflows), ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    ``steps`` and ``skipped_steps`` (fp16 overflows) go with the optimizer's state dict.
+
+    Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
     ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
     when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
     host).

@@ -176,7 +176,7 @@ class Engine:
             compute_dtype=self.config.compute_dtype,
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
-            on_backward=self._read_ahead,
+            on_backward=self._backward_begins,
             recorder=self.recorder,
             activations=self.activations,
         )
@@ -248,8 +248,9 @@ class Engine:
         self.updater.drop_ahead()
         self.residency.resume_all()
 
-    def _read_ahead(self) -> None:
-        """A backward begins: an update may follow, of the first units first."""
+    def _backward_begins(self) -> None:
+        """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
+        self.gradients.begin_backward()
         if not self.pending.busy():
             units = self.residency.forward_order()
             self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)

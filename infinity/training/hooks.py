@@ -32,7 +32,6 @@ from .gradients import Gradients
 from .guard import Guard
 from .param import ShardedParam
 from .residency import Residency
-from .sharded_grad import ShardedGrad
 from .unit import ParamState, ParamUnit
 
 
@@ -319,11 +318,7 @@ class Hooks:
             log.leave(call)
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
-        param = sharded.param
-        grad = param.grad
-        if grad is not None and not isinstance(grad, ShardedGrad):
-            param.grad = ShardedGrad(sharded, self._gradients)
-            self._gradients.deliver(sharded, grad, fresh=True)
+        self._gradients.arrived(sharded)
         self._queue_end()
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):

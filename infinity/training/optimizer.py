@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from .gradients import Gradients
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
-from .state import States
+from .state import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
+_OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
 def check_optimizer(optimizer: object) -> bool:
@@ -52,6 +53,22 @@ def check_optimizer(optimizer: object) -> bool:
                     cure=f"leave {option} out",
                 )
     return type(optimizer) is torch.optim.AdamW
+
+
+def _counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return what a state dict has under our own key; nothing, if it is torch's."""
+    counts: Mapping[str, float] = state_dict.get(_OURS, {})
+    for name, value in counts.items() if isinstance(counts, Mapping) else [(_OURS, None)]:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        scale = name == "loss_scale" and number and math.frexp(value)[0] == 0.5
+        if not scale and (name == "loss_scale" or not number or value < 0 or value % 1):
+            raise StateDictError(
+                f"{name!r} of the state dict cannot be used",
+                expected="a power of two" if name == "loss_scale" else "a count",
+                found=repr(counts),
+                cure=f"load a state dict as it was saved, or one without the key {_OURS!r}",
+            )
+    return counts
 
 
 def _clip(limit: float, norm: float) -> float:
@@ -101,7 +118,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._max_grad_norm = max_grad_norm
         self._fp16 = compute_dtype is torch.float16
-        self._scale = loss_scale if self._fp16 else 1.0
+        if self._fp16:
+            gradients.scale = loss_scale
         self._window = loss_scale_window
         self._good_steps = 0
         self._scaled = False
@@ -116,12 +134,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
         self._scaled = True
-        return loss * self._scale if self._fp16 else loss
+        return loss * self.loss_scale if self._fp16 else loss
 
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
-        return self._scale
+        return self._gradients.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -149,12 +167,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         self._scaled = False
         norm = self._norm(present)
-        self.grad_norm = norm / self._scale
+        self.grad_norm = norm
         self._states.check_edits()
         published = self._residency.publish()  # what the update before this one has made
-        self._bump(published)
+        bump(published)
         if self._fp16 and not math.isfinite(norm):
-            self._scale = max(self._scale / 2, 2.0**-14)
+            self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
             self._good_steps = 0
             self.skipped_steps += 1
             self._residency.refresh()
@@ -162,14 +180,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return loss
         clip = 1.0
         if self._max_grad_norm is not None:
-            clip = _clip(self._max_grad_norm, self.grad_norm)
+            clip = _clip(self._max_grad_norm, norm)
         self._states.adopt_edits()
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all({s.unit for s in present})
         updates = self._updates(present, clip)
         work = self._work(updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
-        self._bump(present)
+        bump(present)
         if self.delaying:
             # [Note: two versions] The next forward uses what has just been published.
             self._updater.post(work, delayed=True)
@@ -186,9 +204,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.steps += 1
         if self._fp16:
             self._good_steps += 1
-            if self._good_steps == self._window:
+            if self._good_steps >= self._window:
                 self._good_steps = 0
-                self._scale = min(self._scale * 2, 2.0**24)
+                self._gradients.scale = min(self.loss_scale * 2, 2.0**24)
         self._after_step(time.perf_counter() - start)
         return loss
 
@@ -207,7 +225,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StorageError: an update failed.
         """
         self._before_step()
-        self._bump(self._residency.publish())
+        bump(self._residency.publish())
         self._residency.refresh()
 
     def publish(self) -> None:
@@ -220,12 +238,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states.check_edits()
         self.flush()
 
-    @staticmethod
-    def _bump(params: Sequence[ShardedParam]) -> None:
-        torch.autograd.graph.increment_version([s.param for s in params])
-        for sharded in params:
-            sharded.version = sharded.param._version
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
         params = [p for g in self.param_groups for p in g["params"]]
@@ -237,12 +249,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in params:
             if param.grad is not None:
                 param.grad.zero_()
+        self._gradients.flush_all()
 
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
         self._before_step()
         present = self._present()
-        norm = self._norm(present) / self._scale
+        norm = self._norm(present)
         clip = _clip(limit, norm)
         for sharded in present:
             if isinstance(sharded.param.grad, ShardedGrad):
@@ -267,31 +280,26 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = []
         for group in self.param_groups:
             for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
                 sharded = self._params.get(param)
-                if sharded is None:
+                if sharded is not None and self._gradients.settle(sharded):
+                    present.append(sharded)
+                elif sharded is None and param.grad is not None:
                     raise GradientError(
                         "a param group has a parameter that was not there at `wrap`",
                         expected="the parameters of `wrap`",
                         found=f"a parameter of shape {tuple(param.shape)}",
                         cure="wrap the model with the optimizer that has all parameters",
                     )
-                if not isinstance(grad, ShardedGrad):
-                    # The user put a gradient of their own there: it replaces ours.
-                    param.grad = ShardedGrad(sharded, self._gradients)
-                    self._gradients.deliver(sharded, grad, fresh=True)
-                present.append(sharded)
         self._gradients.wait()
         self._gradients.reconcile()
         return present
 
     def _norm(self, present: Iterable[ShardedParam]) -> float:
-        """Return the global 2-norm of the gradients, still scaled."""
-        if all(s.param.grad.factor == 1.0 for s in present):  # type: ignore[union-attr]
-            return math.sqrt(self._gradients.sum_of_squares())
-        wholes = (self._gradients.whole(s) for s in present)
+        """Return the global 2-norm of the gradients, unscaled and with their factors."""
+        grads: list[ShardedGrad] = [s.param.grad for s in present]  # type: ignore[misc]
+        if len(factors := {g.factor for g in grads}) <= 1:
+            return math.sqrt(self._gradients.sum_of_squares()) * abs(sum(factors))
+        wholes = (self._gradients.whole(g) for g in grads)
         return math.sqrt(sum(float(w.double().square().sum()) for w in wholes))
 
     def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
@@ -313,7 +321,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     eps=float(group["eps"]),
                     weight_decay=float(group["weight_decay"]),
                     step=sharded.step,
-                    grad_scale=param.grad.factor * clip / self._scale,
+                    grad_scale=param.grad.factor * clip,
                     decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
                     maximize=bool(group["maximize"]),
                 )
@@ -337,33 +345,52 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
-        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``.
+        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
+        for parameters that were never updated. ``infinity`` has what torch has no place for: the number of
+        steps, those skipped, and with fp16 the loss scale and the steps since it changed.
 
         Raises:
             BudgetError: it does not fit what `host_memory` leaves.
+            ParameterChangedError: a parameter was edited in place while its update was delayed.
         """
         self._before_step()
         self._states.check_room()
+        self._states.check_edits()
+        self._states.adopt_edits()
         for param, sharded in self._params.items():
-            if sharded.spec.trainable and sharded.step:
+            if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
                 self.state[param] = self._states.read(sharded)
         try:
-            return super().state_dict()
+            state = super().state_dict()
         finally:
             self.state.clear()
+        counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
+        if self._fp16:
+            counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
+        return {**state, _OURS: counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups.
+        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
+        has masters, the parameters follow them.
 
         Raises:
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
+            ParameterError: parameters that would change are inside a `gathered` block.
         """
-        pairs = self._match(state_dict)
+        pairs, counts = self._match(state_dict), _counts_of(state_dict)
         self.publish()
+        self._states.adopt_edits()
+        self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for sharded, values in pairs:
             self._states.write(sharded, values)
+        self._residency.refresh()
+        self.steps = int(counts.get("steps", self.steps))
+        self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
+        if self._fp16 and "loss_scale" in counts:
+            self._gradients.scale = float(counts["loss_scale"])
+            self._good_steps = int(counts.get("good_steps", 0))
 
     def _match(self, state_dict: Mapping[str, Any]) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
         groups = state_dict.get("param_groups")

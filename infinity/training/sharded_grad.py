@@ -4,6 +4,10 @@ It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms ar
 the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
 that the update applies. Adding a tensor accumulates, which is also how autograd delivers a
 second backward. Everything else raises `GradientError`.
+
+[Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
+parameter. When they get another gradient it has nothing to show any more, and says so, also when it
+is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns.
 """
 
 from __future__ import annotations
@@ -22,26 +26,34 @@ aten: Any = torch.ops.aten
 class GradientSource(Protocol):
     """What a `ShardedGrad` asks (see `Gradients`)."""
 
-    def deliver(self, sharded: ShardedParam, grad: torch.Tensor, *, fresh: bool) -> None:
-        """Take a gradient over; `fresh` replaces what is there, otherwise it is added."""
+    def begin(self, sharded: ShardedParam) -> int:
+        """Return the number of a new gradient of a parameter; the one before it is gone."""
 
-    def whole(self, sharded: ShardedParam) -> torch.Tensor:
-        """Return the gradient as one fp32 host tensor: unscaled, with its factor."""
+    def holds(self, grad: ShardedGrad) -> bool:
+        """Return whether the shards still hold this one."""
 
-    def zero(self, sharded: ShardedParam) -> None:
+    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
+        """Add to it; `scaled`: what is added is multiplied by the loss scale."""
+
+    def whole(self, grad: ShardedGrad) -> torch.Tensor:
+        """Return it as one fp32 host tensor: unscaled, with its factor."""
+
+    def zero(self, grad: ShardedGrad) -> None:
         """Make it zero."""
 
 
 class ShardedGrad(torch.Tensor):
-    """The gradient of one parameter, in shards. `factor` is what it is to be multiplied by."""
+    """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
+    the loss scale that they came with, times what the user made of it."""
 
     sharded: ShardedParam
     source: GradientSource
     factor: float
+    number: int
 
     @staticmethod
-    def __new__(cls, sharded: ShardedParam, source: GradientSource) -> ShardedGrad:
-        """Make the wrapper for `sharded`, whose shards `source` keeps."""
+    def __new__(cls, sharded: ShardedParam, source: GradientSource, factor: float = 1.0) -> ShardedGrad:
+        """Make the wrapper for a new gradient of `sharded`, which `source` is about to get."""
         grad = torch.Tensor._make_wrapper_subclass(
             cls,
             sharded.spec.shape,
@@ -50,8 +62,30 @@ class ShardedGrad(torch.Tensor):
         )
         grad.sharded = sharded
         grad.source = source
-        grad.factor = 1.0
+        grad.factor = factor
+        grad.number = source.begin(sharded)
         return grad
+
+    def check(self, owner: ShardedParam | None = None) -> None:
+        """Raise `GradientError` unless the shards still hold it; and, where it was found in the `grad` of
+        `owner`, unless it is that parameter's. See [Note: a gradient is a view]."""
+        name = self.sharded.name
+        if owner is not None and owner is not self.sharded:
+            raise GradientError(
+                f"the gradient of {name!r} was put on {owner.name!r}",
+                expected="a tensor, or the parameter's own gradient",
+                found="a view of another parameter's shards",
+                cure="put its values there: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
+            )
+        if not self.source.holds(self):
+            raise GradientError(
+                f"this gradient of {name!r} is gone: it was kept, but is a view of shards that hold another "
+                "one now, or none",
+                expected="the gradient that the last backward left in `p.grad`",
+                found="one from before `p.grad = None` or zero_grad()",
+                cure="keep the values, `g = infinity.gradient(p)`, before it is dropped; "
+                "put them back with `p.grad = g.to(p.device, p.dtype)`",
+            )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -64,7 +98,11 @@ class ShardedGrad(torch.Tensor):
     ) -> Any:
         """Answer the few operators that shards can answer."""
         handler = _HANDLERS.get(func)
-        first = next((a for a in _flat(args) if isinstance(a, ShardedGrad)), None)
+        found = [a for a in _flat(args) if isinstance(a, ShardedGrad)]
+        first = found[0] if found else None
+        if handler is not _same:
+            for grad in found:
+                grad.check()
         if handler is not None and first is not None:
             answer = handler(*args, **(kwargs or {}))
             if answer is not NotImplemented:
@@ -97,13 +135,26 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
     return [x for a in args for x in (_flat(tuple(a)) if isinstance(a, (list, tuple)) else [a])]
 
 
-def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor) or alpha != 1:
         return NotImplemented
     if isinstance(other, ShardedGrad) or other.shape != grad.shape:
         return NotImplemented
-    grad.source.deliver(grad.sharded, other, fresh=False)
+    # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
+    grad.source.add(grad, other, scaled=_in_backward())
     return grad
+
+
+def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    # How autograd accumulates with create_graph=True: the sum is another tensor, and the one before it is
+    # gone. Nobody else gets one.
+    if not _in_backward() or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
+        return NotImplemented
+    return ShardedGrad(grad.sharded, grad.source, grad.factor)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _mul(grad: Any, other: Any) -> Any:
@@ -135,7 +186,7 @@ def _foreach_mul(grads: list[Any], other: Any) -> Any:
 def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if not isinstance(grad, ShardedGrad) or dim is not None or keepdim:
         return NotImplemented
-    value = torch.linalg.vector_norm(grad.source.whole(grad.sharded), ord)
+    value = torch.linalg.vector_norm(grad.source.whole(grad), ord)
     return value.to(device=grad.device, dtype=dtype or torch.float32)
 
 
@@ -149,8 +200,7 @@ def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
 
 
 def _zero(grad: Any) -> Any:
-    grad.factor = 1.0
-    grad.source.zero(grad.sharded)
+    grad.source.zero(grad)
     return grad
 
 
@@ -159,7 +209,7 @@ def _same(grad: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _HANDLERS: dict[Any, Any] = {
-    aten.add_.Tensor: _add,
+    aten.add_.Tensor: _add_in_place,
     aten.add.Tensor: _add,
     aten.mul_.Tensor: _mul,
     aten.mul_.Scalar: _mul,

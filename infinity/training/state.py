@@ -6,7 +6,7 @@ Everything here goes chunk by chunk through one lease, so that its host memory i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,19 +123,36 @@ class States:
         return {"step": torch.tensor(float(sharded.step)), **shaped}
 
     def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
-        """Write step, moments (and master, where given) of one parameter; no values: zeros."""
+        """Write step, moments (and master, where given) of one parameter; no values: zeros. Its copy
+        follows the master. A unit that is not resident must be off the device."""
         self._quiesce()
         sharded.step = int(values.get("step", 0))
-        flat = {k: values[k].detach().reshape(-1) for k in values if k in ("exp_avg", "exp_avg_sq", "master")}
-        for segment, here in self._visits(sharded, write=True):
+        resident = self._places.units[sharded.unit].resident
+        flat = {
+            k: values[k].detach().reshape(-1)
+            for k in ("exp_avg", "exp_avg_sq", "master")
+            if values.get(k) is not None
+        }
+        changed = False
+        for segment, here in self._visits(sharded, write=True, copy="master" in flat):
             for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
                 target = _slice(section, segment)
                 if key in flat:
                     target.copy_(_part(flat[key], segment))
                 elif key != "master":
                     target.zero_()
+            if "master" in flat:
+                copy = _slice(here.device_copy if resident else here.copy, segment)
+                new = _part(flat["master"], segment).to(copy)
+                changed = changed or not torch.equal(copy, new)
+                copy.copy_(new)
+        if changed:
+            bump([sharded])
 
-    def _visits(self, sharded: ShardedParam, *, write: bool) -> Iterator[tuple[Segment, ChunkVisit]]:
+    def _visits(
+        self, sharded: ShardedParam, *, write: bool, copy: bool = False
+    ) -> Iterator[tuple[Segment, ChunkVisit]]:
+        """Visit the parameter's chunks; `write` the state back, and the `copy`, which then is read, too."""
         unit = self._places.units[sharded.unit]
         for chunk in unit.layout.trainable_chunks:
             segments = [s for s in chunk.segments if s.param == sharded.index]
@@ -143,12 +160,13 @@ class States:
                 continue
             here = visit(self._places, chunk)
             try:
-                here.read()
+                here.read(copy=copy)
                 here.wait()
                 for segment in segments:
                     yield segment, here
                 if write:
-                    here.write(state=True, copy=here.copy_is_master)
+                    # What is on the device was written there; a lease has nothing for it.
+                    here.write(state=True, copy=copy and not unit.resident)
             finally:
                 here.leave()
 
@@ -209,10 +227,7 @@ class States:
             part = slice(begin, min(begin + _SLICE, high))
             new = here.device_copy[part]
             if chunk.trainable and not here.copy_is_master:
-                master = here.master[part]
-                new_here = new.to(master.device)
-                kept = master.to(new.dtype) == new_here
-                master.copy_(torch.where(kept, master, new_here.float()))
+                _follow(here.master[part], new)
             if plan.copy_tier is not Tier.DEVICE:
                 here.copy[part].copy_(new)
 
@@ -270,7 +285,8 @@ class States:
         return out.view(sharded.spec.shape)
 
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
-        """Write new values of one parameter that is not on the device: copy and master."""
+        """Write new values of one parameter that is not on the device: the copy, and the master where it
+        does not round to them."""
         self._quiesce()
         unit = self._places.units[sharded.unit]
         flat = values.detach().reshape(-1)
@@ -286,10 +302,30 @@ class States:
                     target = _slice(here.copy, segment)
                     target.copy_(_part(flat, segment))
                     if chunk.trainable and not here.copy_is_master:
-                        _slice(here.master, segment).copy_(target)
+                        _follow(_slice(here.master, segment), target)
                 here.write(state=chunk.trainable, copy=True)
             finally:
                 here.leave()
+        bump([sharded])
+
+
+def bump(params: Sequence[ShardedParam]) -> None:
+    """Tell autograd that the values of `params` changed: a graph from before fails, as in torch."""
+    torch.autograd.graph.increment_version([s.param for s in params])
+    for sharded in params:
+        sharded.version = sharded.param._version
+
+
+def _follow(master: torch.Tensor, new: torch.Tensor) -> None:
+    """Make the values of `master` those of the copy `new`. One that rounds to it already is kept: it has
+    low bits that a copy cannot have."""
+    if new.dtype is torch.float32:
+        master.copy_(new)
+        return
+    for begin in range(0, new.numel(), _SLICE):
+        part = slice(begin, begin + _SLICE)
+        here, there = master[part], new[part].to(master.device)
+        here.copy_(torch.where(here.to(there.dtype) == there, here, there.float()))
 
 
 def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -72,20 +72,23 @@ class ChunkVisit:
         self._plan = places.plans[chunk.id]
         self._lease = lease
         self._transfers: list[Transfer] = []
+        self._arriving: list[Event] = []
         self._events: list[Event] = []
         self._begun = False
         self._delayed = False
         self._priority = Priority.NORMAL
         self._copy_part = places.copies.newest(chunk.id)  # that is read; and written, unless delayed
         self._gradient_slot = 0
-        staged = places.device.staged
         plan = self._plan
+        # What is updated on the device itself does not cross.
+        staged = places.device.staged and plan.state_tier not in (None, Tier.DEVICE)
         at = 0
         self._state_at = at
         if plan.state_tier is Tier.NVME:
             at += sum(plan.state_sections)
         self._grad_at = at
-        if plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE):
+        self._grad_leased = plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE)
+        if self._grad_leased:
             at += plan.gradient_nbytes
         self._copy_at = at
         self._copy_leased = plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE)
@@ -122,15 +125,26 @@ class ChunkVisit:
         self.read_state(copy=copy)
         self._gradient_slot = slot
         lease = self._lease
-        if gradient is not None and self._plan.gradient_tier is Tier.NVME and lease is not None:
+        if gradient is None or lease is None or not self._grad_leased:
+            return
+        if self._plan.gradient_tier is Tier.NVME:
             store = self._places.store
             part = GRADIENT_PARTS[self._gradient_slot]
             self._transfers.append(
                 store.read(self.chunk.id, part, lease, self._grad_at, priority=self._priority)
             )
+        else:
+            device, nbytes = self._places.device, self.chunk.numel * gradient.itemsize
+            source = self._places.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
+            target = lease.tensor(torch.uint8, self._grad_at, nbytes)
+            # It stays where it is: nothing else gets its memory.
+            self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
+        while self._arriving:
+            self._arriving[0].wait()
+            self._arriving.pop(0)
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             transfer.wait()
@@ -199,13 +213,13 @@ class ChunkVisit:
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
         gradients, plan, chunk = self._places.gradients, self._plan, self.chunk
-        if plan.gradient_tier is Tier.NVME and self._lease is not None:
+        if self._grad_leased and self._lease is not None:
             grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
         else:
             flat = (
                 self._places.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
                 if plan.gradient_tier is Tier.HOST
-                else gradients.on_device(chunk, self._gradient_slot)
+                else gradients.chunks.on_device(chunk, self._gradient_slot)
             )
             kind = dtype or chunk.dtype
             grad = flat[: chunk.numel * kind.itemsize].view(kind)

@@ -1,0 +1,321 @@
+"""Saving and loading: masters keep their low bits, copies follow masters, counts go along.
+
+The same result on every placement, in every update mode, in either order of loading.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import ParameterError, StateDictError
+from infinity.hardware.device import HostDevice
+from infinity.surface import engine as engine_module
+from infinity.surface.engine import engine_of
+
+from .offloaded import ON_HOST, ON_NVME, config_for
+
+WIDTH = 40
+PLACES: dict[str, dict[str, Any]] = {
+    "nvme": ON_NVME,
+    "host": ON_HOST,
+    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "resident": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
+    "between": {"parameters": "host", "optimizer_state": "nvme", "gradients": "device"},
+}
+places = pytest.mark.parametrize("place", list(PLACES))
+
+
+class Net(nn.Module):
+    """Three layers and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.float().square().mean()
+
+
+@contextmanager
+def wrapped(folder: Path, place: str, seed: int = 0, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    model: Any = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = config_for(folder, **{"dtype": "bf16", **PLACES[place], **settings})
+    model, wrapper = infinity.wrap(model, optimizer, config)
+    try:
+        yield model, wrapper
+    finally:
+        infinity.close(wrapper)
+
+
+def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x)
+        scale = optimizer.scale if hasattr(optimizer, "scale") else (lambda x: x)
+        scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state dicts by way of a file."""
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+
+def masters(optimizer: Any) -> list[torch.Tensor]:
+    return [values["master"] for values in optimizer.state_dict()["state"].values()]
+
+
+def same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def same_dict(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and same(a.values(), b.values())
+
+
+@places
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "optimizer alone"])
+def test_training_goes_on_with_the_same_bits(
+    place: str, update: str, dtype: str, order: str, tmp_path: Path
+) -> None:
+    mode = {"update": update, "dtype": dtype, **({"delay_warmup_steps": 2} if update == "delayed" else {})}
+    with wrapped(tmp_path / "a", place, **mode) as (model, optimizer):
+        train(model, optimizer, range(4))
+        infinity.flush(model)
+        weights, states = saved(model, optimizer)
+        losses = train(model, optimizer, range(4, 7))
+        wanted, wanted_masters = model.state_dict(), masters(optimizer)
+    with wrapped(tmp_path / "b", place, seed=1, **mode) as (model, optimizer):
+        train(model, optimizer, range(9, 10))  # something else is on the device, and on its way
+        if order == "model first":
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        if order == "optimizer first":
+            model.load_state_dict(weights)
+        assert same_dict(model.state_dict(), weights)
+        assert same(masters(optimizer), [v["master"] for v in states["state"].values()])
+        assert train(model, optimizer, range(4, 7)) == losses
+        assert same_dict(model.state_dict(), wanted)
+        assert same(masters(optimizer), wanted_masters)
+
+
+@places
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_was_never_updated_keeps_its_master(place: str, steps: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = dict(Net().named_parameters())
+    with wrapped(tmp_path / "a", place) as (model, optimizer):
+        train(model, optimizer, range(steps))
+        weights, states = saved(model, optimizer)
+    with wrapped(tmp_path / "b", place, seed=1) as (model, optimizer):
+        optimizer.load_state_dict(states)
+        model.load_state_dict(weights)
+        for (name, _), values in zip(
+            model.named_parameters(), optimizer.state_dict()["state"].values(), strict=True
+        ):
+            if steps == 0 or name.startswith("unused"):
+                assert torch.equal(values["master"], start[name]), name
+                assert int(values["step"]) == 0
+                assert not values["exp_avg"].any()
+
+
+@places
+def test_values_that_do_not_round_to_the_master_replace_it(place: str, tmp_path: Path) -> None:
+    """One rule for each element, whoever holds the copy; and the optimizer's state dict shows it at once."""
+    with wrapped(tmp_path, place) as (model, optimizer):
+        train(model, optimizer, range(2))
+        before = dict(zip(dict(model.named_parameters()), masters(optimizer), strict=True))
+        weights = {n: v.clone() for n, v in model.state_dict().items()}
+        weights["layers.1.weight"][3] += 1
+        model.load_state_dict(weights)
+        after = dict(zip(dict(model.named_parameters()), masters(optimizer), strict=True))
+        wanted = before["layers.1.weight"].clone()
+        wanted[3] = weights["layers.1.weight"][3].float()
+        assert torch.equal(after.pop("layers.1.weight"), wanted)
+        before.pop("layers.1.weight")
+        assert same_dict(after, before)
+        assert same_dict(model.state_dict(), weights)
+
+
+@places
+def test_masters_of_a_bf16_run_are_the_weights_of_an_fp32_run(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path / "a", "host") as (model, optimizer):
+        train(model, optimizer, range(2))
+        weights, states = saved(model, optimizer)
+    with wrapped(tmp_path / "b", place, seed=1, dtype="fp32") as (model, optimizer):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        assert same(model.state_dict().values(), [v["master"] for v in states["state"].values()])
+        with infinity.gathered(model):
+            assert same(list(model.parameters()), [v["master"] for v in states["state"].values()])
+
+
+@places
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_graph_from_before_a_load_fails_as_in_torch(place: str, what: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path / "a", "host", seed=1) as (model, optimizer):
+        weights, states = saved(model, optimizer)
+    with wrapped(tmp_path / "b", place) as (model, optimizer):
+        loss = model(torch.ones(4, WIDTH))
+        if what == "model":
+            model.load_state_dict(weights)
+        else:
+            optimizer.load_state_dict(states)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_masters_are_not_loaded_into_parameters_that_are_gathered(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place) as (model, optimizer):
+        train(model, optimizer, range(1))
+        _, states = saved(model, optimizer)
+        before = masters(optimizer)
+        lr = states["param_groups"][0]["lr"] = 0.5
+        with infinity.gathered(model.layers[0]), pytest.raises(ParameterError, match="gathered"):
+            optimizer.load_state_dict(states)
+        assert same(masters(optimizer), before)
+        assert optimizer.param_groups[0]["lr"] != lr
+
+
+# -- counts ---------------------------------------------------------------------------------------
+
+
+def test_the_loss_scale_and_its_window_go_along(tmp_path: Path) -> None:
+    settings = {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 3}
+    with wrapped(tmp_path / "a", "host", **settings) as (model, optimizer):
+        train(model, optimizer, range(5))
+        weights, states = saved(model, optimizer)
+        assert optimizer.loss_scale == 2048.0
+        optimizer._gradients.scale = 2.0**24
+        train(model, optimizer, range(1))
+        assert optimizer.skipped_steps == 1
+        _, skipped = saved(model, optimizer)
+    with wrapped(tmp_path / "b", "host", **settings) as (model, optimizer):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        assert (optimizer.loss_scale, optimizer.steps, optimizer.skipped_steps) == (2048.0, 5, 0)
+        train(model, optimizer, range(5, 6))
+        assert optimizer.loss_scale == 4096.0  # the third without an overflow
+        optimizer.load_state_dict(skipped)
+        assert (optimizer.loss_scale, optimizer.skipped_steps) == (2.0**23, 1)
+        assert infinity.metrics(optimizer)["skipped_steps"] == 1.0
+
+
+def test_gradients_keep_their_size_when_a_loss_scale_is_loaded(tmp_path: Path) -> None:
+    with wrapped(tmp_path, "host", dtype="fp16", loss_scale=1024.0) as (model, optimizer):
+        train(model, optimizer, range(1))
+        _, states = saved(model, optimizer)
+        optimizer.scale(model(torch.ones(4, WIDTH))).backward()
+        before = infinity.gradient(model.layers[0].weight)
+        states["infinity"]["loss_scale"] = 4.0
+        optimizer.load_state_dict(states)
+        assert optimizer.loss_scale == 4.0
+        assert torch.equal(infinity.gradient(model.layers[0].weight), before)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_warm_up_of_delayed_updates_is_not_done_twice(warm: bool, tmp_path: Path) -> None:
+    settings = {"update": "delayed", "delay_warmup_steps": 2}
+    with wrapped(tmp_path / "a", "host", **settings) as (model, optimizer):
+        train(model, optimizer, range(2 if warm else 1))
+        _, states = saved(model, optimizer)
+    with wrapped(tmp_path / "b", "host", **settings) as (_, optimizer):
+        optimizer.load_state_dict(states)
+        assert optimizer.delaying is warm
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_state_dicts_still_travel_to_torch_and_back(dtype: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path / "a", "host", dtype=dtype) as (model, optimizer):
+        train(model, optimizer, range(3))
+        weights, states = saved(model, optimizer)
+    torch.manual_seed(2)
+    plain: Any = Net()
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain.load_state_dict(weights)
+    adam.load_state_dict(states)
+    train(plain, adam, range(3, 6))  # the layer that was never used, too
+    plain.unused.weight.grad = torch.ones_like(plain.unused.weight)
+    adam.step()
+    assert int(adam.state[plain.unused.weight]["step"]) == 1
+    with wrapped(tmp_path / "b", "host", dtype=dtype) as (model, optimizer):
+        train(model, optimizer, range(2))
+        theirs = adam.state_dict()
+        theirs["state"] = {
+            i: {k: v for k, v in s.items() if k != "master"} for i, s in theirs["state"].items()
+        }
+        assert "infinity" not in theirs
+        optimizer.load_state_dict(theirs)
+        assert optimizer.steps == 2  # what it does not say stays
+        again = optimizer.state_dict()["state"]
+        for index, values in theirs["state"].items():
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(again[index][key], values[key])
+
+
+@pytest.mark.parametrize(
+    "counts", [{"loss_scale": 3.0}, {"loss_scale": 0.0}, {"steps": -1}, {"steps": "many"}, ["steps"], 7]
+)
+def test_counts_that_make_no_sense_are_refused_and_nothing_changes(counts: Any, tmp_path: Path) -> None:
+    with wrapped(tmp_path, "host", dtype="fp16", loss_scale=1024.0) as (model, optimizer):
+        train(model, optimizer, range(1))
+        before, (_, states) = masters(optimizer), saved(model, optimizer)
+        train(model, optimizer, range(1, 2))
+        now = masters(optimizer)
+        assert not same(now, before)
+        with pytest.raises(StateDictError, match="cannot be used"):
+            optimizer.load_state_dict({**states, "infinity": counts})
+        assert same(masters(optimizer), now)
+        assert optimizer.loss_scale == 1024.0
+
+
+# -- a device of its own ----------------------------------------------------------------------------
+
+
+@places
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_load_leaves_nothing_of_a_lease_on_the_device(
+    place: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of its own a visit has a lease for what is there; a load writes it in place."""
+
+    class Staged(HostDevice):
+        staged = True
+
+    monkeypatch.setattr(engine_module, "open_device", lambda name, recorder: Staged(torch.device("cpu")))
+    with wrapped(tmp_path / "a", place, dtype=dtype, update="sync") as (model, optimizer):
+        optimizer.step()
+        weights, states = saved(model, optimizer)
+    with wrapped(tmp_path / "b", place, dtype=dtype, update="sync") as (model, optimizer):
+        assert engine_of(model).device.staged
+        train(model, optimizer, range(1))
+        optimizer.load_state_dict(states)
+        model.load_state_dict(weights)
+        assert same_dict(model.state_dict(), weights)
+        optimizer.load_state_dict(states)
+        assert same_dict(model.state_dict(), weights)
