@@ -266,13 +266,13 @@ def loss_of(model: Root, batch: Json, **ctx: Any) -> torch.Tensor:
 
 
 def batches(tree: Json, seed: int, count: int = 6) -> list[Json]:
-    """Return batches: x and target (3, width) fp32, ids (3,) int64, and two flags."""
+    """Return batches: x and target (rows, width) fp32, ids (rows,) int64, and two flags."""
     random = torch.Generator().manual_seed(seed + 1)
     return [
         {
-            "x": torch.randn(3, tree["width"], generator=random),
-            "target": torch.randn(3, tree["width"], generator=random),
-            "ids": torch.randint(16, (3,), generator=random),
+            "x": torch.randn(tree["rows"], tree["width"], generator=random),
+            "target": torch.randn(tree["rows"], tree["width"], generator=random),
+            "ids": torch.randint(16, (tree["rows"],), generator=random),
             "branch": bool(torch.randint(2, (1,), generator=random)),
             "use": bool(torch.randint(3, (1,), generator=random) == 0),
         }

@@ -33,7 +33,18 @@ THEMES: dict[str, int] = {
     "plain": 13,
 }
 
-ODD = ("dict", "slotted", "deque", "frozenset", "iterator", "values", "closure", "dataclass", "named", "nested")
+ODD = (
+    "dict",
+    "slotted",
+    "deque",
+    "frozenset",
+    "iterator",
+    "values",
+    "closure",
+    "dataclass",
+    "named",
+    "nested",
+)
 EVEN = ("tensor", "tensor", "tensor", "tuple", "list")
 KINDS = (
     *("mlp", "mlp", "mlp", "lora", "frozen", "inplace", "embedding", "branch", "norm", "batchnorm"),
@@ -42,11 +53,11 @@ KINDS = (
 TIERS = ("host", "host", "nvme", "nvme", "device")
 HOLDS = (
     *("detach-cpu", "detach-cpu", "data", "numpy", "view", "storage", "state-dict", "state-dict-inside"),
-    *("in-forward", "clone", "flat", "graph"),
+    *("in-forward", "clone", "flat", "graph", "all", "all"),
 )
 EDITS = (
     *("add", "mul", "element", "copy", "data-copy", "data-set", "data-add", "detach-add", "numpy", "vector"),
-    "init",
+    *("init", "vector-all", "merge"),
 )
 
 
@@ -162,8 +173,12 @@ def _tree(random: Random, theme: str, config: Json) -> Json:
     order = list(range(len(blocks)))
     if random.random() < 0.2:
         order.insert(random.randrange(len(order) + 1), random.choice(order))  # one is used twice
+    rows = 3
+    if config["activations"] == "host" and random.random() < 0.5:
+        rows, width = 400, 48  # inputs that are large enough to be copied
     return {
         "width": width,
+        "rows": rows,
         "blocks": blocks,
         "banks": banks,
         "feeders": any(b["kind"] == "pair" for b in blocks),
@@ -212,6 +227,8 @@ def _spice(random: Random) -> Json:
             lambda: _act("asked", "partial-backward", k=k, pick=random.randrange(64)),
             lambda: _act("lr", "train", value=random.choice((1e-3, 3e-3, 1e-4))),
             lambda: _act("flush", "train"),
+            lambda: _act("thread", "thread", k=k),
+            lambda: _act("fetch_inside", "forward-in-gathered", k=k, pick=random.randrange(64)),
             lambda: _act("look", "state-dict"),
         )
     )()
@@ -256,7 +273,9 @@ def _program(random: Random, theme: str, config: Json, tree: Json) -> list[Json]
                 return [{**_train(random, clip="torch", grads=True), "family": theme}]
             case "failure":
                 back = random.random() < 0.5
-                return [_act("fail", theme, k=k(), block=random.randrange(len(tree["blocks"])), backward=back)]
+                return [
+                    _act("fail", theme, k=k(), block=random.randrange(len(tree["blocks"])), backward=back)
+                ]
             case "interrupt":
                 back = random.random() < 0.4
                 return [_act("interrupt", theme, k=k(), at=random.randrange(1, 250), backward=back)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,9 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+    return (
+        f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+    )
 
 
 #: What may be raised by an action beside what torch raises: names of the engine's typed errors.
@@ -90,6 +93,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "hold": {"ReleasedParameterError": "", "BudgetError": "host"},
     "read": {"ReleasedParameterError": ""},
     "gathered-graph": {"ParameterError": "delayed"},
+    "fetch_inside": {"ParameterError": "delayed"},
     "save": {"BudgetError": "host"},
     "load": {"BudgetError": "host"},
     "fresh": {"BudgetError": "host"},
@@ -301,6 +305,31 @@ class Program:
         for g in torch.autograd.grad(self.loss(k), self.params(pick, 3), allow_unused=True):
             self.log("gradient", g)
 
+    def do_thread(self, k: int) -> None:
+        """Forward and backward on a thread of the user's."""
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        self.log_grads()
+        self.finish()
+
+    def do_fetch_inside(self, k: int, pick: int) -> None:
+        """A forward and backward while some parameters are gathered."""
+        with self.world.gathered(self.params(pick, 3)):
+            self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
+        self.log_grads()
+        self.finish()
+
     def do_eval(self, k: int, twice: bool = False) -> None:
         with self.world.evaluating():
             for i in range(2 if twice else 1):
@@ -318,9 +347,13 @@ class Program:
             self.log(f"{name} in the state dict", value)
 
     def do_freeze(self, pick: int, on: bool) -> None:
-        _, p = self.param(pick, trainable=False)
-        if p in getattr(self.world, "learns", {p}) and p.is_floating_point():
-            p.requires_grad_(on)
+        learning = [n for n, p in self.world.named(trainable=True).items()]
+        self.world.frozen = getattr(self.world, "frozen", [])  # what was frozen at `wrap` stays so
+        chosen = self.world.frozen if on else learning[1:]
+        if chosen:
+            name = chosen[pick % len(chosen)]
+            self.world.named()[name].requires_grad_(on)
+            (self.world.frozen.remove if on else self.world.frozen.append)(name)
 
     # -- failures
 
@@ -370,7 +403,7 @@ class Program:
 
     def do_gathered_graph(self, pick: int, k: int, how: str, use: str) -> None:
         """A graph is made inside `gathered`, and used after other units have been."""
-        name, p = self.param(pick)
+        _, p = self.param(pick)
         with self.world.gathered(p):
             if how == "square":
                 y = (p * p).float().sum() + torch.sin(p).float().sum()
@@ -388,7 +421,8 @@ class Program:
             z = self.loss(k + 1)
             self.world.scale(z).backward()  # type: ignore[no-untyped-call]
         self.log("value", y)
-        self.world.scale(y).backward()  # type: ignore[no-untyped-call]
+        with self.world.showing_newest():
+            self.world.scale(y).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -396,11 +430,17 @@ class Program:
 
     def do_hold(self, key: str, pick: int, how: str) -> None:
         """Keep something that refers to a weight's memory."""
+        held: Any
+        if how == "all":
+            for name, p in self.world.named().items():
+                with self.world.gathered(p):
+                    held = p.detach().cpu()
+                self.world.aliases[f"{key} {name}"] = (name, how, held, held.clone())
+            return
         name, p = self.param(pick, trainable=False)
         if how == "numpy" and p.dtype is torch.bfloat16:
             how = "detach-cpu"
         owner = name.rpartition(".")
-        held: Any
         if how == "state-dict":
             held = self.world.model.get_submodule(owner[0]).state_dict()[owner[2]]
         elif how == "in-forward":
@@ -432,12 +472,13 @@ class Program:
 
     def do_read(self, key: str, flush: bool) -> None:
         """What an alias shows: in torch, the parameter as it is now."""
-        entry = self.world.aliases.get(key)
-        if entry is None:
-            return
-        name, how, held, then = entry
         if flush:
             self.world.flush()
+        for found, entry in list(self.world.aliases.items()):
+            if found.split(" ")[0] == key:
+                self.read_one(*entry, flushed=flush)
+
+    def read_one(self, name: str, how: str, held: Any, then: Any, *, flushed: bool) -> None:
         if held is None:
             return
         p = self.world.named()[name]
@@ -448,18 +489,22 @@ class Program:
             return
         if how in ("state-dict", "state-dict-inside"):
             candidates.append(then)  # it may be a copy
-        if flush and self.case["config"]["update"] != "delayed":
+        if flushed and self.case["config"]["update"] != "delayed":
             candidates = [c for c in candidates[:1]] + ([then] if how.startswith("state-dict") else [])
         shown = [_part(c, now) for c in candidates]
         self.log(f"alias ({how}) of {name}", now, *(shown if not self.world.offloaded else []))
 
     def do_drop(self, key: str) -> None:
-        self.world.aliases.pop(key, None)
+        for found in [f for f in self.world.aliases if f.split(" ")[0] == key]:
+            del self.world.aliases[found]
 
     # -- edits
 
     def do_edit(self, pick: int, how: str, check: bool) -> None:
         """Edit a parameter inside `gathered(write=True)`, in one of many ways."""
+        if how in ("vector-all", "merge"):
+            self.edit_several(pick, how)
+            return
         name, p = self.param(pick, trainable=False)
         for key in [k for k, v in self.world.aliases.items() if v[0] == name]:
             del self.world.aliases[key]
@@ -467,36 +512,51 @@ class Program:
         delta = (torch.randn(p.shape, generator=random) * 0.05).to(p.dtype)
         if how == "numpy" and p.dtype is torch.bfloat16:
             how = "data-copy"
-        with self.world.gathered(p, write=True):
-            with torch.no_grad():
-                new = p.detach().clone() + delta
-                match how:
-                    case "add":
-                        p.add_(delta)
-                    case "mul":
-                        p.mul_(1.25)
-                    case "element":
-                        p.view(-1)[0] = 0.5
-                    case "copy":
-                        p.copy_(new)
-                    case "data-copy":
-                        p.data.copy_(new)
-                    case "data-set":
-                        p.data = new
-                    case "data-add":
-                        p.data += delta
-                    case "detach-add":
-                        p.detach().add_(delta)
-                    case "numpy":
-                        p.detach().numpy()[:] = new.numpy()
-                    case "vector":
-                        nn.utils.vector_to_parameters(new.reshape(-1), [p])
-                    case "init":
-                        torch.manual_seed(pick)
-                        nn.init.normal_(p, std=0.1)
+        with self.world.gathered(p, write=True), torch.no_grad():
+            new = p.detach().clone() + delta
+            match how:
+                case "add":
+                    p.add_(delta)
+                case "mul":
+                    p.mul_(1.25)
+                case "element":
+                    p.view(-1)[0] = 0.5
+                case "copy":
+                    p.copy_(new)
+                case "data-copy":
+                    p.data.copy_(new)
+                case "data-set":
+                    p.data = new
+                case "data-add":
+                    p.data += delta
+                case "detach-add":
+                    p.detach().add_(delta)
+                case "numpy":
+                    p.detach().numpy()[:] = new.numpy()
+                case "vector":
+                    nn.utils.vector_to_parameters(new.reshape(-1), [p])
+                case "init":
+                    torch.manual_seed(pick)
+                    nn.init.normal_(p, std=0.1)
         if check:
             self.log(f"{name} after the edit", self.world.newest(p))
             self.log(f"{name} in the state dict", self.world.save_model()[name])
+
+    def edit_several(self, pick: int, how: str) -> None:
+        """Edit parameters of more than one unit, as merging adapters or averaging models does."""
+        params = list(self.world.named().values())
+        self.world.aliases.clear()
+        if how == "vector-all":
+            with self.world.gathered(params, write=True):
+                vector = nn.utils.parameters_to_vector(params).detach()
+                nn.utils.vector_to_parameters((vector * 1.125).to(vector.dtype), params)
+            return
+        one = params[pick % len(params)]
+        other = next(
+            (p for p in params if p is not one and p.shape == one.shape and p.dtype == one.dtype), one
+        )
+        with self.world.gathered([one, other], write=True):
+            one.data += 0.5 * other.data
 
     # -- state dicts
 
@@ -551,7 +611,9 @@ class Program:
         world.scale(self.loss(k)).backward()
         named = list(world.named(trainable=True).values())
         one = named[pick % len(named)]
-        other = next((p for p in named if p is not one and p.shape == one.shape and p.dtype == one.dtype), one)
+        other = next(
+            (p for p in named if p is not one and p.shape == one.shape and p.dtype == one.dtype), one
+        )
         grads = world.take_grads([one])
         world.put_grad(other, grads[one])
         self.log_grads()

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -52,15 +53,15 @@ class Result:
         """What the failure is put down to: the action that failed, or the case's theme."""
         own: str = self.at.get("family", "")
         theme: str = self.case["family"]
-        return own if own in SPECIFIC else theme
+        return own if own in SPECIFIC or (theme == "plain" and own) else theme
 
     def line(self) -> str:
         where = f"action {self.at.get('at')} {self.at.get('do')}" if self.at else "before the first action"
         return f"seed {self.case['seed']}  {self.family}  {self.outcome} in {where}: {self.detail}"
 
 
-#: Actions that are a family of their own, whatever the theme of the case.
-SPECIFIC = {"double-backward", "stashed-backward", "side-channel-late", "grad-move"}
+#: Actions that are a family of their own beside the theme that they belong to.
+SPECIFIC = {"side-channel-late", "grad-move"}
 
 
 def prepare(tree: str | None = None) -> None:
@@ -170,6 +171,7 @@ class Child:
 def _child(case: Json, folder: Path, out: int, verbose: bool) -> None:
     """Run the case and end the process."""
     code = 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected of what this looks for
     try:
         if verbose:
             import faulthandler
@@ -308,7 +310,7 @@ def smaller(case: Json) -> Iterator[Json]:
 
 
 def shrink(case: Json) -> Result:
-    """Return the smallest case found that fails with the same outcome."""
+    """Return the smallest case found that fails with the same outcome in an action of the same kind."""
     best = run_one(case)
     if not best.failed:
         return best
@@ -317,7 +319,8 @@ def shrink(case: Json) -> Result:
         found = False
         for candidate in smaller(best.case):
             result = run_one(candidate)
-            if result.failed and result.outcome == best.outcome:
+            alike = result.outcome == best.outcome and result.at.get("do") == best.at.get("do")
+            if result.failed and alike:
                 best, found = result, True
                 break
     return best
