@@ -1,4 +1,4 @@
-"""Random models, loops and placements against plain torch: `python -m tests.fuzz.run` does the same by hand."""
+"""Random models, loops and placements against plain torch, like `python -m tests.fuzz.run` by hand."""
 
 from __future__ import annotations
 

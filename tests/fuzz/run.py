@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import os
 import resource
@@ -79,6 +80,8 @@ def prepare(tree: str | None = None) -> None:
     import infinity.surface.init  # noqa: F401
 
     from . import program, worlds  # noqa: F401
+
+    gc.freeze()  # a collection in a child would copy all pages that it shares with this process
 
 
 def run_here(case: Json, folder: Path, tell: Callable[[Json], None]) -> str:
