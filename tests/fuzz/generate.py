@@ -53,7 +53,7 @@ KINDS = (
 TIERS = ("host", "host", "nvme", "nvme", "device")
 HOLDS = (
     *("detach-cpu", "detach-cpu", "data", "numpy", "view", "storage", "state-dict", "state-dict-inside"),
-    *("in-forward", "clone", "flat", "graph", "all", "all"),
+    *("in-forward", "clone", "flat", "graph", "all", "all", "model-state-dict"),
 )
 EDITS = (
     *("add", "mul", "element", "copy", "data-copy", "data-set", "data-add", "detach-add", "numpy", "vector"),
@@ -218,7 +218,11 @@ def _spice(random: Random) -> Json:
     k = random.randrange(6)
     return random.choice(
         (
-            lambda: _act("eval", "eval", k=k, twice=random.random() < 0.3),
+            lambda: _act("eval", "eval", k=k, twice=random.random() < 0.3, inference=random.random() < 0.3),
+            lambda: _act(
+                "hooked", "user-hooks", k=k, how=random.choice(("identity", "clone", "cpu", "disabled"))
+            ),
+            lambda: _act("closure", "train", k=k),
             lambda: _act("double", "double-backward", k=k),
             lambda: _act(
                 "stashed", "stashed-backward", k=k, first=random.randrange(2), between=random.random() < 0.3
@@ -263,7 +267,8 @@ def _program(random: Random, theme: str, config: Json, tree: Json) -> list[Json]
                 return [_act("hold", theme, key=random.choice("abc"), pick=pick(), how=random.choice(HOLDS))]
             case "edit":
                 how = random.choice(EDITS)
-                return [_act("edit", theme, pick=pick(), how=how, check=random.random() < 0.5)]
+                check, fails = random.random() < 0.5, random.random() < 0.15
+                return [_act("edit", theme, pick=pick(), how=how, check=check, fails=fails)]
             case "grad-stash":
                 if random.random() < 0.3:
                     return [_act("grad_move", "grad-move", k=k(), pick=pick())]

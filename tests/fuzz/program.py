@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -325,13 +326,40 @@ class Program:
 
     def do_fetch_inside(self, k: int, pick: int) -> None:
         """A forward and backward while some parameters are gathered."""
-        with self.world.gathered(self.params(pick, 3)):
+        with self.world.beside(self.params(pick, 3)):
             self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
-    def do_eval(self, k: int, twice: bool = False) -> None:
-        with self.world.evaluating():
+    def do_hooked(self, k: int, how: str) -> None:
+        """Forward and backward under hooks on saved tensors that the user sets, or forbids."""
+        graph = torch.autograd.graph
+        with {
+            "identity": lambda: graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            "clone": lambda: graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t),
+            "cpu": lambda: graph.save_on_cpu(),
+            "disabled": lambda: graph.disable_saved_tensors_hooks("not here"),
+        }[how]():
+            loss = self.loss(k)
+        self.log("loss", loss)
+        self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.log_grads()
+        self.finish()
+
+    def do_closure(self, k: int) -> None:
+        """`step` is given a closure."""
+
+        def closure() -> torch.Tensor:
+            self.world.zero_grad("none")
+            loss = self.loss(k)
+            self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        self.log("loss", self.world.step(closure))
+        self.world.zero_grad("none")
+
+    def do_eval(self, k: int, twice: bool = False, inference: bool = False) -> None:
+        with self.world.evaluating(), torch.inference_mode(inference):
             for i in range(2 if twice else 1):
                 self.log("loss in eval", self.loss(k + i))
 
@@ -404,7 +432,8 @@ class Program:
     def do_gathered_graph(self, pick: int, k: int, how: str, use: str) -> None:
         """A graph is made inside `gathered`, and used after other units have been."""
         _, p = self.param(pick)
-        with self.world.gathered(p):
+        # A forward inside a block uses what every forward uses, or is refused.
+        with self.world.beside(p) if how == "loss" else self.world.gathered(p):
             if how == "square":
                 y = (p * p).float().sum() + torch.sin(p).float().sum()
             elif how == "matmul":
@@ -421,7 +450,7 @@ class Program:
             z = self.loss(k + 1)
             self.world.scale(z).backward()  # type: ignore[no-untyped-call]
         self.log("value", y)
-        with self.world.showing_newest():
+        with contextlib.nullcontext() if how == "loss" else self.world.showing_newest():
             self.world.scale(y).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
@@ -431,6 +460,11 @@ class Program:
     def do_hold(self, key: str, pick: int, how: str) -> None:
         """Keep something that refers to a weight's memory."""
         held: Any
+        if how == "model-state-dict":
+            for name, held in self.world.model.state_dict().items():
+                if name in self.world.named():
+                    self.world.aliases[f"{key} {name}"] = (name, "state-dict", held, held.clone())
+            return
         if how == "all":
             for name, p in self.world.named().items():
                 with self.world.gathered(p):
@@ -500,7 +534,7 @@ class Program:
 
     # -- edits
 
-    def do_edit(self, pick: int, how: str, check: bool) -> None:
+    def do_edit(self, pick: int, how: str, check: bool, fails: bool = False) -> None:
         """Edit a parameter inside `gathered(write=True)`, in one of many ways."""
         if how in ("vector-all", "merge"):
             self.edit_several(pick, how)
@@ -512,7 +546,7 @@ class Program:
         delta = (torch.randn(p.shape, generator=random) * 0.05).to(p.dtype)
         if how == "numpy" and p.dtype is torch.bfloat16:
             how = "data-copy"
-        with self.world.gathered(p, write=True), torch.no_grad():
+        with contextlib.suppress(ForwardFailed), self.world.gathered(p, write=True), torch.no_grad():
             new = p.detach().clone() + delta
             match how:
                 case "add":
@@ -538,6 +572,8 @@ class Program:
                 case "init":
                     torch.manual_seed(pick)
                     nn.init.normal_(p, std=0.1)
+            if fails:
+                raise ForwardFailed("after the edit")
         if check:
             self.log(f"{name} after the edit", self.world.newest(p))
             self.log(f"{name} in the state dict", self.world.save_model()[name])

@@ -340,23 +340,31 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="begin no case after this many seconds")
     parser.add_argument("--tree", help="a directory with another version of the package `infinity`")
     parser.add_argument("--family", help="only cases of this family")
+    parser.add_argument("--set", action="append", default=[], help="KEY=JSON: a setting of every case")
     parser.add_argument("--case", type=int, help="run this seed alone and print the case")
     parser.add_argument("--shrink", type=int, help="run this seed and look for a smaller case that fails")
     parser.add_argument("--json", help="a file with a case: run it alone (or `-`)")
     parser.add_argument("-v", "--verbose", action="store_true")
     given = parser.parse_args()
+    fixed = {key: json.loads(value) for key, _, value in (s.partition("=") for s in given.set)}
+
+    def made(seed: int) -> Json:
+        case = generate(seed)
+        case["config"].update(fixed)
+        return case
+
     prepare(given.tree)
     say = sys.stdout.write
     if given.case is not None or given.shrink is not None or given.json:
         if given.json:
             case = json.loads(sys.stdin.read() if given.json == "-" else Path(given.json).read_text())
         else:
-            case = generate(given.case if given.case is not None else given.shrink)
+            case = made(given.case if given.case is not None else given.shrink)
         result = shrink(case) if given.shrink is not None else run_one(case, verbose=given.verbose)
         say(json.dumps(result.case, indent=1) + "\n" + result.line() + "\n")
         return int(result.failed)
     first, last = (int(s) for s in given.seeds.split(":"))
-    cases = (c for c in map(generate, range(first, last)) if given.family in (None, c["family"]))
+    cases = (c for c in map(made, range(first, last)) if given.family in (None, c["family"]))
     outcomes: Counter[str] = Counter()
     families: Counter[str] = Counter()
     total: Counter[str] = Counter()

@@ -159,13 +159,22 @@ class PlainWorld(World):
     def clip(self, limit: float, *, torchs: bool) -> float:
         norm = self._norm()
         factor = min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
+        if torchs:  # in fp32, so that low precision rounds the same way after it
+            grads = [g for p in self.model.parameters() if (g := self.gradient(p)) is not None]
+            total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+            norm, factor = float(total), float(torch.clamp(limit / (total + 1e-6), max=1.0))
         for p in self.learns:
             if self.raw(p) is not None:
                 self.factors[p] = self.factors.get(p, 1.0) * factor
         return norm
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        self._step()
+        return loss
+
     @torch.no_grad()
-    def step(self) -> None:
+    def _step(self) -> None:
         from infinity.hardware.adam_reference import adamw_reference
 
         self.norm = self._norm()
@@ -237,6 +246,10 @@ class PlainWorld(World):
         for p, value in shown.items():
             p.data.copy_(value)
 
+    def beside(self, params: Any) -> Any:
+        """Where the engine has gathered `params` meanwhile."""
+        return contextlib.nullcontext()
+
     def showing_newest(self) -> Any:
         """What a graph made inside `gathered` goes backward with."""
         return self._newest()
@@ -259,9 +272,11 @@ class PlainWorld(World):
             return
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         self._publish()
-        yield
-        for p in params:
-            self._adopt(p, p.detach())
+        try:
+            yield
+        finally:
+            for p in params:
+                self._adopt(p, p.detach())
 
     def _adopt(self, p: Any, value: torch.Tensor) -> None:
         master = self.masters[p]
@@ -386,9 +401,10 @@ class OffloadedWorld(World):
         optimizer = make_optimizer(model, self.config)
         try:
             infinity.wrap(model, optimizer, infinity.Config(**given, **budgets))
+            infinity.close(model)
+            return 1
         except BudgetError as refused:
             return int(re.findall(r"\((\d+) bytes\)", refused.expected)[0])
-        raise AssertionError("one byte was accepted")
 
     # -- the loop
 
@@ -423,8 +439,8 @@ class OffloadedWorld(World):
             return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         return float(self.optimizer.clip_grad_norm_(limit))
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.optimizer.step(closure)
 
     def flush(self) -> None:
         import infinity
@@ -441,6 +457,9 @@ class OffloadedWorld(World):
         with torch.no_grad():
             yield
         self.model.train()
+
+    def beside(self, params: Any) -> Any:
+        return self.gathered(params)
 
     def showing_newest(self) -> Any:
         return contextlib.nullcontext()
@@ -498,6 +517,3 @@ class OffloadedWorld(World):
             self.saved.clear()
             del self.model, self.optimizer
             gc.collect()
-
-
-Make = Callable[[Json, Json, int], World]
