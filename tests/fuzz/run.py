@@ -93,8 +93,10 @@ def run_here(case: Json, folder: Path, tell: Callable[[Json], None]) -> str:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    low = case["config"]["dtype"] != "fp32"
-    tolerance = (1e-5, 1e-5) if low else (1e-6, 1e-6)
+    # Gradients have the same bits in both, and the update rounds as ours does; factors are multiplied in
+    # another order, and what a normalisation makes of the last bit shows.
+    clips = case["config"]["max_grad_norm"] is not None or any(a.get("clip") for a in case["program"])
+    tolerance = (1e-4, 1e-4) if clips else (1e-5, 1e-5)
     recorded = Log(None, tolerance)
     Program(case, PlainWorld(case["tree"], case["config"], case["seed"]), recorded, lambda _: None).run()
     from infinity.core.errors import InfinityError
