@@ -161,7 +161,7 @@ def _tree(random: Random, theme: str, config: Json) -> Json:
         for block in random.sample(blocks, 2):
             block.update(kind="side", recompute=None)
     if theme == "weight-view":
-        hows = ("itself", "view", "transposed", "slice", "detached")
+        hows = ("view", "transposed", "slice", "detached", *["itself"] * (random.random() < 0.15))
         banks = [{"how": random.choice(hows)} for _ in range(random.choice((1, 2, 3)))]
     if theme == "unused-input":
         random.choice(blocks).update(kind="pair", recompute=None)

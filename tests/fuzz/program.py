@@ -84,10 +84,13 @@ def _short(value: Any) -> str:
 
 
 #: What may be raised by an action beside what torch raises: names of the engine's typed errors.
-#: The words "delayed:", "offload:" (parameters are not all on the device) restrict where.
+#: A word restricts where: "delayed" updates, a "host" memory that is not large, a bank that returns "itself".
+#: Keys are an action, its family, or the theme of the case.
 ALLOWED: dict[str, dict[str, str]] = {
     "*": {},
     "wrap": {"WrapError": "storage"},
+    # A module that returns its parameter itself, not a view of it, hands out a released parameter.
+    "weight-view": {"ReleasedParameterError": "itself"},
     "autocast": {"PrecisionError": ""},
     "grad-stash": {"GradientError": ""},
     "grad-move": {"GradientError": ""},
@@ -151,13 +154,15 @@ class Program:
             log.entries.append(None)
             return None
         if "InfinityError" in names:
-            allowed = {**ALLOWED["*"], **ALLOWED.get(action["do"], {}), **ALLOWED.get(action["family"], {})}
+            keys = ("*", self.case["family"], action["family"], action["do"])
+            allowed = {name: where for key in keys for name, where in ALLOWED.get(key, {}).items()}
             if self.interrupted:
                 allowed.update(ALLOWED["after-interrupt"])
             for name, where in allowed.items():
                 if name in names and (
                     not where
                     or (where == "delayed" and self.case["config"]["update"] == "delayed")
+                    or (where == "itself" and any(b["how"] == where for b in self.case["tree"]["banks"]))
                     or (where == "host" and self.case["config"]["host_memory"] != "large")
                 ):
                     return f"typed:{type(raised).__name__}"
@@ -672,7 +677,9 @@ class Program:
             for key, value in state.items():
                 if key == "master" and self.case["config"]["dtype"] == "fp32":
                     continue
-                if value is not None:
+                if value is None and key != "master":  # never updated: torch has no state of it
+                    value = torch.zeros(self.world.named()[name].numel())
+                elif value is not None:
                     value = value.view(-1)
                 others = [None] if not self.world.offloaded and key == "master" else []
                 self.log(f"{key} of {name}", value, *others)
