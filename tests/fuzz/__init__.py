@@ -1,0 +1,1 @@
+"""Random models, loops and placements, each compared with plain torch. `python -m tests.fuzz.run --help`."""

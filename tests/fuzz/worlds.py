@@ -1,0 +1,519 @@
+"""The two worlds that a program runs in: plain torch with fp32 masters, and the engine.
+
+Both answer the same calls, so that a program is written once. Gradients are fp32, unscaled; what a world
+cannot do raises there, and the comparison sees the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import Json, Root, build
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def groups_of(model: nn.Module, config: Json) -> list[Json]:
+    params = [p for p in model.parameters()]
+    if config["groups"] == 1:
+        return [{"params": params, "weight_decay": 0.1}]
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if config["optimizer"] == "AdamW" else torch.optim.Adam
+    return kind(groups_of(model, config), lr=1e-3, foreach=False)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors in dicts, lists and tuples, as the engine does with the root's inputs."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: cast(v, dtype) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast(v, dtype) for v in value)
+    return value
+
+
+class World:
+    """What both have."""
+
+    offloaded: bool
+    model: Root
+    config: Json
+    aliases: dict[str, Any]
+    saved: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.aliases, self.saved = {}, {}
+
+    def named(self, *, trainable: bool = False) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad or not trainable}
+
+
+class PlainWorld(World):
+    """Plain torch: parameters in the compute dtype, fp32 masters beside them, one-step delay if asked for."""
+
+    offloaded = False
+
+    def __init__(self, tree: Json, config: Json, seed: int) -> None:
+        super().__init__()
+        self.tree = tree
+        self.start(config, seed)
+
+    def start(self, config: Json, seed: int) -> None:
+        """Begin anew with another model."""
+        self.config = config
+        self.dtype = DTYPES[config["dtype"]]
+        self.model = build(self.tree, seed)
+        self.masters = {p: p.detach().float().clone() for p in self.model.parameters()}
+        self.learns = {p for p in self.model.parameters() if p.requires_grad}
+        keep = {
+            p
+            for m in self.model.modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            for p in m.parameters()
+        }
+        self.optimizer = make_optimizer(self.model, config)
+        self.moments: dict[Any, Any] = {}
+        self.updates: dict[Any, int] = {}
+        self.sums: dict[Any, torch.Tensor] = {}
+        self.factors: dict[Any, float] = {}
+        self.scale_now = config["loss_scale"] if self.dtype is torch.float16 else 1.0
+        self.good = self.steps = 0
+        self.norm = float("nan")
+        self.past: dict[Any, torch.Tensor] = {}
+        self.late: dict[Any, torch.Tensor] = {}  # newer values than those that training uses
+        if self.dtype is not torch.float32:
+            for p in self.model.parameters():
+                p.data = p.data.to(torch.float32 if p in keep else self.dtype)
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._collect)
+            self.model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast(args, self.dtype), cast(kwargs, self.dtype)), with_kwargs=True
+            )
+
+    def _collect(self, p: torch.Tensor) -> None:
+        grad = p.grad
+        assert grad is not None
+        old = self.sums.get(p)
+        self.sums[p] = grad.float() if old is None else old + grad.float()
+        p.grad = None
+
+    # -- the loop
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.scale_now if self.dtype is torch.float16 else loss
+
+    def raw(self, p: Any) -> torch.Tensor | None:
+        """The gradient with the loss scale and without factors, fp32."""
+        return p.grad.detach() if self.dtype is torch.float32 and p.grad is not None else self.sums.get(p)
+
+    def gradient(self, p: Any) -> torch.Tensor | None:
+        raw = self.raw(p)
+        return None if raw is None else raw.float() * self.factors.get(p, 1.0) / self.scale_now
+
+    def take_grads(self, params: Iterable[Any]) -> dict[Any, Any]:
+        """Take the gradients away and return them, as `p.grad` objects or what stands for them."""
+        out: dict[Any, Any] = {}
+        for p in params:
+            out[p] = p.grad if self.dtype is torch.float32 else self.sums.pop(p, None)
+            p.grad = None
+        return out
+
+    def put_grad(self, p: Any, grad: Any) -> None:
+        if self.dtype is torch.float32:
+            p.grad = grad
+        elif grad is None:
+            self.sums.pop(p, None)
+        else:
+            self.sums[p] = grad
+
+    def zero_grad(self, how: str) -> None:
+        if how == "zeros" and self.dtype is not torch.float32:
+            self.sums = {p: torch.zeros_like(g) for p, g in self.sums.items()}
+        elif how == "zeros":
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            self.optimizer.zero_grad()
+            self.sums.clear()
+        self.factors.clear()
+
+    def _norm(self) -> float:
+        grads = [(g, self.factors.get(p, 1.0)) for p in self.learns if (g := self.raw(p)) is not None]
+        return math.sqrt(sum(float((g.double() * f).square().sum()) for g, f in grads)) / self.scale_now
+
+    def clip(self, limit: float, *, torchs: bool) -> float:
+        norm = self._norm()
+        factor = min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
+        if torchs:  # in fp32, so that low precision rounds the same way after it
+            grads = [g for p in self.model.parameters() if (g := self.gradient(p)) is not None]
+            total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+            norm, factor = float(total), float(torch.clamp(limit / (total + 1e-6), max=1.0))
+        for p in self.learns:
+            if self.raw(p) is not None:
+                self.factors[p] = self.factors.get(p, 1.0) * factor
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        self._step()
+        return loss
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        from infinity.hardware.adam_reference import adamw_reference
+
+        self.norm = self._norm()
+        self._publish()
+        if self.dtype is torch.float16 and not math.isfinite(self.norm):
+            self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
+            return
+        limit = self.config["max_grad_norm"]
+        clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
+        delayed = self.config["update"] == "delayed" and self.steps >= self.config["warmup"]
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                raw = self.raw(p)
+                if raw is None or p not in self.learns:
+                    continue
+                self.updates[p] = self.updates.get(p, 0) + 1
+                m, v = self.moments.setdefault(p, (torch.zeros(p.numel()), torch.zeros(p.numel())))
+                adamw_reference(
+                    self.masters[p].view(-1),
+                    *(m, v, raw.float().contiguous().view(-1)),
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=self.updates[p],
+                    grad_scale=self.factors.get(p, 1.0) * clip / self.scale_now,
+                    decoupled=self.config["optimizer"] == "AdamW",
+                )
+                self.past[p] = p.detach().clone()
+                if delayed:
+                    self.late[p] = self.masters[p].to(p.dtype)
+                    torch.autograd.graph.increment_version([p])
+                else:
+                    p.copy_(self.masters[p])
+        self.steps += 1
+        if self.dtype is torch.float16:
+            self.good += 1
+            if self.good == self.config["loss_scale_window"]:
+                self.scale_now, self.good = min(self.scale_now * 2, 2.0**24), 0
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for p, value in self.late.items():
+            self.past[p] = p.detach().clone()
+            p.copy_(value)
+        self.late.clear()
+
+    def flush(self) -> None:
+        self._publish()
+
+    def info(self) -> dict[str, float]:
+        return {"scale": self.scale_now, "norm": self.norm}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """`eval()` shows the newest values."""
+        self.model.eval()
+        with self._newest(), torch.no_grad():
+            yield
+        self.model.train()
+
+    @contextlib.contextmanager
+    def _newest(self) -> Iterator[None]:
+        shown = {p: p.detach().clone() for p in self.late}
+        for p, value in self.late.items():
+            p.data.copy_(value)
+        yield
+        for p, value in shown.items():
+            p.data.copy_(value)
+
+    def beside(self, params: Any) -> Any:
+        """Where the engine has gathered `params` meanwhile."""
+        return contextlib.nullcontext()
+
+    def showing_newest(self) -> Any:
+        """What a graph made inside `gathered` goes backward with."""
+        return self._newest()
+
+    # -- values
+
+    def newest(self, p: Any) -> torch.Tensor:
+        return self.late.get(p, p.detach()).clone()
+
+    def candidates(self, p: Any) -> list[torch.Tensor]:
+        """What an alias of `p` may show: the value that counts, and where there are two versions, both."""
+        old = self.past.get(p)
+        return [self.newest(p), p.detach().clone(), *([] if old is None else [old])]
+
+    @contextlib.contextmanager
+    def gathered(self, params: Any, write: bool = False) -> Iterator[None]:
+        if not write:
+            with self._newest():
+                yield
+            return
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._publish()
+        try:
+            yield
+        finally:
+            for p in params:
+                self._adopt(p, p.detach())
+
+    def _adopt(self, p: Any, value: torch.Tensor) -> None:
+        master = self.masters[p]
+        kept = master.to(p.dtype) == value
+        master.copy_(torch.where(kept, master, value.float()))
+
+    # -- state dicts
+
+    def save_model(self) -> Json:
+        with self._newest():
+            return {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    @torch.no_grad()
+    def load_model(self, saved: Json) -> None:
+        self._publish()
+        self.model.load_state_dict(saved)
+        for p in self.model.parameters():
+            self._adopt(p, p.detach())
+
+    def save_optimizer(self) -> Json:
+        names = {p: n for n, p in self.model.named_parameters()}
+        return {
+            "masters": {names[p]: v.clone() for p, v in self.masters.items() if p in self.learns},
+            "moments": {names[p]: (m.clone(), v.clone()) for p, (m, v) in self.moments.items()},
+            "updates": {names[p]: n for p, n in self.updates.items()},
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            "scale": (self.scale_now, self.good, self.steps),
+        }
+
+    @torch.no_grad()
+    def load_optimizer(self, saved: Json) -> None:
+        self._publish()
+        named = self.named()
+        for n, m in saved["masters"].items():
+            if self.dtype is torch.float32:
+                continue  # the copy is the master, and comes with the model
+            self.masters[named[n]].copy_(m)
+            named[n].copy_(m)
+        self.moments = {named[n]: (m.clone(), v.clone()) for n, (m, v) in saved["moments"].items()}
+        self.updates = {named[n]: u for n, u in saved["updates"].items()}
+        for group, old in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(old)
+        scale, self.good, self.steps = saved["scale"]
+        if self.dtype is torch.float16:
+            self.scale_now = scale
+
+    def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
+        p = self.named()[name]
+        m, v = self.moments.get(p, (None, None))
+        return {"master": self.masters[p], "exp_avg": m, "exp_avg_sq": v}
+
+    def close(self) -> None:
+        pass
+
+
+class OffloadedWorld(World):
+    """The engine, by its public calls alone."""
+
+    offloaded = True
+
+    def __init__(self, tree: Json, config: Json, seed: int, folder: Path) -> None:
+        super().__init__()
+        self.tree, self.folder, self.count = tree, folder, 0
+        self.start(config, seed)
+
+    def start(self, config: Json, seed: int) -> None:
+        """Begin anew with another model and engine."""
+        import infinity
+
+        self.config = config
+        settings = self.settings(config, seed)
+        if config["init"]:
+            with infinity.init(settings):
+                self.model = build(self.tree, seed)
+        else:
+            self.model = build(self.tree, seed)
+        optimizer = make_optimizer(self.model, config)
+        _, self.optimizer = infinity.wrap(self.model, optimizer, settings)
+
+    def settings(self, config: Json, seed: int) -> Any:
+        """Return a Config, with the least budgets where these are asked for."""
+        import infinity
+
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        self.count += 1
+        given: Json = {
+            "nvme": str(folder),
+            "device": "cpu",
+            "output_dtype": None,
+            "chunk_elements": 65536,
+            "threads": 1,
+            "dtype": config["dtype"],
+            "parameters": config["parameters"],
+            "optimizer_state": config["optimizer_state"],
+            "gradients": config["gradients"],
+            "update": config["update"],
+            "delay_warmup_steps": config["warmup"],
+            "update_depth": config["depth"],
+            "max_grad_norm": config["max_grad_norm"],
+            "activations": config["activations"],
+            "loss_scale": config["loss_scale"],
+            "loss_scale_window": config["loss_scale_window"],
+            "read_ahead_memory": "4MiB" if config["read_ahead"] else 0,
+        }
+        if not config["prefetch"]:
+            given["prefetch_memory"] = 0
+        budgets = {"device_memory": 64 << 20, "host_memory": 64 << 20}
+        for name in budgets:
+            if config[name] != "large":
+                least = self.least(given, {**budgets, name: 1}, name, seed)
+                extra = 0 if config[name] == "least" else config["extra"]
+                budgets[name] = least + extra
+        return infinity.Config(**given, **budgets)
+
+    def least(self, given: Json, budgets: Json, name: str, seed: int) -> int:
+        """Return the least budget that is not refused: the one that the refusal of 1 byte names."""
+        import infinity
+        from infinity.core.errors import BudgetError
+
+        model = build(self.tree, seed)
+        optimizer = make_optimizer(model, self.config)
+        try:
+            infinity.wrap(model, optimizer, infinity.Config(**given, **budgets))
+            infinity.close(model)
+            return 1
+        except BudgetError as refused:
+            return int(re.findall(r"\((\d+) bytes\)", refused.expected)[0])
+
+    # -- the loop
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.optimizer.scale(loss)
+
+    def gradient(self, p: Any) -> torch.Tensor | None:
+        import infinity
+
+        return infinity.gradient(p)
+
+    def take_grads(self, params: Iterable[Any]) -> dict[Any, Any]:
+        out = {}
+        for p in params:
+            out[p] = p.grad
+            p.grad = None
+        return out
+
+    def put_grad(self, p: Any, grad: Any) -> None:
+        p.grad = grad
+
+    def zero_grad(self, how: str) -> None:
+        if how == "zeros":
+            self.optimizer.zero_grad(set_to_none=False)
+        elif how == "model":
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad()
+
+    def clip(self, limit: float, *, torchs: bool) -> float:
+        if torchs:
+            return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        return float(self.optimizer.clip_grad_norm_(limit))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def flush(self) -> None:
+        import infinity
+
+        infinity.flush(self.model)
+
+    def info(self) -> dict[str, float]:
+        norm = self.optimizer.grad_norm
+        return {"scale": self.optimizer.loss_scale, "norm": float("nan") if norm is None else norm}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train()
+
+    def beside(self, params: Any) -> Any:
+        return self.gathered(params)
+
+    def showing_newest(self) -> Any:
+        return contextlib.nullcontext()
+
+    # -- values
+
+    def newest(self, p: Any) -> torch.Tensor:
+        import infinity
+
+        with infinity.gathered(p):
+            return p.detach().clone()  # type: ignore[no-any-return]
+
+    def candidates(self, p: Any) -> list[torch.Tensor]:
+        return []
+
+    def gathered(self, params: Any, write: bool = False) -> Any:
+        import infinity
+
+        return infinity.gathered(params, write=write)
+
+    # -- state dicts
+
+    def save_model(self) -> Json:
+        from infinity.core.errors import BudgetError
+
+        try:
+            return {k: v.clone() for k, v in self.model.state_dict().items()}
+        except BudgetError:  # the least host memory holds no state dict
+            values = {n: self.newest(p) for n, p in self.model.named_parameters(remove_duplicate=False)}
+            return {**values, **{n: b.clone() for n, b in self.model.named_buffers()}}
+
+    def load_model(self, saved: Json) -> None:
+        self.model.load_state_dict(saved)
+
+    def save_optimizer(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_optimizer(self, saved: Any) -> None:
+        self.optimizer.load_state_dict(saved)
+
+    def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
+        if not hasattr(self, "_states"):
+            self._states = self.optimizer.state_dict()["state"]
+        params = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
+        state = self._states.get(params.index(id(self.named()[name])), {})
+        return {k: state.get(k) for k in ("master", "exp_avg", "exp_avg_sq")}
+
+    def close(self) -> None:
+        import infinity
+
+        if self.config["ending"] == "close":
+            infinity.close(self.model)
+        else:
+            self.aliases.clear()
+            self.saved.clear()
+            del self.model, self.optimizer
+            gc.collect()

@@ -1,0 +1,62 @@
+"""Random models, loops and placements against plain torch, like `python -m tests.fuzz.run` by hand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .fuzz.generate import THEMES, generate
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, timeout: float = 280) -> str:
+    """Run the fuzzer in a process of its own, which forks before torch has a thread; return what it says."""
+    command = [sys.executable, "-m", "tests.fuzz.run", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return done.stdout
+
+
+def cases_in(output: str) -> int:
+    found = re.search(r"^(\d+) cases in", output, re.MULTILINE)
+    assert found is not None, output
+    return int(found[1])
+
+
+def test_random_programs_do_what_torch_does() -> None:
+    assert cases_in(run("--seeds", "0:200")) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 5200, 500))
+def test_many_random_programs_do_what_torch_does(first: int) -> None:
+    assert cases_in(run("--seeds", f"{first}:{first + 500}", timeout=3000)) == 500
+
+
+def test_a_case_is_a_function_of_its_seed() -> None:
+    assert [generate(seed) for seed in range(50)] == [generate(seed) for seed in range(50)]
+
+
+def test_the_fixed_seeds_reach_every_family() -> None:
+    cases = [generate(seed) for seed in range(200)]
+    assert {case["family"] for case in cases} == set(THEMES)
+    actions = {action["do"] for case in cases for action in case["program"]}
+    assert actions >= {
+        "penalty",
+        "hessian",
+        "gathered_graph",
+        "hold",
+        "read",
+        "edit",
+        "load",
+        "fresh",
+        "fail",
+    }
+    for setting in ("least", "tight", "large"):
+        assert any(case["config"]["device_memory"] == setting for case in cases)
+        assert any(case["config"]["host_memory"] == setting for case in cases)
