@@ -334,10 +334,19 @@ def shrink(case: Json) -> Result:
 # -- the command --------------------------------------------------------------------------------
 
 
+def seeds_of(text: str) -> Iterator[int]:
+    """Yield the seeds of "0:200,317"."""
+    for part in text.split(","):
+        first, _, last = part.partition(":")
+        yield from range(int(first), int(last or int(first) + 1))
+
+
 def main() -> int:
     """Run from the command line; return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:200", help="FIRST:LAST, without the last")
+    parser.add_argument(
+        "--seeds", default="0:200", help="FIRST:LAST, without the last, and single ones: 0:200,317"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="begin no case after this many seconds")
     parser.add_argument("--tree", help="a directory with another version of the package `infinity`")
@@ -365,8 +374,7 @@ def main() -> int:
         result = shrink(case) if given.shrink is not None else run_one(case, verbose=given.verbose)
         say(json.dumps(result.case, indent=1) + "\n" + result.line() + "\n")
         return int(result.failed)
-    first, last = (int(s) for s in given.seeds.split(":"))
-    cases = (c for c in map(made, range(first, last)) if given.family in (None, c["family"]))
+    cases = (c for c in map(made, seeds_of(given.seeds)) if given.family in (None, c["family"]))
     outcomes: Counter[str] = Counter()
     families: Counter[str] = Counter()
     total: Counter[str] = Counter()

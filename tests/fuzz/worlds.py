@@ -311,7 +311,7 @@ class PlainWorld(World):
         self._publish()
         named = self.named()
         for n, m in saved["masters"].items():
-            if self.dtype is torch.float32:
+            if named[n].dtype is torch.float32:
                 continue  # the copy is the master, and comes with the model
             self.masters[named[n]].copy_(m)
             named[n].copy_(m)
