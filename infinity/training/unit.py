@@ -76,7 +76,8 @@ class ParamUnit:
         self._memory.fill()
         self.state = ParamState.FETCHING
         target = self.view(0, self.layout.copy_nbytes)
-        self._fetch = fetcher.start(target, self.layout.chunks, parts, after, urgent=urgent)
+        self._fetch = Fetch(target, self.layout.chunks, parts, after)
+        fetcher.start(self._fetch, urgent=urgent)
 
     @property
     def fetch(self) -> Fetch | None:
@@ -125,8 +126,7 @@ class ParamUnit:
         """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written."""
         fetch = self._fetch
         if fetch is not None:
-            while not fetch.issued.wait(0.1):
-                pass
+            fetch.issued.wait()
             if fetch.error is None:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.
