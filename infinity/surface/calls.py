@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -47,13 +48,23 @@ def gathered(
     owner = object()
     if write and engine.copies.two:
         engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
-    engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
     with contextlib.ExitStack() as stack:
-        stack.callback(engine.residency.release, indices, owner)
+        # First how to let go, then the claim: an interrupt may come in between.
+        stack.callback(_surely, functools.partial(engine.residency.release, indices, owner))
+        engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
         if write:
             for index in indices:
                 stack.enter_context(engine.states.editing(engine.units[index]))
         yield
+
+
+def _surely(call: Callable[[], object]) -> None:
+    """Make a call that does nothing the second time, also if an interrupt comes before it begins."""
+    try:
+        call()
+    except BaseException:
+        call()
+        raise
 
 
 def gradient(param: nn.Parameter) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from infinity.core.sizes import Tier, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event, HostStream, Task
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan, Segment
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
@@ -71,8 +72,10 @@ class Gradients:
         slots: int,
         pending: Pending,
         recorder: Recorder,
+        shelter: Shelter,
     ) -> None:
         self.units = units
+        self.shelter = shelter
         self._recorder = recorder
         self.entries: dict[int, ChunkGradient] = {}
         self._plans = plans
@@ -101,19 +104,26 @@ class Gradients:
 
     def deliver(self, sharded: ShardedParam, grad: torch.Tensor, *, fresh: bool) -> None:
         """Take over the gradient of one parameter; it stays on the device until `flush`."""
-        factor = 1.0
-        current = sharded.param.grad
-        if not fresh and isinstance(current, ShardedGrad):
-            factor, current.factor = current.factor, 1.0
-        grad = grad.detach().to(sharded.spec.dtype).contiguous().view(-1)
-        arrivals = self._waiting.setdefault(sharded.unit, {}).setdefault(sharded.index, [])
-        arrivals.append(_Arrival(grad, fresh, factor))
+        current = None if fresh else sharded.param.grad
+        current = current if isinstance(current, ShardedGrad) else None
+        arrival = _Arrival(
+            grad.detach().to(sharded.spec.dtype).contiguous().view(-1),
+            fresh,
+            current.factor if current is not None else 1.0,
+        )
+        waiting = self._waiting.setdefault(sharded.unit, {})
+        arrivals = [*waiting.get(sharded.index, ()), arrival]
+        # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.
+        waiting[sharded.index] = arrivals
+        if current is not None:
+            current.factor = 1.0
 
     def complete(self, unit: ParamUnit) -> bool:
         """Return whether every parameter that can have a gradient has one waiting."""
         waiting = self._waiting.get(unit.index, {})
         return all(p.index in waiting for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
+    @sheltered
     def flush(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits only for the unit before it."""
         arrivals = self._waiting.pop(unit.index, None)
@@ -140,11 +150,13 @@ class Gradients:
         """Note which slot of which chunk the update that was posted reads."""
         self._lent = dict(slots)
 
+    @sheltered
     def flush_all(self) -> None:
         """Send everything that has arrived."""
         for index in list(self._waiting):
             self.flush(self.units[index])
 
+    @sheltered
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.flush_all()
@@ -166,6 +178,7 @@ class Gradients:
             self._tasks.popleft()
             self._recorder.waited(wait, ("reduce", 0))
 
+    @sheltered
     def zero(self, sharded: ShardedParam) -> None:
         """Make the gradient of one parameter zero; it stays present."""
         self._waiting.get(sharded.unit, {}).pop(sharded.index, None)
@@ -174,6 +187,7 @@ class Gradients:
         )
         self.deliver(sharded, zeros[: sharded.spec.numel], fresh=True)
 
+    @sheltered
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
@@ -181,6 +195,7 @@ class Gradients:
         for entry in self.entries.values():
             entry.clear()
 
+    @sheltered
     def whole(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the gradient of one parameter: fp32, on the host, with its factor and still
         scaled; shape as the parameter."""
@@ -204,6 +219,7 @@ class Gradients:
         # cumsum adds one after the other; sum() and np.sum would group in their own ways.
         return float(np.cumsum(np.concatenate(spans))[-1]) if spans else 0.0
 
+    @sheltered
     def reconcile(self) -> None:
         """Drop from the shards what the user dropped by `p.grad = None`."""
         for unit in self.units:

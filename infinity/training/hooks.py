@@ -314,8 +314,8 @@ class Hooks:
         param = sharded.param
         grad = param.grad
         if grad is not None and not isinstance(grad, ShardedGrad):
-            param.grad = ShardedGrad(sharded, self._gradients)
             self._gradients.deliver(sharded, grad, fresh=True)
+            param.grad = ShardedGrad(sharded, self._gradients)
         self._queue_end()
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):

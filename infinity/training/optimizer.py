@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
+from infinity.hardware.shelter import Shelter, sheltered
 
 from .gradients import Gradients
 from .param import ShardedParam
@@ -26,6 +27,8 @@ from .state import States
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
+#: Seconds that an interrupt is held back until the step that it comes into has begun its update.
+_HOLD: Final = 1.0
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 
 
@@ -86,7 +89,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         loss_scale_window: int,
         before_step: Callable[[], None],
         after_step: Callable[[float], None],
+        shelter: Shelter,
     ) -> None:
+        self.shelter = shelter
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._sealed = True
@@ -109,19 +114,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._after_step = after_step
         self.grad_norm: float | None = None
         self.skipped_steps = 0
-        self.steps = 0
+        self._steps = 0
 
     # -- what a user calls ------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
         self._scaled = True
-        return loss * self._scale if self._fp16 else loss
+        return loss * self.loss_scale if self._fp16 else loss
 
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
+        self.shelter.settle()
         return self._scale
+
+    @property
+    def steps(self) -> int:
+        """The steps that were made. After an interrupt in `step` this tells whether that was made, too: a
+        step is made wholly or not at all."""
+        self.shelter.settle()
+        return self._steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,8 +151,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
+        self._prepare_step()
+        # What an interrupt ends before this call has not happened, and what it ends after it has.
+        self.shelter.run(self._commit_step, hold=_HOLD)
+        if self._update == "sync":
+            self._finish_step()
+        self._after_step(time.perf_counter() - start)
+        return loss
+
+    @sheltered
+    def _prepare_step(self) -> None:
+        """Wait for all that a step waits for. Changes nothing that a user sees."""
         self._before_step()
         self._residency.reshard_all()
+        self._gradients.wait()
+
+    @sheltered
+    def _finish_step(self) -> None:
+        self._updater.wait()
+        self._residency.resume_all()
+
+    def _commit_step(self) -> None:
         present = self._present()
         if self._fp16 and present and not self._scaled:
             raise PrecisionError(
@@ -158,8 +190,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._scale = max(self._scale / 2, 2.0**-14)
             self._good_steps = 0
             self.skipped_steps += 1
-            self._after_step(time.perf_counter() - start)
-            return loss
+            return
         clip = 1.0
         if self._max_grad_norm is not None:
             clip = _clip(self._max_grad_norm, self.grad_norm)
@@ -172,28 +203,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             # [Note: two versions] The next forward uses what has just been published.
             self._updater.post(work, delayed=True)
             self._residency.prefetch()
-        elif self._update != "sync":
+        else:
             # [Note: behind the next forward] Units are updated in the order of the forward; each
-            # is waited for where it is used, and everything by the next step.
+            # is waited for where it is used, and everything by the next step; with "sync" by the end
+            # of this one, or after an interrupt by the next.
             self._residency.suspend({u.chunk.unit for u in work})
             self._updater.post(work)
-            self._residency.prefetch()
-        else:
-            self._updater.run(work)
-        self.steps += 1
+            if self._update != "sync":
+                self._residency.prefetch()
+        self._steps += 1
         if self._fp16:
             self._good_steps += 1
             if self._good_steps == self._window:
                 self._good_steps = 0
                 self._scale = min(self._scale * 2, 2.0**24)
-        self._after_step(time.perf_counter() - start)
-        return loss
 
     @property
     def delaying(self) -> bool:
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
-        return self._update == "delayed" and self.steps >= self._delay_warmup_steps
+        return self._update == "delayed" and self._steps >= self._delay_warmup_steps
 
+    @sheltered
     def flush(self) -> None:
         """Wait for every update; the next forward uses the newest parameters, also with delayed
         updates. A graph from before it cannot be used if that changes them, as after a step in torch,
@@ -206,6 +236,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._before_step()
         self._bump(self._residency.publish())
 
+    @sheltered
     def publish(self) -> None:
         """`flush`, unless edits would be gone.
 
@@ -224,6 +255,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
+        self.shelter.settle()  # a step that an interrupt left under way has its gradients
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
             for param in params:
@@ -234,6 +266,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if param.grad is not None:
                 param.grad.zero_()
 
+    @sheltered
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
         self._before_step()
@@ -276,8 +309,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     )
                 if not isinstance(grad, ShardedGrad):
                     # The user put a gradient of their own there: it replaces ours.
-                    param.grad = ShardedGrad(sharded, self._gradients)
                     self._gradients.deliver(sharded, grad, fresh=True)
+                    param.grad = ShardedGrad(sharded, self._gradients)
                 present.append(sharded)
         self._gradients.wait()
         self._gradients.reconcile()
@@ -340,10 +373,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._before_step()
         self._states.check_room()
-        for param, sharded in self._params.items():
-            if sharded.spec.trainable and sharded.step:
-                self.state[param] = self._states.read(sharded)
         try:
+            for param, sharded in self._params.items():
+                if sharded.spec.trainable and sharded.step:
+                    self.state[param] = self._states.read(sharded)
             return super().state_dict()
         finally:
             self.state.clear()
@@ -355,6 +388,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
         """
         pairs = self._match(state_dict)
+        self._load(state_dict, pairs)
+
+    @sheltered
+    def _load(
+        self, state_dict: Mapping[str, Any], pairs: Sequence[tuple[ShardedParam, Mapping[str, Any]]]
+    ) -> None:
         self.publish()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})

@@ -11,6 +11,7 @@ from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.schedule import Schedule
 
 from .copies import Copies
@@ -36,8 +37,10 @@ class Residency:
         pending: Pending,
         copies: Copies,
         recorder: Recorder,
+        shelter: Shelter,
     ) -> None:
         self.units = units
+        self.shelter = shelter
         self._recorder = recorder
         self._newest = False
         self.schedule = Schedule()
@@ -65,6 +68,7 @@ class Residency:
         """Which version they bring: [Note: two versions]."""
         return self._newest
 
+    @sheltered
     def acquire(
         self,
         indices: Iterable[int],
@@ -114,6 +118,7 @@ class Residency:
             unit, since = self._last
             self._fetcher.pace.used(unit, time.monotonic() - since)
 
+    @sheltered
     def suspend(self, indices: Iterable[int]) -> None:
         """Make the values of resident units wait for the update that was posted."""
         for i in indices:
@@ -124,6 +129,7 @@ class Residency:
         self._suspended[unit.index] = wait
         unit.suspend(functools.partial(self.resume, unit))
 
+    @sheltered
     def resume(self, unit: ParamUnit) -> None:
         """Wait for a resident unit's values, then let them be used."""
         wait = self._suspended.get(unit.index)
@@ -132,11 +138,13 @@ class Residency:
             del self._suspended[unit.index]
             unit.resume()
 
+    @sheltered
     def resume_all(self) -> None:
         """Wait for every resident unit's values."""
         for i in sorted(self._suspended):
             self.resume(self.units[i])
 
+    @sheltered
     def publish(self) -> list[ShardedParam]:
         """Have forward and backward use the newest copies from now on; return the parameters that
         changes. No update may be under way. See [Note: two versions]."""
@@ -153,6 +161,7 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
+    @sheltered
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self._copies.two:
@@ -163,12 +172,14 @@ class Residency:
     def _has_newer(self, unit: ParamUnit) -> bool:
         return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
 
+    @sheltered
     def ask(self, unit: ParamUnit) -> None:
         """Have a resident unit's parameters ask before their values are used, until `answer`; waiting
         for updates does not end that."""
         self.resume(unit)
         unit.suspend(unit.resume)
 
+    @sheltered
     def answer(self, unit: ParamUnit) -> None:
         """Undo `ask`."""
         self.resume(unit)
@@ -205,6 +216,7 @@ class Residency:
             self._drop(unit)
         unit.newest = newest
 
+    @sheltered
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
         units = [self.units[i] for i in indices]
@@ -213,6 +225,7 @@ class Residency:
             unit.keepers.discard(user)
         self._idle(units)
 
+    @sheltered
     def forget_users(self) -> None:
         """Drop claims whose owner will never release them (an exception, an abandoned graph)."""
         for unit in self.units:
@@ -234,6 +247,7 @@ class Residency:
         if error is not None:
             raise error
 
+    @sheltered
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
         """Free every unit that is not resident (its copy is about to change).
 
