@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -49,22 +48,15 @@ def gathered(
     if write and engine.copies.two:
         engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
     with contextlib.ExitStack() as stack:
-        # First how to let go, then the claim: an interrupt may come in between.
-        stack.callback(_surely, functools.partial(engine.residency.release, indices, owner))
+        # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as
+        # once: it may also end a call before that begins, and the other one is made then.
+        stack.callback(engine.residency.release, indices, owner)
+        stack.callback(engine.residency.release, indices, owner)
         engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
         if write:
             for index in indices:
                 stack.enter_context(engine.states.editing(engine.units[index]))
         yield
-
-
-def _surely(call: Callable[[], object]) -> None:
-    """Make a call that does nothing the second time, also if an interrupt comes before it begins."""
-    try:
-        call()
-    except BaseException:
-        call()
-        raise
 
 
 def gradient(param: nn.Parameter) -> torch.Tensor | None:
