@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,6 +141,10 @@ class HostDevice:
     def mark(self) -> Event | None:
         """Return an event of all device work so far; None: the host itself has done it."""
         return None
+
+    def carry(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what has another thread's compute go where the caller's goes."""
+        return contextlib.nullcontext
 
     def wait_on_device(self, event: Event | None) -> None:
         """Make the device's compute wait for `event` (here the host is the device)."""
@@ -268,6 +274,10 @@ class CudaDevice:
     def mark(self) -> Event | None:
         """Return an event of the compute stream as it stands."""
         return _record(torch.cuda.current_stream(self.torch_device))
+
+    def carry(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what has another thread's compute go where the caller's goes: its current stream."""
+        return functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.torch_device))
 
     def wait_on_device(self, event: Event | None) -> None:
         """Make the current compute stream wait for `event`; the host does not."""

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from infinity.core.errors import ClosedError
+from infinity.core.waiting import POLL, Latch
 
-#: No wait is longer than this, so that an interrupt arrives (seconds).
-POLL = 0.1
+__all__ = ["POLL", "Event", "HostStream", "Task"]
 
 
 class Event(Protocol):
@@ -40,7 +40,7 @@ class Task:
         self._call: Callable[[], Any] | None = call
         self._error: BaseException | None = None
         self._result: Any = None
-        self._finished = threading.Event()
+        self._finished = Latch()
 
     def run(self) -> None:
         """Run the call (on the stream's thread)."""
@@ -52,16 +52,21 @@ class Task:
             self._error = error
         finally:
             del call  # what it holds goes home before anyone is told
-            self._finished.set()
+            self._finished.open()
 
     def fail(self, error: BaseException) -> None:
         """Finish without running."""
         self._call, self._error = None, error
-        self._finished.set()
+        self._finished.open()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the call has raised."""
+        return self._error
 
     def done(self) -> bool:
         """Return whether the call has returned; raise its error."""
-        if not self._finished.is_set():
+        if not self._finished.is_open:
             return False
         if self._error is not None:
             raise self._error
@@ -69,10 +74,16 @@ class Task:
 
     def wait(self) -> None:
         """Block until the call has returned; raise its error."""
-        while not self._finished.wait(POLL):
-            pass
+        self._finished.wait()
         if self._error is not None:
             raise self._error
+
+    def pause(self, seconds: float) -> bool:
+        """Block until the call has returned, for `seconds` at most; return whether it has."""
+        end = time.monotonic() + seconds
+        while not self._finished.wait(POLL) and time.monotonic() < end:
+            pass
+        return self._finished.is_open
 
     def result(self) -> Any:
         """Wait, then return what the call returned."""
@@ -121,10 +132,9 @@ class HostStream:
 
     def close(self) -> None:
         """Run what is queued, end the thread. What a task waits for has a deadline of its own."""
-        if not self._closed:
-            self._closed = True
-            self._finalizer.detach()
-            self._queue.put(None)
+        self._closed = True
+        self._finalizer.detach()
+        self._queue.put(None)  # each time: an interrupt may have ended the last call before it came here
         while self._thread.is_alive() and os.getpid() == self._pid:
             self._thread.join(POLL)
 

@@ -24,11 +24,11 @@ import torch
 
 from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+from infinity.core.waiting import POLL, Bell
 
 from .memory import HostMapping, Register
 
-#: No wait is longer than this, so that an interrupt arrives (seconds).
-_POLL: Final = 0.1
+#: What ends a transfer is a call, not a thread: with helpers, look again so soon (seconds).
 _HELP: Final = 0.005
 #: What a transfer may still write to is kept mapped for the life of the process.
 _KEPT: list[HostMapping] = []
@@ -139,7 +139,7 @@ class Lease:
             if slot.users == 0 and not slot.lost:
                 slot.quota.in_use -= 1
                 slot.quota.free.append(slot.index)
-                pool._home.notify_all()
+        pool._home.ring()
 
     def quarantine(self) -> None:
         """Keep the slot from ever going home: a transfer may still reach it. Counted once."""
@@ -150,7 +150,7 @@ class Lease:
                 slot.quota.in_use -= 1
                 slot.quota.quarantined += 1
                 _KEPT.append(slot.mapping)
-                pool._home.notify_all()
+        pool._home.ring()
 
     def begin_io(self, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:
         """Mark a range (bytes, multiples of 4096) as given to the kernel, which writes `into` it
@@ -215,7 +215,7 @@ class PinnedPool:
         protect: bool = False,
     ) -> None:
         self._lock = threading.RLock()
-        self._home = threading.Condition(self._lock)
+        self._home = Bell()
         self._pid = os.getpid()
         self._closed = False
         self._unregister = unregister
@@ -288,7 +288,7 @@ class PinnedPool:
         start = time.monotonic()
         try:
             while lease is None:
-                left = _POLL if timeout is None else start + timeout - time.monotonic()
+                left = POLL if timeout is None else start + timeout - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(
                         f"no lease of the quota {quota!r} came home in {timeout} s",
@@ -300,9 +300,9 @@ class PinnedPool:
                 helped = [help_out(min(left, _HELP)) for help_out in tuple(self._helpers)]
                 with self._lock:
                     lease = self._take(share, nbytes)
-                    if lease is None and not any(helped):
-                        # What ends a transfer is a call, not a thread: with helpers, look again soon.
-                        self._home.wait(min(left, _HELP if helped else _POLL))
+                if lease is None and not any(helped):
+                    self._home.wait(lambda: share.free or self._closed, min(left, _HELP if helped else POLL))
+                    with self._lock:
                         lease = self._take(share, nbytes)
             return lease
         finally:
@@ -383,10 +383,10 @@ class PinnedPool:
             return
         with self._lock:
             self._closed = True
-            self._home.notify_all()
             registered, self._registered = self._registered, []
             for quota in self._quotas.values():
                 quota.mapping = None
+        self._home.ring()
         if self._unregister is not None:
             for mapping in registered:
                 if not any(mapping is kept for kept in _KEPT):

@@ -14,6 +14,7 @@ from typing import Protocol
 from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT
 from infinity.core.spans import Recorder, now
+from infinity.core.waiting import POLL, Bell
 from infinity.hardware.aio import Priority, Ticket, crc32c
 
 from .layout import Extent
@@ -51,8 +52,9 @@ class Transfer:
     """
 
     __slots__ = (
-        "_gate",
+        "_freed",
         "_order",
+        "_reaper",
         "chunk",
         "crcs",
         "error",
@@ -105,7 +107,8 @@ class Transfer:
         self.offset = offset
         self.priority = priority
         self._order = order
-        self._gate = threading.Lock()  # held by the one that completes it
+        self._reaper: dict[str, object] = {}  # "": the one that completes it
+        self._freed = Bell()
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
@@ -182,12 +185,14 @@ class Transfer:
         """See to the end of this transfer, which was started; return whether it was reached."""
         if self.finished:
             return True
-        if not blocking:
-            if not self._gate.acquire(blocking=False):
-                return False
-        elif not self._gate.acquire(timeout=-1 if timeout is None else timeout):
-            return False
-        try:
+        until = None if timeout is None else time.monotonic() + timeout
+        me = object()
+        try:  # not a lock: what an interrupt leaves between taking it and `try` nobody would give back
+            while self._reaper.setdefault("", me) is not me:
+                left = POLL if until is None else min(POLL, until - time.monotonic())
+                if not blocking or left <= 0:
+                    return self.finished
+                self._freed.wait(lambda: not self._reaper, left)
             if self.finished:
                 return True
             ticket = self.ticket
@@ -195,7 +200,7 @@ class Transfer:
                 raise StorageError(f"the {self.name} was never begun")
             error: InfinityError | None = None
             try:
-                ticket.wait(timeout)
+                ticket.wait(None if until is None else max(0.0, until - time.monotonic()))
             except InfinityError as found:
                 if timeout is not None and not ticket.done:
                     return False  # our timeout, not its deadline
@@ -210,7 +215,9 @@ class Transfer:
             self._order.finish(self, error)
             return True
         finally:
-            self._gate.release()
+            if self._reaper.get("") is me:
+                self._reaper.clear()
+                self._freed.ring()
 
     def _record(self, ticket: Ticket) -> None:
         begin, log = now(), self._order.recorder.log

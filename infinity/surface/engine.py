@@ -19,6 +19,7 @@ from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.footprint import Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.interrupt import GRACE, interrupted
@@ -97,6 +98,8 @@ class Engine:
                 node=node,
             )
             undo.callback(store.close)
+            self.shelter = Shelter(device.carry)
+            undo.callback(self.shelter.close)
             region = None
             if config.activations == "host":
                 region = PinnedRegion(
@@ -147,7 +150,8 @@ class Engine:
         device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
         self.copies = Copies(plans, store, device)
         self.residency = Residency(
-            units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder
+            *(units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder),
+            self.shelter,
         )
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
@@ -159,12 +163,15 @@ class Engine:
             slots=quota.slots if quota else 0,
             pending=self.pending,
             recorder=self.recorder,
+            shelter=self.shelter,
         )
         self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
-        self.states = States(self.places, self._room, self.quiesce)
+        self.states = States(self.places, self._room, self.quiesce, self.shelter)
         self.activations = (
-            Activations(device, region, [u.storage for u in units]) if region is not None else None
+            Activations(device, region, [u.storage for u in units], self.shelter)
+            if region is not None
+            else None
         )
         self._take_over(model, optimizer)
         self.hooks = Hooks(
@@ -201,9 +208,10 @@ class Engine:
             loss_scale_window=self.config.loss_scale_window,
             before_step=self._before_step,
             after_step=self._after_step,
+            shelter=self.shelter,
         )
         parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
-        self._reaper = Reaper(self, functools.partial(_shut_down, *parts, self.hooks.keys))
+        self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for unit in self.units:
@@ -230,6 +238,7 @@ class Engine:
     def _room(self) -> int:
         return max(0, self.budget.host - self.footprint.total(Tier.HOST))
 
+    @sheltered
     def check(self) -> None:
         """Raise what failed in the background, or that the engine is closed."""
         if self._closed:
@@ -242,12 +251,14 @@ class Engine:
         self.pending.check()
         self.store.check()
 
+    @sheltered
     def quiesce(self) -> None:
         """Wait until every update is complete and nothing of the state is on its way."""
         self.updater.wait()
         self.updater.drop_ahead()
         self.residency.resume_all()
 
+    @sheltered
     def _backward_begins(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         self.gradients.begin_backward()
@@ -255,6 +266,7 @@ class Engine:
             units = self.residency.forward_order()
             self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
 
+    @sheltered
     def _before_step(self) -> None:
         self.check()
         self.hooks.settle()
@@ -311,6 +323,7 @@ class Engine:
 
 
 def _shut_down(
+    shelter: Shelter,
     updater: Updater,
     fetcher: Fetcher,
     gradients: Gradients,
@@ -333,7 +346,7 @@ def _shut_down(
         stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        for part in (gradients, fetcher, updater):
+        for part in (gradients, fetcher, updater, shelter):
             stack.push(hurry)
             stack.callback(part.close)
 

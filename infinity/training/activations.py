@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.core.errors import ClosedError
 from infinity.core.sizes import KiB, format_size
 from infinity.hardware.device import Device, Event
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.storage.region import PinnedRegion, RegionLease
 
 from .saved import check_version
@@ -40,35 +41,46 @@ AHEAD: Final = 2
 _CHECKPOINT: Final = "torch.utils.checkpoint"
 
 
-class _Copy:
-    """One tensor on the host, and on the device while `device` is not None.
+class _Memory:
+    """Where a tensor is: on the host, and on the device while `device` is not None.
 
     `left` is the event of its d2h, `arrival` that of the h2d that fills `device`; None: `device` is
-    the memory that was saved. When the last graph lets go of the copy its lease goes home by `home`,
-    which is looked at where waiting is allowed: this may run in any thread, at any time.
+    the memory that was saved.
     """
 
-    __slots__ = (
-        *("__weakref__", "_home", "arrival", "device", "dtype", "lease", "left"),
-        *("nbytes", "shape", "storage", "stride"),
-    )
+    __slots__ = ("arrival", "device", "lease", "left")
 
-    def __init__(self, tensor: torch.Tensor, lease: RegionLease, home: deque[_Return]) -> None:
-        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.nbytes = tensor.nbytes
+    def __init__(self, lease: RegionLease, device: torch.Tensor) -> None:
         self.lease = lease
-        self.device: torch.Tensor | None = tensor.detach()
-        # While this is held no other storage has its address; see `_key`.
-        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.device: torch.Tensor | None = device
         self.left: Event | None = None
         self.arrival: Event | None = None
-        self._home = home
-
-    def __del__(self) -> None:
-        self._home.append((self.lease, self.left, self.arrival, self.device))
 
 
-_Return = tuple[RegionLease, Event | None, Event | None, torch.Tensor | None]
+class _Copy:
+    """One tensor whose memory is lent. When the last graph lets go of the copy its `_Gone` says so."""
+
+    __slots__ = ("__weakref__", "dtype", "memory", "nbytes", "shape", "storage", "stride")
+
+    def __init__(self, tensor: torch.Tensor, lease: RegionLease) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.nbytes = tensor.nbytes
+        self.memory = _Memory(lease, tensor.detach())
+        # While this is held no other storage has its address; see `_key`.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+
+    @property
+    def device(self) -> torch.Tensor | None:
+        """The tensor, if it is on the device (it may be on its way)."""
+        return self.memory.device
+
+
+class _Gone(weakref.ref[_Copy]):
+    """Goes to the list of what comes home when its copy is gone: in any thread, at any time, and by an
+    `append` alone, which no interrupt ends. (One that comes in a `__del__` is lost, and the rest of it.)"""
+
+    __slots__ = ("memory",)
+    memory: _Memory
 
 
 class _Saved:
@@ -101,8 +113,13 @@ class Activations:
     """
 
     def __init__(
-        self, device: Device, region: PinnedRegion, storages: Iterable[torch.UntypedStorage]
+        self,
+        device: Device,
+        region: PinnedRegion,
+        storages: Iterable[torch.UntypedStorage],
+        shelter: Shelter,
     ) -> None:
+        self.shelter = shelter
         self.seen = 0  # inputs of recomputed layers, whatever became of them
         self.kept = 0  # inputs that found no room on the host
         self._device = device
@@ -112,7 +129,8 @@ class Activations:
         self._last: weakref.ref[_Saved] | None = None
         self._present: list[weakref.ref[_Copy]] = []  # copies that are on the device too
         self._largest = 0
-        self._home: deque[_Return] = deque()
+        self._home: deque[Any] = deque()  # each a _Gone
+        self._lent: dict[int, _Gone] = {}  # all of them, by id
         self._warned = False
         self._closed = False
 
@@ -172,7 +190,7 @@ class Activations:
                 cure="call backward before close()",
             )
         tensor = self._bring(copy)
-        self._device.wait_on_device(copy.arrival)
+        self._device.wait_on_device(copy.memory.arrival)
         task = packed.task = torch._C._current_graph_task_id()
         before = packed.before() if packed.before is not None else None
         ahead = list(self._near(before, used_by=task))
@@ -196,6 +214,7 @@ class Activations:
                 yield copy
             saved = saved.before() if saved.before is not None else None
 
+    @sheltered
     def _hold(self, copies: list[_Copy]) -> None:
         """Keep these on the device, and no others."""
         wanted = {id(c) for c in copies}
@@ -205,9 +224,10 @@ class Activations:
             if copy is not None and id(copy) not in wanted and copy.device is not None:
                 # What comes after on the compute stream may get the memory: not before it was
                 # read (d2h) or filled (h2d).
-                self._device.wait_on_device(copy.arrival or copy.left)
-                copy.device = copy.arrival = None
+                self._device.wait_on_device(copy.memory.arrival or copy.memory.left)
+                copy.memory.device = copy.memory.arrival = None
 
+    @sheltered
     def _copy_of(self, tensor: torch.Tensor) -> _Copy | None:
         """Return the copy of a tensor: the one that there is, or a new one on its way to the host;
         None if there is no room."""
@@ -221,35 +241,42 @@ class Activations:
             self.kept += 1
             self._warn_full(tensor.nbytes)
             return None
-        copy = _Copy(tensor, lease, self._home)
-        copy.left = self._device.d2h(
+        copy = _Copy(tensor, lease)
+        gone = _Gone(copy, self._home.append)
+        gone.memory = copy.memory
+        self._lent[id(gone)] = gone
+        copy.memory.left = self._device.d2h(
             lease.tensor(tensor.dtype), _flat(tensor.detach()), self._device.mark(), kept=True
         )
         self._largest = max(self._largest, copy.nbytes)
         self._copies[key] = copy
         return copy
 
+    @sheltered
     def _bring(self, copy: _Copy) -> torch.Tensor:
         """Return the tensor on the device; it may be on its way (`arrival`)."""
-        if copy.device is None:
+        memory = copy.memory
+        if memory.device is None:
             device = self._device
             tensor = torch.empty_strided(
                 copy.shape, copy.stride, dtype=copy.dtype, device=device.torch_device
             )
-            source = copy.lease.tensor(copy.dtype)
-            copy.arrival = device.h2d(_flat(tensor), source, device.mark(), copy.left)
-            copy.device = tensor
-        return copy.device
+            source = memory.lease.tensor(copy.dtype)
+            memory.arrival = device.h2d(_flat(tensor), source, device.mark(), memory.left)
+            memory.device = tensor
+        return memory.device
 
+    @sheltered
     def _bring_home(self) -> None:
         """Return the leases of copies that are gone, as far as nothing still reads or fills them."""
         for _ in range(len(self._home)):
-            item = self._home.popleft()
-            lease, left, arrival, _tensor = item
-            if all(event is None or event.done() for event in (left, arrival)):
-                lease.release()
+            gone = self._home.popleft()
+            memory = gone.memory
+            if all(event is None or event.done() for event in (memory.left, memory.arrival)):
+                memory.lease.release()
+                del self._lent[id(gone)]
             else:
-                self._home.append(item)
+                self._home.append(gone)
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
         return (

@@ -19,7 +19,8 @@ import torch
 from infinity.core.errors import ClosedError
 from infinity.core.sizes import Tier
 from infinity.core.spans import now
-from infinity.hardware.device import POLL, Device, Event
+from infinity.core.waiting import POLL, Bell, Latch
+from infinity.hardware.device import Device, Event
 from infinity.planning.pace import Pace
 from infinity.planning.partition import Chunk, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
@@ -29,8 +30,12 @@ from .pending import Pending
 
 
 class Fetch:
-    """One unit on its way. `issued` is set when all its copies are on the copy stream (then
-    `event` tells when they are done) or when it failed."""
+    """One unit on its way: the copies of `chunks` into `target` (uint8, as long as the unit's copy), after
+    `after`, from the part that `parts` names for each chunk's id. Nothing happens before `Fetcher.start`.
+
+    `issued` opens when all its copies are on the copy stream (then `event` tells when they are done) or
+    when it failed.
+    """
 
     def __init__(
         self, target: torch.Tensor, chunks: Sequence[Chunk], parts: Mapping[int, str], after: Event | None
@@ -40,7 +45,7 @@ class Fetch:
         self.parts = parts  # by chunk id: the part that holds the version that is wanted
         self.after = after
         self.started = False
-        self.issued = threading.Event()
+        self.issued = Latch()
         self.event: Event | None = None
         self.error: BaseException | None = None
         self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
@@ -51,12 +56,11 @@ class Fetch:
     def finish(self) -> None:
         """Let go of the unit's storage and tell that all copies are on the stream, or that it failed."""
         self.target = torch.empty(0, dtype=torch.uint8)
-        self.issued.set()
+        self.issued.open()
 
     def wait_issued(self) -> Event | None:
         """Block until the copies are on the stream; return the event of the last; raise its error."""
-        while not self.issued.wait(POLL):
-            pass
+        self.issued.wait()
         if self.error is not None:
             raise self.error
         return self.event
@@ -68,7 +72,7 @@ class Fetch:
 
     def settled(self) -> bool:
         """Return whether nothing of it is under way (done or failed), without blocking."""
-        if not self.issued.is_set():
+        if not self.issued.is_open:
             return False
         return self.error is not None or self.event is None or self.event.done()
 
@@ -101,9 +105,12 @@ class Fetcher:
 
     def start(self, fetch: Fetch, *, urgent: bool = False) -> None:
         """Queue a fetch; an urgent one goes before those that are only expected to be needed. A second
-        call for the same fetch does nothing."""
+        call does nothing: who was interrupted here calls again.
+
+        Raises:
+            ClosedError: the fetcher was closed.
+        """
         self._worker.add(fetch, urgent)
-        fetch.started = True
 
     def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
         """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it.
@@ -137,14 +144,19 @@ class _Worker:
         self._pool = pool
         self._device = device
         self._plans = plans
-        self._wake = threading.Condition(threading.RLock())
+        # Guards what is waiting. No finalizer takes it, and nothing under it runs Python that could
+        # be interrupted halfway through a change.
+        self._lock = threading.Lock()
+        self._bell = Bell()
         self._waiting: deque[Fetch] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
         self._landing: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
 
     def add(self, fetch: Fetch, urgent: bool) -> None:
-        with self._wake:
+        with self._lock:
+            if fetch.started:
+                return
             if self._stopped:
                 raise ClosedError(
                     "the engine is closed",
@@ -152,29 +164,28 @@ class _Worker:
                     found="a fetch after close()",
                     cure="wrap the model again",
                 )
-            if urgent:
-                self._waiting.appendleft(fetch)
-            else:
-                self._waiting.append(fetch)
-            self._wake.notify()
+            add = self._waiting.appendleft if urgent else self._waiting.append
+            fetch.started = True  # no handler runs between this and the next line
+            add(fetch)
+        self._bell.ring()
 
     def wake(self) -> None:
-        with self._wake:
-            self._wake.notify()
+        self._bell.ring()
 
     def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
-        with self._wake:
-            if fetch.issued.is_set() or chunk not in fetch.chunks:
+        with self._lock:
+            if fetch.issued.is_open or chunk not in fetch.chunks:
                 return  # it failed, or read the chunk already
             fetch.chunks.remove(chunk)
             fetch.supplies.append((chunk, lease.retain(), offset))
             fetch.updated = now()
-            self._wake.notify()
+        self._bell.ring()
 
     def stop(self) -> None:
-        with self._wake:
-            self._stopped = True
-            self._wake.notify()
+        # Also by a finalizer, in any thread: no lock. Who adds under the lock after this is refused,
+        # and who added before it is served.
+        self._stopped = True
+        self._bell.ring()
 
     def run(self) -> None:
         while True:
@@ -185,16 +196,15 @@ class _Worker:
             if self._landing:
                 self._bring_home(wait=True)
                 continue
-            with self._wake:
+            with self._lock:
                 if self._stopped and not self._waiting:
                     return
-                if not self._can_depart():
-                    self._wake.wait(POLL)
+            self._bell.wait(self._is_needed)
 
     def _depart(self) -> None:
         """Start as many reads as there are leases."""
         while True:
-            with self._wake:
+            with self._lock:
                 for fetch in self._waiting:
                     while fetch.supplies:
                         chunk, supplied, offset = fetch.supplies.popleft()
@@ -220,7 +230,7 @@ class _Worker:
                         if self._flights or self._landing:
                             return
                         lease = self._pool.lease("fetch", plan.copy_nbytes)  # or its error
-                with self._wake:
+                with self._lock:
                     if chunk not in fetch.chunks:  # supplied meanwhile
                         if lease is not None:
                             lease.release()
@@ -236,6 +246,10 @@ class _Worker:
             if not self._flights:
                 self._since = time.monotonic()
             self._flights.append(_Flight(fetch, chunk, lease, transfer))
+
+    def _is_needed(self) -> bool:
+        with self._lock:
+            return self._stopped or self._can_depart()
 
     def _can_depart(self) -> bool:
         """Return whether `_depart` would find something to do, as far as updates are concerned."""
@@ -269,11 +283,11 @@ class _Worker:
         finally:
             if lease is not None:
                 lease.release()
-        with self._wake:
+        with self._lock:
             last = (
                 not fetch.chunks and not fetch.supplies and not any(f.fetch is fetch for f in self._flights)
             )
-        if last and not fetch.issued.is_set():
+        if last and not fetch.issued.is_open:
             if fetch.error is not None and fetch.event is not None:
                 _settle(fetch.event)
             fetch.finish()
@@ -288,7 +302,7 @@ class _Worker:
         return self._device.h2d(target, source, fetch.after, chunk=chunk.id)
 
     def _fail(self, fetch: Fetch, error: BaseException) -> None:
-        with self._wake:
+        with self._lock:
             fetch.chunks.clear()
             while fetch.supplies:
                 fetch.supplies.popleft()[1].release()

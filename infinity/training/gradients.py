@@ -21,6 +21,7 @@ import torch
 
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event, HostStream, Task
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.partition import Chunk, ChunkPlan, Segment
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
@@ -52,8 +53,10 @@ class Gradients:
         slots: int,
         pending: Pending,
         recorder: Recorder,
+        shelter: Shelter,
     ) -> None:
         self.units = units
+        self.shelter = shelter
         self._recorder = recorder
         self.chunks = ChunkGradients(units, plans, store, pool, device, slots=slots, recorder=recorder)
         self.entries = self.chunks.entries
@@ -103,8 +106,9 @@ class Gradients:
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
         elif grad is not None:
-            sharded.param.grad = ShardedGrad(sharded, self, factor)
+            ours = ShardedGrad(sharded, self, factor)
             self._deliver(sharded, _Arrival(_flat(sharded, grad), True, 1.0))
+            sharded.param.grad = ours  # last: after an interrupt it is taken over once more
 
     def begin_backward(self) -> None:
         """See to what the user left in `p.grad` before a backward adds to it: gradients of a scaled
@@ -122,22 +126,24 @@ class Gradients:
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
         scale = self.scale if scaled else 1.0
-        factor, grad.factor = grad.factor * scale, 1.0 / scale
-        self._deliver(grad.sharded, _Arrival(_flat(grad.sharded, other), False, factor))
+        inverse = 1.0 / scale
+        arrival = _Arrival(_flat(grad.sharded, other), False, grad.factor * scale)
+        waiting, index = self._waiting.setdefault(grad.sharded.unit, {}), grad.sharded.index
+        arrivals = [*waiting.get(index, ()), arrival]
+        # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.
+        waiting[index] = arrivals
+        grad.factor = inverse
 
     def _deliver(self, sharded: ShardedParam, arrival: _Arrival) -> None:
-        """Note what has arrived; it stays on the device until `flush`."""
-        arrivals = self._waiting.setdefault(sharded.unit, {})
-        if arrival.fresh:
-            arrivals[sharded.index] = [arrival]  # what waits is replaced, too
-        else:
-            arrivals.setdefault(sharded.index, []).append(arrival)
+        """Note what has arrived, and replaces what there was; it stays on the device until `flush`."""
+        self._waiting.setdefault(sharded.unit, {})[sharded.index] = [arrival]  # what waits is replaced
 
     def complete(self, unit: ParamUnit) -> bool:
         """Return whether every parameter that can have a gradient has one waiting."""
         waiting = self._waiting.get(unit.index, {})
         return all(p.index in waiting for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
+    @sheltered
     def flush(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits only for the unit before it."""
         arrivals = self._waiting.pop(unit.index, None)
@@ -193,11 +199,13 @@ class Gradients:
         """Note which slot of which chunk the update that was posted reads."""
         self._lent = dict(slots)
 
+    @sheltered
     def flush_all(self) -> None:
         """Send everything that has arrived."""
         for index in list(self._waiting):
             self.flush(self.units[index])
 
+    @sheltered
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.flush_all()
@@ -219,11 +227,13 @@ class Gradients:
             self._tasks.popleft()
             self._recorder.waited(wait, ("reduce", 0))
 
+    @sheltered
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
         grad.factor = 1.0
         self._deliver(grad.sharded, _Arrival(None, True, 1.0))
 
+    @sheltered
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
@@ -232,6 +242,7 @@ class Gradients:
         for entry in self.entries.values():
             entry.clear()
 
+    @sheltered
     def whole(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
         the parameter."""
@@ -255,6 +266,7 @@ class Gradients:
         # cumsum adds one after the other; sum() and np.sum would group in their own ways.
         return float(np.cumsum(np.concatenate(spans))[-1]) if spans else 0.0
 
+    @sheltered
     def reconcile(self) -> None:
         """Drop from the shards what the user dropped by `p.grad = None`."""
         for unit in self.units:

@@ -126,6 +126,7 @@ class Hooks:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
         self._tasks.clear()
+        self._residency.in_backward = False
         self._gradients.flush_all()
         self._residency.forget_users({scope for scope, current in self._current if current})
 
@@ -253,6 +254,7 @@ class Hooks:
         # of reentrant recomputation: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            self._residency.in_backward = True
             if not self._tasks:
                 if (log := self._recorder.log) is not None:
                     log.backward(self, self._left)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
+from infinity.hardware.shelter import Shelter, sheltered
 
 from .gradients import Gradients
 from .param import ShardedParam
@@ -26,6 +27,8 @@ from .state import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
+#: Seconds that an interrupt is held back until the step that it comes into has begun its update.
+_HOLD: Final = 1.0
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _OURS = "infinity"  # the key of a state dict for what torch has no place for
 
@@ -103,7 +106,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         loss_scale_window: int,
         before_step: Callable[[], None],
         after_step: Callable[[float], None],
+        shelter: Shelter,
     ) -> None:
+        self.shelter = shelter
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._sealed = True
@@ -127,7 +132,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._after_step = after_step
         self.grad_norm: float | None = None
         self.skipped_steps = 0
-        self.steps = 0
+        self._steps = 0
 
     # -- what a user calls ------------------------------------------------------------------
 
@@ -139,7 +144,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
+        self.shelter.settle()
         return self._gradients.scale
+
+    @property
+    def steps(self) -> int:
+        """The steps that were made. After an interrupt in `step` this tells whether that was made, too: a
+        step is made wholly or not at all."""
+        self.shelter.settle()
+        return self._steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,8 +169,34 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
+        self._prepare_step()
+        # What an interrupt ends before this call has not happened, and what it ends after it has.
+        self.shelter.run(self._commit_step, hold=_HOLD)
+        if self._update == "sync":
+            self._finish_step()
+        self._after_step(time.perf_counter() - start)
+        return loss
+
+    @sheltered
+    def _prepare_step(self) -> None:
+        """Wait for all that a step waits for. Changes nothing that a user sees."""
         self._before_step()
+        self._gradients.wait()
+
+    @sheltered
+    def _finish_step(self) -> None:
+        """Wait for what the end of a step promises."""
+        if self._update == "sync":
+            self._updater.wait()
+            self._residency.resume_all()
+        self._residency.refresh()
+        if self._update != "sync":
+            self._residency.prefetch()
+
+    def _commit_step(self) -> None:
         present = self._present()
+        changing = {s.unit for s in present}
+        self._residency.check_blocks(changing)
         if self._fp16 and present and not self._scaled:
             raise PrecisionError(
                 "fp16 gradients of a loss that was not scaled",
@@ -175,15 +214,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
             self._good_steps = 0
             self.skipped_steps += 1
-            self._residency.refresh()
-            self._after_step(time.perf_counter() - start)
-            return loss
+            return
         clip = 1.0
         if self._max_grad_norm is not None:
             clip = _clip(self._max_grad_norm, norm)
         self._states.adopt_edits()
         # What does not change stays on the device: frozen units, and those without gradients.
-        self._residency.reshard_all({s.unit for s in present})
+        self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
         work = self._work(updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
@@ -191,30 +228,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self.delaying:
             # [Note: two versions] The next forward uses what has just been published.
             self._updater.post(work, delayed=True)
-        elif self._update != "sync":
+        else:
             # [Note: behind the next forward] Units are updated in the order of the forward; each
-            # is waited for where it is used, and everything by the next step.
+            # is waited for where it is used, and everything by the next step; with "sync" by the end
+            # of this one, or after an interrupt by the next.
             self._residency.suspend({u.chunk.unit for u in work})
             self._updater.post(work)
-        else:
-            self._updater.run(work)
-        self._residency.refresh()
-        if self._update != "sync":
-            self._residency.prefetch()
-        self.steps += 1
+        self._steps += 1
         if self._fp16:
             self._good_steps += 1
             if self._good_steps >= self._window:
                 self._good_steps = 0
-                self._gradients.scale = min(self.loss_scale * 2, 2.0**24)
-        self._after_step(time.perf_counter() - start)
-        return loss
+                self._gradients.scale = min(self._gradients.scale * 2, 2.0**24)
 
     @property
     def delaying(self) -> bool:
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
-        return self._update == "delayed" and self.steps >= self._delay_warmup_steps
+        return self._update == "delayed" and self._steps >= self._delay_warmup_steps
 
+    @sheltered
     def flush(self) -> None:
         """Wait for every update; the next forward uses the newest parameters, also with delayed
         updates. A graph from before it cannot be used if that changes them, as after a step in torch,
@@ -228,6 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         bump(self._residency.publish())
         self._residency.refresh()
 
+    @sheltered
     def publish(self) -> None:
         """`flush`, unless edits would be gone.
 
@@ -240,6 +273,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
+        self.shelter.settle()  # a step that an interrupt left under way has its gradients
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
             for param in params:
@@ -251,6 +285,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 param.grad.zero_()
         self._gradients.flush_all()
 
+    @sheltered
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
         self._before_step()
@@ -357,10 +392,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states.check_room()
         self._states.check_edits()
         self._states.adopt_edits()
-        for param, sharded in self._params.items():
-            if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
-                self.state[param] = self._states.read(sharded)
         try:
+            for param, sharded in self._params.items():
+                if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
+                    self.state[param] = self._states.read(sharded)
             state = super().state_dict()
         finally:
             self.state.clear()
@@ -378,6 +413,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ParameterError: parameters that would change are inside a `gathered` block.
         """
         pairs, counts = self._match(state_dict), _counts_of(state_dict)
+        self._load(state_dict, pairs, counts)
+
+    @sheltered
+    def _load(
+        self,
+        state_dict: Mapping[str, Any],
+        pairs: Sequence[tuple[ShardedParam, Mapping[str, Any]]],
+        counts: Mapping[str, float],
+    ) -> None:
         self.publish()
         self._states.adopt_edits()
         self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
@@ -386,7 +430,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for sharded, values in pairs:
             self._states.write(sharded, values)
         self._residency.refresh()
-        self.steps = int(counts.get("steps", self.steps))
+        self._steps = int(counts.get("steps", self._steps))
         self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
         if self._fp16 and "loss_scale" in counts:
             self._gradients.scale = float(counts["loss_scale"])

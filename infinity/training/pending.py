@@ -7,23 +7,24 @@ raised by each, so nobody waits for what will not come.
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from infinity.core.errors import InfinityError
 from infinity.core.spans import Recorder, now
-from infinity.hardware.device import POLL
+from infinity.core.waiting import Bell
 from infinity.planning.partition import Chunk
 from infinity.storage.transfer import again
 
 
 class Pending:
-    """Chunks whose update was posted and whose kernel has not run yet. Thread-safe."""
+    """Chunks whose update was posted and whose kernel has not run yet. Any thread may ask and wait; one
+    posts, and one, the worker, finishes."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.finished_at = 0  # when the last kernel had run, for traces
-        self._changed = threading.Condition()
+        self._changed = Bell()
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
@@ -38,30 +39,26 @@ class Pending:
     def post(self, chunks: Iterable[Chunk], *, gate: bool = True) -> None:
         """Note that the update of `chunks` is about to run; nothing else may be pending. `gate`: it
         makes the copies that the next forward uses, so fetches wait for it."""
-        with self._changed:
-            self._gate = gate
-            for chunk in chunks:
-                self._chunks[chunk.id] = chunk.unit
-                self._units[chunk.unit] = self._units.get(chunk.unit, 0) + 1
+        posted = {chunk.id: chunk.unit for chunk in chunks}
+        self._gate = gate
+        self._units, self._chunks = dict(Counter(posted.values())), posted
 
     def finish(self, chunk: Chunk) -> None:
         """Note that `chunk` has its new values: reads from now on see them."""
-        with self._changed:
-            unit = self._chunks.pop(chunk.id, None)
-            if unit is not None:
-                self._units[unit] -= 1
-                if not self._units[unit]:
-                    del self._units[unit]
-            self.finished_at = now()
-            self._changed.notify_all()
+        self.finished_at = now()
+        unit = self._chunks.pop(chunk.id, None)
+        if unit is not None:
+            self._units[unit] -= 1
+            if not self._units[unit]:
+                del self._units[unit]
+        self._changed.ring()
         for call in self._listeners:
             call()
 
     def fail(self, error: BaseException) -> None:
         """Note that what is left will not be updated; every waiter raises `error`."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        self._error = error
+        self._changed.ring()
         for call in self._listeners:
             call()
 
@@ -76,6 +73,10 @@ class Pending:
     def failed(self) -> bool:
         """Whether an update failed."""
         return self._error is not None
+
+    def tell(self) -> None:
+        """Note that the user is told of the failure at this moment."""
+        self._told = True
 
     def check_once(self) -> None:
         """Raise the error of an update, if nobody was told of it."""
@@ -116,18 +117,16 @@ class Pending:
         if unit not in self._units:
             return
         wait = self._recorder.waits()
-        with self._changed:
-            while unit in self._units:
-                self.check()
-                self._changed.wait(POLL)
+        while unit in self._units:
+            self.check()
+            self._changed.wait(lambda: self._error is not None or unit not in self._units)
         self._recorder.waited(wait, ("update", 0), unit=unit)
 
     def wait_all(self) -> None:
         """Block until every kernel has run; raise if one failed."""
-        with self._changed:
-            while self._chunks:
-                self.check()
-                self._changed.wait(POLL)
+        while self._chunks:
+            self.check()
+            self._changed.wait(lambda: self._error is not None or not self._chunks)
         self.check()
 
 

@@ -14,6 +14,7 @@ from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.schedule import Schedule
 
 from .copies import Copies
@@ -42,8 +43,10 @@ class Residency:
         pending: Pending,
         copies: Copies,
         recorder: Recorder,
+        shelter: Shelter,
     ) -> None:
         self.units = units
+        self.shelter = shelter
         self._recorder = recorder
         self._newest = False
         self.schedule = Schedule()
@@ -59,6 +62,7 @@ class Residency:
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
         self._warned = False
+        self.in_backward = False
         self._warned_of: set[int] = set()  # units that were held when their memory was to go
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
 
@@ -80,6 +84,7 @@ class Residency:
         """Return the units whose memory somebody else holds, of those that nobody uses."""
         return [u for u in self.units if u.filled and not u.in_use and u.settled() and u.is_held()]
 
+    @sheltered
     def acquire(
         self,
         indices: Iterable[int],
@@ -129,6 +134,7 @@ class Residency:
             unit, since = self._last
             self._fetcher.pace.used(unit, time.monotonic() - since)
 
+    @sheltered
     def suspend(self, indices: Iterable[int]) -> None:
         """Make the values of resident units wait for the update that was posted."""
         for i in indices:
@@ -139,6 +145,7 @@ class Residency:
         self._suspended[unit.index] = wait
         unit.suspend(functools.partial(self.resume, unit))
 
+    @sheltered
     def resume(self, unit: ParamUnit) -> None:
         """Wait for a resident unit's values, then let them be used."""
         wait = self._suspended.get(unit.index)
@@ -147,11 +154,13 @@ class Residency:
             del self._suspended[unit.index]
             unit.resume()
 
+    @sheltered
     def resume_all(self) -> None:
         """Wait for every resident unit's values."""
         for i in sorted(self._suspended):
             self.resume(self.units[i])
 
+    @sheltered
     def publish(self) -> list[ShardedParam]:
         """Have forward and backward use the newest copies from now on; return the parameters that
         changes. No update may be under way. See [Note: two versions]."""
@@ -168,6 +177,7 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
+    @sheltered
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self._copies.two:
@@ -178,12 +188,14 @@ class Residency:
     def _has_newer(self, unit: ParamUnit) -> bool:
         return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
 
+    @sheltered
     def ask(self, unit: ParamUnit) -> None:
         """Have a resident unit's parameters ask before their values are used, until `answer`; waiting
         for updates does not end that."""
         self.resume(unit)
         unit.suspend(unit.resume)
 
+    @sheltered
     def answer(self, unit: ParamUnit) -> None:
         """Undo `ask`."""
         self.resume(unit)
@@ -220,6 +232,7 @@ class Residency:
             self._invalidate(unit)
         unit.newest = newest
 
+    @sheltered
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
         units = [self.units[i] for i in indices]
@@ -228,6 +241,7 @@ class Residency:
             unit.keepers.discard(user)
         self._idle(units)
 
+    @sheltered
     def forget_users(self, keep: Collection[object] = ()) -> None:
         """Drop claims whose owner will never release them (an exception, an abandoned graph); those of
         `keep` stay. What an interrupt has left between two states is put right."""
@@ -251,6 +265,7 @@ class Residency:
         if error is not None:
             raise error
 
+    @sheltered
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
         """Free every unit that is not resident (its copy is about to change). `refresh` comes after the
         change.
@@ -259,7 +274,20 @@ class Residency:
             ParameterError: one of them is inside a `gathered` block.
         """
         chosen = self.units if indices is None else [self.units[i] for i in indices]
+        self.check_blocks(u.index for u in chosen)
         for unit in chosen:
+            unit.users.clear()
+        self._idle(chosen)
+        for unit in chosen:
+            if unit.resident:
+                unit.stale = unit.is_held()
+            else:
+                self._invalidate(unit)
+
+    def check_blocks(self, indices: Iterable[int]) -> None:
+        """Raise `ParameterError` if the copy of one of these units must not change now: it is inside a
+        `gathered` block."""
+        for unit in (self.units[i] for i in indices):
             # A resident unit in a block has its update in it, unless that is delayed.
             if unit.keepers and (self._copies.two or not unit.resident):
                 raise ParameterError(
@@ -269,14 +297,8 @@ class Residency:
                     found="a block that is still open",
                     cure="leave `with infinity.gathered(...)` first",
                 )
-            unit.users.clear()
-        self._idle(chosen)
-        for unit in chosen:
-            if unit.resident:
-                unit.stale = unit.is_held()
-            else:
-                self._invalidate(unit)
 
+    @sheltered
     def refresh(self) -> None:
         """Give the memory of changed units that somebody holds its new values; when this returns, an
         alias shows them."""
@@ -314,7 +336,7 @@ class Residency:
         gone = True
         if unit.state is ParamState.FETCHING:
             gone = self._wait_for(unit, unit.reshard)
-            if not gone and torch._C._current_graph_task_id() == -1:
+            if not gone and not self.in_backward:
                 self._warn_held(unit)  # a node of a backward lets go of what it unpacked
         return gone
 

@@ -14,6 +14,7 @@ import torch
 
 from infinity.core.errors import BudgetError, ParameterChangedError
 from infinity.core.sizes import Tier, format_size
+from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.partition import Chunk, Segment
 
 from .param import ShardedParam
@@ -26,7 +27,10 @@ _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
-    def __init__(self, places: Places, room: Callable[[], int], quiesce: Callable[[], None]) -> None:
+    def __init__(
+        self, places: Places, room: Callable[[], int], quiesce: Callable[[], None], shelter: Shelter
+    ) -> None:
+        self.shelter = shelter
         self._places = places
         self._quiesce = quiesce  # updates that are under way come first
         self._room = room  # host bytes that the budget leaves
@@ -109,6 +113,7 @@ class States:
                 cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
             )
 
+    @sheltered
     def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
         self._quiesce()
@@ -122,6 +127,7 @@ class States:
         shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
         return {"step": torch.tensor(float(sharded.step)), **shaped}
 
+    @sheltered
     def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
         """Write step, moments (and master, where given) of one parameter; no values: zeros. Its copy
         follows the master. A unit that is not resident must be off the device."""
@@ -187,6 +193,7 @@ class States:
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
                 )
 
+    @sheltered
     def adopt_edits(self) -> None:
         """Take over in-place edits of resident parameters (their version tells)."""
         for unit in self._places.units:
@@ -196,6 +203,7 @@ class States:
             if edited:
                 self.adopt(unit, edited)
 
+    @sheltered
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
         """Make the values on the device, of the parameters in `edited`, the ones that count.
 
@@ -256,6 +264,7 @@ class States:
                     cure="assign data of the same shape and dtype, or copy_() into the parameter",
                 )
 
+    @sheltered
     def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host."""
         self._quiesce()
@@ -284,6 +293,7 @@ class States:
                     lease.release()
         return out.view(sharded.spec.shape)
 
+    @sheltered
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""

@@ -234,10 +234,8 @@ class ParamUnit:
         """Wait until nothing is on its way to the storage."""
         fetch = self._fetch
         if fetch is not None and self._fetcher is not None:
-            if not fetch.started:
-                self._fetcher.start(fetch)  # an interrupt came first; once more does no harm
-            while not fetch.issued.wait(0.1):
-                continue
+            self._fetcher.start(fetch)  # where an interrupt came first; once more does nothing
+            fetch.issued.wait()
             if fetch.error is None:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.

@@ -67,12 +67,6 @@ class Updater:
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self.drift = Drift()
 
-    def run(self, work: Sequence[ChunkUpdate]) -> None:
-        """Update the chunks of `work`, in order; return when all of it is complete on its tier."""
-        wait = self._recorder.waits()
-        _run(self._places, work, self._take_ahead(), None, None, None, self._recorder)
-        self._recorder.waited(wait, ("update", 0))
-
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
         """Start the same on the worker; `wait`, or `Pending` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; all that are newer are published."""
@@ -92,9 +86,10 @@ class Updater:
             wait = self._recorder.waits()
             try:
                 task.wait()
-            except BaseException:
-                if self._pending.failed:
+            except BaseException as error:
+                if error is task.error:
                     self._task = None
+                    self._pending.tell()
                 raise  # after an interrupt it is still under way, and the next call waits
             self._task = None
             # When the last kernel has run, what is left are writes.

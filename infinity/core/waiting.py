@@ -1,0 +1,80 @@
+"""Waits that an interrupt may end at any point without leaving anything locked.
+
+CPython runs Python's signal handlers on the main thread wherever a function begins, a call returns or a
+loop goes back, and a handler may raise there. `threading.Condition` and `threading.Event` are written in
+Python: an exception where their lock was just taken leaves it taken, for good. Here every waiter sleeps
+on a lock of its own, which nobody else ever takes, and those who wake only release.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+#: No sleep is longer than this, so that an interrupt arrives (seconds).
+POLL: Final = 0.1
+
+
+class Bell:
+    """Wakes all that wait. `ring` takes no lock: finalizers and signal handlers may call it."""
+
+    __slots__ = ("_sleepers",)
+
+    def __init__(self) -> None:
+        self._sleepers: deque[_thread.LockType] = deque()
+
+    def ring(self) -> None:
+        """Wake all that wait. What they wait for is true before this is called."""
+        sleepers = self._sleepers
+        for _ in range(len(sleepers)):  # no longer: who wakes may sleep again at once
+            try:
+                sleeper = sleepers.popleft()
+            except IndexError:  # another thread rings, too
+                return
+            sleeper.release()
+
+    def wait(self, until: Callable[[], object], timeout: float = POLL) -> None:
+        """Sleep until somebody rings, `timeout` seconds at most, unless `until` is true already."""
+        sleeper = _thread.allocate_lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper
+        if until() or sleeper.acquire(True, timeout):
+            return
+        try:
+            self._sleepers.remove(sleeper)
+        except (ValueError, IndexError):  # somebody rings at this moment
+            return
+
+
+class Latch:
+    """Closed until `open`, then open for good."""
+
+    __slots__ = ("_bell", "_open")
+
+    def __init__(self) -> None:
+        self._open = False
+        self._bell = Bell()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called."""
+        return self._open
+
+    def open(self) -> None:
+        """Let all pass who wait, and who come later. A second call does nothing."""
+        self._open = True
+        self._bell.ring()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is open, or for `timeout` seconds; return whether it is."""
+        if timeout is None:
+            while not self._open:
+                self._bell.wait(self._is_open)
+        elif not self._open:
+            self._bell.wait(self._is_open, timeout)
+        return self._open
+
+    def _is_open(self) -> bool:
+        return self._open

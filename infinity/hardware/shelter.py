@@ -1,0 +1,129 @@
+"""Where the engine changes its state: on a thread that no signal handler interrupts.
+
+[Note: an interrupt ends a wait] CPython runs Python's signal handlers on the main thread, between almost
+any two lines of it, and a handler may raise: Ctrl-C does. So what changes the engine's state over more
+than one line is run on a thread of its own, and the user's thread only waits for it. An interrupt ends
+that wait and not what was waited for: that goes on, and the next call of the engine, whichever it is,
+waits for it first. So every call has happened wholly, or not at all.
+
+On other threads (autograd's own, for a CUDA device) no handler runs, and the call is made at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from .streams import Task
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Shelter:
+    """Makes calls for the user's thread where no signal handler runs. See
+    [Note: an interrupt ends a wait].
+
+    Args:
+        carry: called on the user's thread; returns what makes another thread's device work go where the
+            user's would (its current stream).
+    """
+
+    def __init__(self, carry: Callable[[], Callable[[], AbstractContextManager[Any]]]) -> None:
+        self._carry = carry
+        self._pid = os.getpid()
+        self._main = threading.main_thread().ident
+        self._closed = False
+        self._under_way: Task | None = None
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue,), name="infinity-shelter", daemon=True
+        )
+        self._thread.start()
+        # The thread holds the queue, not the shelter, so a forgotten one ends its thread.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def run(self, call: Callable[[], _R], *, hold: float = 0.0) -> _R:
+        """Return what `call` returns, or raise what it raises; an exception from a signal handler comes
+        before it began, or does not stop it. It runs without grad mode.
+
+        `hold`: seconds for which an interrupt is held back until the call is over. For what is quick and
+        looks at what is the user's (`p.grad`, param groups), which the user changes next.
+        """
+        here = threading.get_ident()
+        if here != self._thread.ident:
+            self.settle()
+        if here != self._main or self._closed or os.getpid() != self._pid:
+            with torch.no_grad():
+                return call()
+        task = Task(functools.partial(_call, self._carry(), call))
+        try:
+            # No handler runs between these two: what is known to be under way has been queued.
+            self._under_way = task
+            self._queue.put(task)
+            result: _R = task.result()
+            self._under_way = None
+            return result
+        except BaseException as error:
+            if error is task.error:
+                self._under_way = None
+            elif hold:
+                task.pause(hold)
+            raise
+        finally:
+            del task  # its error holds this frame
+
+    def settle(self) -> None:
+        """Wait for what an interrupt left under way; raise what came of it."""
+        task = self._under_way
+        if task is None or os.getpid() != self._pid:
+            return
+        try:
+            task.wait()
+            self._under_way = None
+        except BaseException as error:
+            if error is task.error:
+                self._under_way = None
+            raise
+        finally:
+            del task
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Finish what is under way and end the thread; return whether it ended within `timeout` seconds.
+        Calls are made at once from then on."""
+        self._closed = True
+        self._finalizer.detach()
+        self._queue.put(None)  # each time: an interrupt may have ended the last call before it came here
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def sheltered(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Have a method run in the `shelter` of its object."""
+
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        shelter: Shelter = self.shelter
+        return shelter.run(functools.partial(method, self, *args, **kwargs))
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+def _call(there: Callable[[], AbstractContextManager[Any]], call: Callable[[], _R]) -> _R:
+    with there(), torch.no_grad():
+        return call()
+
+
+def _serve(calls: queue.SimpleQueue[Task | None]) -> None:
+    while (task := calls.get()) is not None:
+        task.run()
+        del task

@@ -1,0 +1,534 @@
+"""A training loop that is interrupted once, somewhere, and goes on as a user would.
+
+CPython runs Python's signal handlers on the main thread where a function begins, at backward jumps and
+when a call returns. `python -m tests.interrupts` raises an exception at one such point in the engine's
+files (or sends a signal at some moment), each time in a child forked from a parent that has imported
+torch and run nothing. What comes after is compared with a plain model bit for bit. Every outcome is
+right values, a typed error, or a failure: wrong values, another error, something lost, a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dis
+import faulthandler
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.core.errors import InfinityError
+from infinity.hardware.adam_reference import adamw_reference
+from infinity.surface.engine import engine_of
+
+PACKAGE = os.path.dirname(infinity.__file__)
+STANDARD = tuple(os.path.dirname(os.__file__) + f"/{n}.py" for n in ("threading", "contextlib", "weakref"))
+WIDTH = 32
+#: Seconds that a child may take.
+LIMIT = 60
+NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
+PLACEMENTS: tuple[dict[str, Any], ...] = (
+    {**NVME, "device_memory": "900KiB", "update_depth": 1, "read_ahead_memory": 0},
+    {**NVME, "device_memory": "1200KiB"},
+    {"parameters": "host", "optimizer_state": "host", "gradients": "host", "device_memory": "900KiB"},
+    {"parameters": "device", "optimizer_state": "nvme", "gradients": "nvme"},
+    {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    {
+        "parameters": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        "optimizer_state": {"device": 0.2, "host": 0.3, "nvme": 0.5},
+        "gradients": {"host": 0.5, "nvme": 0.5},
+    },
+)
+
+
+#: What a user does between steps.
+ACTIONS = ("accumulate", "evaluate", "look", "save", "load", "edit", "flush")
+
+
+class Interrupt(KeyboardInterrupt):
+    """What a signal handler raises."""
+
+
+class Net(nn.Module):
+    """A root with a parameter of its own, a tied weight, one layer of two chunks. `x` (batch, WIDTH)."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.wide = nn.Linear(WIDTH, 2100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = x.tanh()
+        return self.wide(x)
+
+
+def loss_of(net: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return net(x).square().mean()  # type: ignore[no-any-return]
+
+
+class Plain:
+    """θ_t = Adam(θ_{t−1}, ∇L_t(θ_{t−1})), or of θ_{t−2} where updates are delayed."""
+
+    def __init__(self, net: nn.Module, delayed: bool) -> None:
+        self.net = net
+        self.delayed = delayed
+        self.newest = [p.detach().clone() for p in net.parameters()]
+        self.published = [p.detach().clone() for p in net.parameters()]
+        self.moments = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in net.parameters()]
+        self.updates = self.steps = 0
+
+    def show(self, values: list[torch.Tensor]) -> nn.Module:
+        for param, value in zip(self.net.parameters(), values, strict=True):
+            param.data = value.clone()
+        return self.net
+
+    def norm(self) -> float:
+        return float(torch.cat([p.grad.flatten().double() for p in self.net.parameters()]).norm())  # type: ignore[union-attr]
+
+    def step(self, scale: float) -> None:
+        """Make a step with the gradients that are there, times `scale`."""
+        before = [n.clone() for n in self.newest]
+        self.updates += 1
+        options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+        for value, moments, param in zip(self.newest, self.moments, self.net.parameters(), strict=True):
+            grad = param.grad.reshape(-1)  # type: ignore[union-attr]
+            adamw_reference(value.view(-1), *moments, grad, step=self.updates, grad_scale=scale, **options)
+        self.published = before if self.delayed else [n.clone() for n in self.newest]
+        self.steps += 1
+
+    def flush(self) -> None:
+        self.published = [n.clone() for n in self.newest]
+
+
+class User:
+    """What a user does, and what must come of it. `redo` is called after an interrupt."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = rng = random.Random(seed)
+        torch.manual_seed(seed)
+        update = ("sync", "overlap", "delayed")[seed % 3]
+        recompute = rng.random() < 0.4
+        settings = dict(PLACEMENTS[seed // 3 % len(PLACEMENTS)])
+        if recompute and rng.random() < 0.7:
+            settings.update(activations="host", activation_memory="1MiB")
+        self.clip = rng.choice((None, 0.05))
+        net = Net(recompute)
+        self.plain = Plain(copy.deepcopy(net), update == "delayed")
+        defaults = {"device_memory": "8MiB", "host_memory": "64MiB", "chunk_elements": 65536}
+        config = infinity.Config(
+            **{
+                **defaults,
+                **settings,
+                "nvme": folder,
+                "device": "cpu",
+                "dtype": "fp32",
+                "update": update,
+                "delay_warmup_steps": 0,
+                "max_grad_norm": self.clip,
+            }
+        )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.model, self.adam = infinity.wrap(net, optimizer, config)
+        self.engine = engine_of(self.model)
+        self.at = ""
+        self.seed = 0
+        self.saved: Any = None
+        self.said = f"{update}, {settings}, clip {self.clip}"
+
+    def check(self, right: bool, what: str) -> None:
+        if not right:
+            raise AssertionError(f"{what} (at {self.at})")
+
+    # -- the pieces of a round ---------------------------------------------------------------
+
+    def train(self) -> None:
+        """One step; after an interrupt it has happened or it has not, and `steps` says which."""
+        while self.adam.steps == self.plain.steps:
+            net = self.plain.show(self.plain.published)
+            net.zero_grad()
+            wanted = loss_of(net, self.seed)
+            wanted.backward()
+            try:
+                loss = loss_of(self.model, self.seed)
+                self.check(torch.equal(loss, wanted), "another loss")
+                loss.backward()
+                self.adam.step()
+                self.adam.zero_grad()
+            except Interrupt:
+                self.at += " " + "train"
+                self.adam.zero_grad()
+        scale = 1.0
+        if self.clip is not None:
+            norm = infinity.metrics(self.adam)["grad_norm"]
+            self.check(abs(norm - self.plain.norm()) < 1e-5 * norm, "another norm")
+            scale = min(1.0, self.clip / (norm + 1e-6))
+        with calm():
+            self.plain.step(scale)
+        self.seed += 1
+        self.check(self.adam.steps == self.plain.steps, "steps that nobody made")
+
+    def accumulate(self) -> None:
+        """Two backwards that are thrown away."""
+        loss_of(self.model, 98).backward()
+        loss_of(self.model, 99).backward()
+        self.adam.zero_grad(set_to_none=False)
+        self.model.zero_grad()
+
+    def evaluate(self) -> None:
+        wanted = loss_of(self.plain.show(self.plain.newest), 97)
+        with torch.no_grad():
+            found = loss_of(self.model.eval(), 97)
+        self.model.train()
+        self.check(torch.equal(found, wanted), "another loss in eval")
+
+    def look(self) -> None:
+        with infinity.gathered(self.model):
+            for param, wanted in zip(self.model.parameters(), self.plain.newest, strict=True):
+                self.check(torch.equal(param, wanted), "another value in gathered")
+
+    def save(self) -> None:
+        plain = self.plain
+        weights = {n: v.clone() for n, v in self.model.state_dict().items()}
+        states = self.adam.state_dict()
+        for (name, _), wanted in zip(self.model.named_parameters(), plain.newest, strict=True):
+            self.check(torch.equal(weights[name], wanted), f"another {name} in the state dict")
+        for state, moments in zip(states["state"].values(), plain.moments, strict=plain.updates > 0):
+            self.check(int(state["step"]) == plain.updates, "another step in the state dict")
+            self.check(torch.equal(state["exp_avg"].flatten(), moments[0]), "another exp_avg")
+            self.check(torch.equal(state["exp_avg_sq"].flatten(), moments[1]), "another exp_avg_sq")
+        moments = [(a.clone(), b.clone()) for a, b in plain.moments]
+        self.saved = (weights, states, [v.clone() for v in plain.newest], moments, plain.updates)
+
+    def load(self) -> None:
+        if self.saved is None:
+            return
+        weights, states, values, moments, updates = self.saved
+        self.model.load_state_dict(weights)
+        self.adam.load_state_dict(states)
+        self.plain.newest = [v.clone() for v in values]
+        self.plain.moments = [(a.clone(), b.clone()) for a, b in moments]
+        self.plain.updates = updates
+        self.plain.flush()
+
+    def edit(self) -> None:
+        """Set one parameter. Doing it again does no harm."""
+        with infinity.gathered(self.model.layers[1].weight, write=True), torch.no_grad():
+            self.model.layers[1].weight.fill_(0.25)
+        index = [n for n, _ in self.model.named_parameters()].index("layers.1.weight")
+        self.plain.newest[index].fill_(0.25)
+        self.plain.flush()
+
+    def flush(self) -> None:
+        infinity.flush(self.adam)
+        self.plain.flush()
+
+    def close(self) -> None:
+        infinity.close(self.adam)
+
+    # -- the whole ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        others = self.random.sample(ACTIONS, 3)
+        plan = ["train", "train", others[0], "train", others[1], "train", others[2]]
+        try:
+            for name in plan:
+                while True:
+                    self.at = name
+                    try:
+                        getattr(self, name)()
+                        break
+                    except Interrupt:
+                        self.at = f"{name}, interrupted"
+                        self.model.train()
+            with calm():
+                self.at = "the end"
+                self.train()
+                self.save()
+                self.look()
+                self.balance()
+            self.at = "close"
+        finally:
+            try:
+                self.close()
+            except Interrupt:
+                self.close()
+
+    def balance(self) -> None:
+        """What was lent is home, and what is on the device is what the books say."""
+        self.adam.zero_grad()
+        infinity.flush(self.adam)
+        self.engine.updater.drop_ahead()
+        gc.collect()
+        self.check(not any(u.keepers for u in self.engine.units), "a claim that nobody has")
+        until = time.monotonic() + 5
+        while time.monotonic() < until and any(q.in_use for q in self.engine.pool.stats().values()):
+            time.sleep(0.01)
+        lent = {n: q.in_use for n, q in self.engine.pool.stats().items() if q.in_use}
+        self.check(not lent, f"leases that nobody has: {lent}")
+        self.check(not self.engine.store.unfinished, "a transfer that nobody sees to")
+        activations = self.engine.activations
+        if activations is not None:
+            self.check(not activations.in_use, f"{activations.in_use} bytes of activations")
+        units = [u for u in self.engine.units if not u.resident and u.state.value != "sharded"]
+        held = sum(u.layout.copy_nbytes for u in units)
+        self.check(self.engine.residency.held == held, f"held {self.engine.residency.held} and not {held}")
+
+
+# -- where the exception comes ------------------------------------------------------------------
+
+Point = tuple[str, int, int]
+
+
+class Tracer:
+    """Counts the points where a handler could run; raises at the one that is asked for."""
+
+    def __init__(self, at: int = -1, where: Point | None = None) -> None:
+        self.seen: list[Point] = []
+        self.at, self.where = at, where
+        self.fired = ""
+        self.on = False
+        self._points: dict[CodeType, frozenset[int]] = {}
+
+    def start(self) -> None:
+        self.on = True
+        sys.settrace(self._call)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self._ours(frame.f_code):
+                frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = self._local, True, False
+            frame = frame.f_back
+
+    def stop(self) -> None:
+        self.on = False
+        sys.settrace(None)
+
+    def _ours(self, code: CodeType) -> bool:
+        return code.co_filename.startswith(PACKAGE) or (
+            code.co_filename == __file__ and code.co_name in (*ACTIONS, "train")
+        )
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if not self._ours(code):
+            caller = frame.f_back
+            if not (code.co_filename in STANDARD and caller is not None and caller.f_trace is not None):
+                return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if code not in self._points:
+            self._points[code] = frozenset(points_of(code))
+        if not code.co_flags & 0x20:  # a generator that goes on
+            self._point(frame, -1)
+        return self._local
+
+    def _local(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti in self._points[frame.f_code]:
+            self._point(frame, frame.f_lasti)
+        return self._local
+
+    def _point(self, frame: FrameType, offset: int) -> None:
+        if not self.on:
+            return
+        number = len(self.seen)
+        code = frame.f_code
+        point = (code.co_filename, code.co_firstlineno, offset)
+        self.seen.append(point)
+        if self.where == point:
+            self.at += 1  # from -k: the k-th time
+        if self.at == (number if self.where is None else 0) and self.where in (None, point):
+            self.on = False
+            self.fired = f"{os.path.relpath(code.co_filename, PACKAGE)}:{frame.f_lineno} {code.co_name}"
+            raise Interrupt(self.fired)
+
+
+def points_of(code: CodeType) -> Iterator[int]:
+    """Yield the offsets of instructions before which CPython may have run a handler."""
+    table = {}
+    if hasattr(dis, "_parse_exception_table"):
+        for entry in dis._parse_exception_table(code):
+            for at in range(entry.start, entry.end, 2):
+                table[at] = entry.target
+    before: Any = None
+    for this in dis.get_instructions(code):
+        name = this.opname
+        if before is not None and (before.opname.startswith("CALL") or before.opname == "RESUME"):
+            # The handler runs within the call; an exception here must meet the same `except`.
+            if table.get(before.offset) == table.get(this.offset):
+                yield this.offset
+        elif "JUMP" in name and "BACKWARD" in name and "NO_INTERRUPT" not in name:
+            yield this.offset
+        if this.opname != "CACHE":
+            before = this
+
+
+_tracer: Tracer | None = None
+_calm = False
+
+
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Have no exception come inside the block."""
+    global _calm
+    armed = _tracer is not None and _tracer.on
+    if armed:
+        _tracer.stop()
+    before, _calm = _calm, True
+    try:
+        yield
+    finally:
+        _calm = before
+        if armed:
+            _tracer.start()
+
+
+# -- children -----------------------------------------------------------------------------------
+
+
+def child(seed: int, kind: str, at: int, where: Point | None, folder: Path) -> dict[str, Any]:
+    global _tracer
+    torch.set_num_threads(1)
+    user = User(seed, folder)
+    outcome: dict[str, Any] = {"seed": seed, "what": user.said, "result": "right", "fired": ""}
+    tracer = None
+    if kind == "signal":
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            if _calm:
+                signal.setitimer(signal.ITIMER_REAL, 0.002)
+                return
+            outcome["fired"] = traceback.format_stack(frame, limit=1)[0].strip()
+            raise Interrupt("signal")
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, at / 1e6)
+    else:
+        tracer = _tracer = Tracer(at, where)
+        tracer.start()
+    begin = time.monotonic()
+    try:
+        user.run()
+    except InfinityError as error:
+        outcome.update(result="typed", error=f"{type(error).__name__}: {error}"[:600], at=user.at)
+        outcome["trace"] = traceback.format_exc()[-3000:]
+    except Interrupt:  # in `close`, twice
+        outcome.update(result="failed", error="the interrupt", at=user.at)
+    except BaseException as error:
+        outcome.update(result="failed", error=f"{type(error).__name__}: {error}"[:600], at=user.at)
+        outcome["trace"] = traceback.format_exc()[-4000:]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.settrace(None)
+    outcome["seconds"] = time.monotonic() - begin
+    outcome["at"] = user.at
+    if tracer is not None:
+        outcome["fired"] = tracer.fired
+        outcome["seen"] = tracer.seen if at == -(10**9) else len(tracer.seen)
+    return outcome
+
+
+def forked(call: Callable[[Path], dict[str, Any]], limit: float = LIMIT) -> dict[str, Any]:
+    """Return what `call` returns in a child of its own, or how the child ended."""
+    folder = Path(tempfile.mkdtemp(prefix="infinity-interrupts-"))
+    out, log = folder / "outcome.json", folder / "log"
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        stream = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(stream, 1)
+        os.dup2(stream, 2)
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(limit - 5, exit=True)
+        (folder / "nvme").mkdir()
+        result = call(folder / "nvme")
+        out.write_text(json.dumps(result))
+        os._exit(0)
+    until = time.monotonic() + limit
+    status = None
+    while status is None and time.monotonic() < until:
+        done, found = os.waitpid(pid, os.WNOHANG)
+        status = found if done else None
+        time.sleep(0.002)
+    if status is None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    try:
+        if out.exists():
+            result: dict[str, Any] = json.loads(out.read_text())
+        else:
+            result = {"result": "failed", "error": f"a hang or a crash ({status=})"}
+        result["log"] = log.read_text()[-6000:] if log.exists() else ""
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+_NEVER = -(10**9)
+#: Runs that nothing interrupted, by kind and placement: where points are, and how long it takes.
+_whole: dict[tuple[str, int], dict[str, Any]] = {}
+
+
+def run(seed: int, kind: str) -> dict[str, Any]:
+    """Interrupt the run of `seed`: at a point (`traced`), or at a moment (`signal`)."""
+    rng = random.Random(f"{kind} {seed}")
+    key = kind, seed % (3 * len(PLACEMENTS))
+    if key not in _whole:
+        count = 0 if kind == "signal" else _NEVER
+        whole = forked(lambda folder: child(seed, kind, count, None, folder))
+        if whole["result"] != "right":
+            return {**whole, "fired": "nothing", "seed": seed}
+        _whole[key] = whole
+    whole = _whole[key]
+    result: dict[str, Any] = {}
+    while not result.get("fired") and result.get("result", "right") == "right":
+        at, where = 0, None
+        if kind == "signal":
+            at = rng.randint(1, round(whole["seconds"] * 1e6))
+        elif seed // 18 % 2:
+            at = rng.randrange(len(whole["seen"]))
+        else:  # places that are passed seldom get their turn, too
+            where = rng.choice(sorted({tuple(p) for p in whole["seen"]}))
+            at = -rng.randint(1, whole["seen"].count(list(where)))
+        result = forked(lambda folder, at=at, where=where: child(seed, kind, at, where, folder))  # type: ignore[misc]
+    return {"seed": seed, "kind": kind, "place": at, **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=("traced", "signal"), default="traced")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    outcomes = []
+    for seed in range(options.first, options.first + options.count):
+        outcomes.append(run(seed, options.kind))
+        options.out.write_text(json.dumps(outcomes))
+    sys.stdout.write(f"{collections.Counter(o['result'] for o in outcomes)}\n")
+
+
+if __name__ == "__main__":
+    main()
