@@ -296,7 +296,9 @@ class User:
             self.check(not activations.in_use, f"{activations.in_use} bytes of activations")
         units = [u for u in self.engine.units if not u.resident and u.state.value != "sharded"]
         held = sum(u.layout.copy_nbytes for u in units)
-        self.check(self.engine.residency.held == held, f"held {self.engine.residency.held} and not {held}")
+        self.check(
+            self.engine.residency.allocated == held, f"{self.engine.residency.allocated} bytes and not {held}"
+        )
 
 
 # -- where the exception comes ------------------------------------------------------------------

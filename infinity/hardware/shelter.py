@@ -59,8 +59,7 @@ class Shelter:
         looks at what is the user's (`p.grad`, param groups), which the user changes next.
         """
         here = threading.get_ident()
-        if here != self._thread.ident:
-            self.settle()
+        self.settle()
         if here != self._main or self._closed or os.getpid() != self._pid:
             with torch.no_grad():
                 return call()
@@ -84,8 +83,8 @@ class Shelter:
     def settle(self) -> None:
         """Wait for what an interrupt left under way; raise what came of it."""
         task = self._under_way
-        if task is None or os.getpid() != self._pid:
-            return
+        if task is None or os.getpid() != self._pid or threading.get_ident() == self._thread.ident:
+            return  # what is under way does not wait for itself
         try:
             task.wait()
             self._under_way = None

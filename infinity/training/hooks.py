@@ -380,18 +380,19 @@ def _in_backward() -> bool:
 
 
 def _watch_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
-    """Have `end` called in a backward when the gradients of those inputs are there that it reaches; return
-    the inputs. Each is an alias, so that its gradient is complete before anybody else hears of it."""
-    found: list[torch.Tensor] = []
+    """Have `end` called in a backward when the gradient of an input is there; return the inputs. Each is an
+    alias that is made before all that the scope computes: autograd, which runs what was made last first,
+    comes to it when nothing of the scope is left to run. (Were `end` to wait for all of them, the hooks
+    would have to know each other's nodes, and graphs that know themselves are never freed.)"""
+    found = False
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            found.append(tensor.view_as(tensor))
-            return found[-1]
+            found = True
+            tensor = tensor.view_as(tensor)
+            tensor.register_hook(lambda grad: end())
         return tensor
 
     inputs = map_tensors((args, kwargs), alias)
-    if not found:
-        return None
-    torch.autograd.graph.register_multi_grad_hook(found, lambda grads: end())
-    return inputs
+    return inputs if found else None

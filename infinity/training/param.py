@@ -298,6 +298,10 @@ class ShardedParam:
             with torch.enable_grad():
                 self._accumulator = self.param.view_as(self.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
+    def let_accumulator_go(self) -> None:
+        """Undo `keep_accumulator`: the two would keep each other for good."""
+        self._accumulator = None
+
     @property
     def owners(self) -> int:
         """How many own the parameter's tensor, in C++: Python is one, a graph that saved it another."""

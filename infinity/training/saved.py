@@ -66,7 +66,9 @@ def register(unit: ParamUnit, present: Present) -> int:
 
 def unregister(key: int) -> None:
     """Undo `register`."""
-    _UNITS.pop(key, None)
+    entry = _UNITS.pop(key, None)
+    for sharded in entry[0].params if entry is not None else ():
+        sharded.let_accumulator_go()
 
 
 class _Reference:

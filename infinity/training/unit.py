@@ -101,8 +101,8 @@ class ParamUnit:
         """Make the parameters views of the storage, and note how many own that from now on."""
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
-            sharded.keep_accumulator()
             if not self.resident:
+                sharded.keep_accumulator()
                 sharded.release()
         self._owners = self._count()
 
