@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ReleasedParameterError
+from infinity.training.hooks import Hooks
 from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.param import ReleasedParameter, ShardedParam
 from infinity.training.residency import Residency
@@ -23,6 +24,7 @@ class _Engine(Protocol):
     params: dict[nn.Parameter, ShardedParam]
     states: States
     residency: Residency
+    hooks: Hooks
     optimizer: OffloadOptimizer
 
     def check(self) -> None: ...
@@ -43,6 +45,7 @@ def install(model: nn.Module, engine: _Engine) -> None:
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.check()
+        engine.hooks.settle_abandoned()  # what a backward that raised was using shows an older version
         # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
         sharded = [
             s for s in own(module) if isinstance(s.param, ReleasedParameter) or changes(s, soon=not keep_vars)

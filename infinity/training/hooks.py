@@ -122,6 +122,11 @@ class Hooks:
         saved.reset(self._token)
         self._settle_backward()
 
+    def settle_abandoned(self) -> None:
+        """`settle`, if something is left and no forward or backward is under way."""
+        if not _in_backward() and not self._is_in_forward() and any(u.users for u in self._residency.units):
+            self.settle()
+
     def _settle_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
