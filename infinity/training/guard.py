@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from infinity.core.errors import ParameterChangedError, PrecisionError
+from infinity.core.errors import ParameterChangedError
 
 from .discover import Scope
 from .param import ShardedParam
+from .saved import autocast_error
 from .unit import ParamUnit
 
 
@@ -36,13 +37,7 @@ class Guard:
     def check_autocast(self, name: str) -> None:
         """Raise `PrecisionError` where torch.autocast is on as the module `name` begins."""
         if torch.is_autocast_enabled(self._device_type):
-            raise PrecisionError(
-                "torch.autocast over offloaded parameters",
-                expected=f"a forward of {name or 'the model'} outside of torch.autocast",
-                found=f"autocast({self._device_type!r}) is on: it keeps its own copies of the weights",
-                cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave '
-                "mixed precision off",
-            )
+            raise autocast_error(f"a forward of {name or 'the model'}", self._device_type)
 
     def check_params(self) -> None:
         """Raise `ParameterChangedError` if a parameter was cast, moved or unfrozen."""

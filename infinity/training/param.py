@@ -66,10 +66,8 @@ _METADATA: set[Any] = {
     _T.grad.__delete__,
     _T._backward_hooks.__set__,
     torch._has_compatible_shallow_copy_type,
-    torch.autograd.grad,
-    torch.autograd.backward,
-    _T.backward,
 }
+_BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = "read or edit it inside `with infinity.gathered(params):` (write=True to edit)"
 
 
@@ -82,6 +80,8 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         """Let metadata through; raise `ReleasedParameterError` for all else."""
         kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            return _backward(func, args, kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -135,6 +135,8 @@ class PendingParameter(nn.Parameter):
             answer = _detach(args[0])
             if answer is not NotImplemented:
                 return answer
+        if func in _BACKWARDS:
+            return _backward(func, args, kwargs)
         if func not in _METADATA:
             for value in _walk((args, kwargs)):
                 if isinstance(value, PendingParameter):
@@ -154,6 +156,30 @@ class PendingParameter(nn.Parameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         _settle(self)
         return self.__reduce_ex__(proto)
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward that names parameters (``inputs=``) with the nodes that accumulate their gradients
+    instead, so that what it runs, recomputation for one, meets parameters as they are."""
+    zeros: list[Any] = []
+
+    def edge(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(edge(v) for v in value)
+        if isinstance(value, (ReleasedParameter, PendingParameter)) and value.requires_grad:
+            return torch.autograd.graph.get_gradient_edge(value)
+        return value
+
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is torch.autograd.grad and kwargs.get("materialize_grads"):  # nodes have no shape
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in _walk((inputs,))]
+            kwargs = {**kwargs, "materialize_grads": False, "allow_unused": True}
+        args, kwargs = edge(args), {k: edge(v) for k, v in kwargs.items()}
+    found = func(*args, **kwargs)
+    if zeros:
+        return tuple(z if g is None else g for g, z in zip(found, zeros, strict=True))
+    return found
 
 
 def _use(released: list[ReleasedParameter]) -> bool:

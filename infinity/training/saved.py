@@ -8,7 +8,7 @@ auxiliary loss in a side channel, in a gradient penalty, after a `gathered` bloc
 
 [Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed. So
 each is packed with its version and compared here. What is kept is kept as a detached alias, which shares
-the version counter.
+the version counter. Inside hooks of others (activation checkpointing) torch compares nothing, and nor do we.
 
 [Note: one pair of hooks] torch applies the innermost pair of hooks only. So whatever others push (a user,
 activation checkpointing) gets ours on top, which hands on what does not lie in a unit; `_composed` sees to
@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import graph
+
+from infinity.core.errors import PrecisionError
 
 from .param import ShardedParam
 from .unit import ParamUnit
@@ -85,10 +87,11 @@ class _Reference:
         self.shape, self.stride = tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
         self.newest = unit.newest
-        self.version = sharded.current_version
+        self.version: int | None = sharded.current_version
 
     def unpack(self) -> torch.Tensor:
-        check_version(self.sharded.current_version, self.version, self.sharded.param, self.shape)
+        if self.version is not None:
+            check_version(self.sharded.current_version, self.version, self.sharded.param, self.shape)
         self.present(self.unit, self.newest)
         with torch._C.DisableTorchFunctionSubclass():
             tensor = self.sharded.param.detach().as_strided(self.shape, self.stride, self.offset)
@@ -125,8 +128,12 @@ _frames = _Frames()  # that are set in this thread
 
 
 def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
+    if torch.is_autocast_enabled(tensor.device.type) and _UNITS:
+        raise autocast_error("a forward", tensor.device.type)
     found = _find(tensor)
     if found is not None:
+        if beneath is not None:
+            found.version = None  # torch does not compare what the hooks of others packed; nor do we
         return found
     if beneath is not None:
         return _Theirs(beneath[0](tensor), beneath[1])
@@ -162,6 +169,17 @@ def _unpack(packed: Any) -> torch.Tensor:
     if type(packed) is _Theirs:
         return packed.hook(packed.packed)
     return packed.unpack()  # type: ignore[no-any-return]
+
+
+def autocast_error(where: str, device_type: str) -> PrecisionError:
+    """Return the error of a forward under torch.autocast."""
+    return PrecisionError(
+        "torch.autocast over offloaded parameters",
+        expected=f"{where} outside of torch.autocast",
+        found=f"autocast({device_type!r}) is on: it keeps its own copies of the weights",
+        cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave mixed '
+        "precision off",
+    )
 
 
 def check_version(found: int, expected: int, tensor: torch.Tensor, shape: torch.Size) -> None:
