@@ -545,8 +545,43 @@ def a_vector_to_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
     return [model(batch()).detach(), *finish(model, optimizer, api)]
 
 
-@door()
-def an_input_that_a_block_does_not_use(model: Any, optimizer: Any, api: Api) -> Tensors:
+# -- parameters by name, and those of other units -----------------------------------------------
+
+
+@door(lambda: Net(form="non-reentrant"))
+def a_backward_that_names_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
+    named = [model.blocks[1].up.weight, model.blocks[3].down.bias]
+    loss = model(batch()).square().mean()
+    grads = torch.autograd.grad(
+        loss,
+        [*named, model.blocks[0].router.weight],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    loss.backward(inputs=named)
+    found = [api.gradient(p) for p in model.parameters()]
+    assert [g is not None for g in found] == [any(p is q for q in named) for p in model.parameters()]
+    optimizer.step()
+    return [*grads, *(g.clone() for g in found if g is not None), *finish(model, optimizer, api)]
+
+
+class Borrowing(Net):
+    """Each block's mlp uses the weight of the block before it, with its own bias, in one operator."""
+
+    def __init__(self) -> None:
+        super().__init__(form="non-reentrant")
+        for i, block in enumerate(self.blocks):
+            other = self.blocks[i - 1].up
+            block.mlp = lambda x, b=block, o=other: b.down(torch.tanh(F.linear(x, o.weight, b.up.bias)))
+
+
+@door(Borrowing)
+def one_operator_over_two_units(model: Any, optimizer: Any, api: Api) -> Tensors:
+    for step in range(2):
+        model(batch(step).requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return finish(model, optimizer, api)
 
 

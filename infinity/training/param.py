@@ -90,9 +90,10 @@ class ReleasedParameter(nn.Parameter):
             answer = special(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        released = [p for p in _walk((args, kwargs)) if isinstance(p, ReleasedParameter)]
-        if _use(released):
-            with torch._C.DisableTorchFunctionSubclass():  # who is still released belongs to another engine
+        used = [p for p in _walk((args, kwargs)) if isinstance(p, nn.Parameter)]
+        released = [p for p in used if isinstance(p, ReleasedParameter)]
+        if _use(used, released):
+            with torch._C.DisableTorchFunctionSubclass():  # all are there
                 return func(*args, **kwargs)
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
@@ -182,14 +183,19 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found
 
 
-def _use(released: list[ReleasedParameter]) -> bool:
-    """Make parameters present that are used where that is allowed; return whether all are."""
-    known = [sharded_of(p) for p in released]
-    for sharded in known:
+def _use(used: list[nn.Parameter], released: list[ReleasedParameter]) -> bool:
+    """Make parameters present that one operator uses, where that is allowed; return whether all are. All of
+    them at once: one that is there already must not go to make room for another."""
+    known = [s for p in used if (s := sharded_of(p)) is not None and s.on_use is not None]
+    for param in released:
+        sharded = sharded_of(param)
         if sharded is None or sharded.on_use is None:
             return False
-        if not sharded.on_use([s.unit for s in known if s is not None and s.on_use is sharded.on_use]):
+        if not sharded.on_use([s.unit for s in known if s.on_use is sharded.on_use]):
             return False
+    for other in used:
+        if isinstance(other, PendingParameter):
+            _settle(other)
     return True
 
 
