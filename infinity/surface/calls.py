@@ -36,8 +36,8 @@ def gathered(
 
     Raises:
         WrapError: they belong to no wrapped model.
-        ParameterChangedError: they were edited without ``write=True``, or given data of another shape or
-            dtype; all other edits are kept.
+        ParameterChangedError: they were edited without ``write=True``, or given data of another shape;
+            all other edits are kept.
         ParameterError: delayed updates, and a forward or backward under way uses an older version.
         StorageError: a transfer or an update failed.
     """

@@ -99,7 +99,7 @@ class Hooks:
         present, use = _weak(self._present), _weak(self._use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
-            if not unit.resident:
+            if not unit.resident or residency.has_two_versions:
                 self.keys.append(saved.register(unit, present))
                 for sharded in unit.params:
                     sharded.on_use = use
@@ -279,7 +279,8 @@ class Hooks:
 
     def _present(self, unit: ParamUnit, newest: bool) -> None:
         """Have the values of `unit` on the device for whoever unpacks a part of it now."""
-        if unit.state is ParamState.UNSHARDED and unit.in_use and unit.newest == newest:
+        there = not self._residency.is_suspended(unit) if unit.resident else unit.in_use
+        if unit.state is ParamState.UNSHARDED and unit.newest == newest and there:
             return
         if unit.state is ParamState.SHARDED:
             self._check()

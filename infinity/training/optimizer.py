@@ -14,12 +14,12 @@ from infinity.core.errors import (
     GradientError,
     OptimizerTypeError,
     PrecisionError,
-    StateDictError,
     WrapError,
 )
 from infinity.hardware.shelter import Shelter, sheltered
 
 from .gradients import Gradients
+from .loading import OURS, REFUSED, counts_of, match
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
@@ -29,8 +29,6 @@ from .visit import Places
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
-_REFUSED = ("amsgrad", "capturable", "differentiable")
-_OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
 def check_optimizer(optimizer: object) -> bool:
@@ -47,7 +45,7 @@ def check_optimizer(optimizer: object) -> bool:
             cure="torch.optim.AdamW(model.parameters(), ...)",
         )
     for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
-        for option in _REFUSED:
+        for option in REFUSED:
             if group.get(option):
                 raise OptimizerTypeError(
                     f"the option {option!r} is not supported",
@@ -56,22 +54,6 @@ def check_optimizer(optimizer: object) -> bool:
                     cure=f"leave {option} out",
                 )
     return type(optimizer) is torch.optim.AdamW
-
-
-def _counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return what a state dict has under our own key; nothing, if it is torch's."""
-    counts: Mapping[str, float] = state_dict.get(_OURS, {})
-    for name, value in counts.items() if isinstance(counts, Mapping) else [(_OURS, None)]:
-        number = isinstance(value, (int, float)) and math.isfinite(value)
-        scale = name == "loss_scale" and number and math.frexp(value)[0] == 0.5
-        if not scale and (name == "loss_scale" or not number or value < 0 or value % 1):
-            raise StateDictError(
-                f"{name!r} of the state dict cannot be used",
-                expected="a power of two" if name == "loss_scale" else "a count",
-                found=repr(counts),
-                cure=f"load a state dict as it was saved, or one without the key {_OURS!r}",
-            )
-    return counts
 
 
 def _clip(limit: float, norm: float) -> float:
@@ -172,8 +154,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._prepare_step()
         # What an interrupt ends before this call has not happened, and what it ends after it has.
         self.shelter.run(self._commit_step, hold=_HOLD)
-        if self._update == "sync":
-            self._finish_step()
+        self._finish_step()
         self._after_step(time.perf_counter() - start)
         return loss
 
@@ -402,7 +383,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         if self._fp16:
             counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
-        return {**state, _OURS: counts}
+        return {**state, OURS: counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
@@ -412,7 +393,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
             ParameterError: parameters that would change are inside a `gathered` block.
         """
-        pairs, counts = self._match(state_dict), _counts_of(state_dict)
+        pairs, counts = match(state_dict, self.param_groups, self._params), counts_of(state_dict)
         self._load(state_dict, pairs, counts)
 
     @sheltered
@@ -435,41 +416,3 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._fp16 and "loss_scale" in counts:
             self._gradients.scale = float(counts["loss_scale"])
             self._good_steps = int(counts.get("good_steps", 0))
-
-    def _match(self, state_dict: Mapping[str, Any]) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
-        groups = state_dict.get("param_groups")
-        lengths = [len(g["params"]) for g in self.param_groups]
-        found = [len(g["params"]) for g in groups] if isinstance(groups, list) else None
-        if found != lengths:
-            raise StateDictError(
-                "the state dict has other param groups than the optimizer",
-                expected=f"groups of {lengths} parameters",
-                found=f"groups of {found} parameters" if found is not None else "no param_groups",
-                cure="build the same groups as those that were saved",
-            )
-        for group in groups or ():
-            for option in _REFUSED:
-                if group.get(option):
-                    raise StateDictError(
-                        f"the state dict was saved with {option}=True",
-                        expected=f"{option}=False",
-                        found=f"{option}=True",
-                        cure="only plain Adam and AdamW states can be loaded",
-                    )
-        ids = [i for g in groups or () for i in g["params"]]
-        params = [p for g in self.param_groups for p in g["params"]]
-        pairs = []
-        for index, param in zip(ids, params, strict=True):
-            sharded = self._params[param]
-            values = state_dict["state"].get(index, {})
-            for key in ("exp_avg", "exp_avg_sq", "master"):
-                value = values.get(key)
-                if value is not None and tuple(value.shape) != sharded.spec.shape:
-                    raise StateDictError(
-                        f"{key} of {sharded.name!r} has another shape",
-                        expected=sharded.spec.shape,
-                        found=tuple(value.shape),
-                        cure="load the state dict of the same model",
-                    )
-            pairs.append((sharded, values))
-        return pairs

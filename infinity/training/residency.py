@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 
 from infinity.core.errors import ParameterChangedError, ParameterError
-from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
 from infinity.hardware.shelter import Shelter, sheltered
@@ -63,7 +61,6 @@ class Residency:
         self._suspended: dict[int, Callable[[], None]] = {}
         self._warned = False
         self.in_backward = False
-        self._warned_of: set[int] = set()  # units that were held when their memory was to go
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
 
     def show(self, newest: bool) -> None:
@@ -74,6 +71,11 @@ class Residency:
     def shows_newest(self) -> bool:
         """Which version they bring: [Note: two versions]."""
         return self._newest
+
+    @property
+    def has_two_versions(self) -> bool:
+        """Whether there ever are two: [Note: two versions]."""
+        return self._copies.two
 
     @property
     def allocated(self) -> int:
@@ -146,6 +148,10 @@ class Residency:
         unit.suspend(functools.partial(self.resume, unit))
 
     @sheltered
+    def is_suspended(self, unit: ParamUnit) -> bool:
+        """Return whether a resident unit's values are on their way."""
+        return unit.index in self._suspended
+
     def resume(self, unit: ParamUnit) -> None:
         """Wait for a resident unit's values, then let them be used."""
         wait = self._suspended.get(unit.index)
@@ -337,26 +343,14 @@ class Residency:
         if unit.state is ParamState.FETCHING:
             gone = self._wait_for(unit, unit.reshard)
             if not gone and not self.in_backward:
-                self._warn_held(unit)  # a node of a backward lets go of what it unpacked
+                unit.warn_held()  # a node of a backward lets go of what it unpacked
         return gone
 
     def _invalidate(self, unit: ParamUnit) -> None:
         if unit.state is ParamState.FETCHING:
             self._wait_for(unit, unit.invalidate)
             if unit.stale:
-                self._warn_held(unit)
-
-    def _warn_held(self, unit: ParamUnit) -> None:
-        if unit.index not in self._warned_of:
-            self._warned_of.add(unit.index)
-            warnings.warn(
-                f"{format_size(unit.layout.copy_nbytes)} of unit {unit.layout.name!r} stay on the device: "
-                "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
-                "array, a view that a module returned). They count as yours, beside device_memory, until it "
-                "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+                unit.warn_held()
 
     def _wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
         """Do what waits for a unit's fetch; if that is under way, the user's thread stalls."""
@@ -402,14 +396,7 @@ class Residency:
                     return
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"unit {unit.layout.name!r} needs {format_size(need)} on the device while other units are in "
-                f"use: {format_size(allocated + need)} instead of the planned "
-                f"{format_size(self._capacity)}; more units are used at once than the model's structure "
-                "shows. Name larger units with Config(units=[...]) to have this planned.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            unit.warn_room(allocated + need, self._capacity)
 
     def prefetch(self) -> None:
         """Start what comes next, nearest first, as far as there is room.

@@ -245,7 +245,7 @@ class States:
         edited, and others that torch knows were; also when the block raises.
 
         Raises:
-            ParameterChangedError: a parameter was given data of another shape or dtype; the rest is kept.
+            ParameterChangedError: a parameter was given data of another shape; the rest is kept.
         """
         assert unit.state is ParamState.UNSHARDED
         before = [p.param._version for p in unit.params]
@@ -259,9 +259,9 @@ class States:
             if refused:
                 raise ParameterChangedError(
                     f"the parameter {refused[0].name!r} was given data that do not fit it",
-                    expected=f"{refused[0].spec.dtype}, shape {refused[0].spec.shape}",
-                    found="another dtype or shape; the parameter has the values that it had",
-                    cure="assign data of the same shape and dtype, or copy_() into the parameter",
+                    expected=f"shape {refused[0].spec.shape}",
+                    found="another shape; the parameter has the values that it had",
+                    cure="assign data of the same shape, or copy_() into the parameter",
                 )
 
     @sheltered

@@ -18,12 +18,14 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from infinity.core.errors import ParameterChangedError
+from infinity.core.sizes import format_size
 from infinity.hardware.device import Device
 from infinity.planning.partition import Chunk, UnitLayout
 
@@ -70,6 +72,7 @@ class ParamUnit:
         self._device = device
         self._fetch: Fetch | None = None
         self._fetcher: Fetcher | None = None
+        self._warned = False
         self._look = look
         self._sum = 0
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
@@ -123,10 +126,35 @@ class ParamUnit:
         # What a graph saved of a resident parameter is for torch to compare.
         return not self.resident and any(n > b for n, b in zip(owners, before[2], strict=True))
 
+    def warn_held(self) -> None:
+        """Tell the user, once, that the memory was to go and is held."""
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{format_size(self.layout.copy_nbytes)} of unit {self.layout.name!r} stay on the device: "
+            "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
+            "array, a view that a module returned). They count as yours, beside device_memory, until it "
+            "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def warn_room(self, needed: int, planned: int) -> None:
+        """Tell the user that units in use at once need `needed` bytes and not `planned`."""
+        warnings.warn(
+            f"unit {self.layout.name!r} needs {format_size(self.layout.copy_nbytes)} on the device while "
+            f"other units are in use: {format_size(needed)} instead of the planned {format_size(planned)}; "
+            "more units are used at once than the model's structure shows. Name larger units with "
+            "Config(units=[...]) to have this planned.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
     def rebind(self) -> list[ShardedParam]:
         """Make parameters that were given other data (`p.data = t`) views of the storage again, with the
-        values of `t`; return those whose data cannot be taken: of another shape or dtype. They are bound
-        again too, with the values that they had."""
+        values of `t`, in their own dtype; return those whose data cannot be taken: of another shape. They
+        are bound again too, with the values that they had."""
         refused = []
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             if sharded.lies_in(self.storage):
@@ -135,7 +163,7 @@ class ParamUnit:
                 given, version = sharded.param.data, sharded.version
             sharded.bind(self.storage, offset)
             sharded.version = version
-            if given.shape == sharded.spec.shape and given.dtype is sharded.spec.dtype:
+            if given.shape == sharded.spec.shape:
                 with torch._C.DisableTorchFunctionSubclass():
                     sharded.param.data.copy_(given)
             else:

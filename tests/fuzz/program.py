@@ -588,6 +588,7 @@ class Program:
         params = list(self.world.named().values())
         self.world.aliases.clear()
         if how == "vector-all":
+            params = [p for p in params if p.dtype == params[0].dtype]  # torch would change the others'
             with self.world.gathered(params, write=True):
                 vector = nn.utils.parameters_to_vector(params).detach()
                 nn.utils.vector_to_parameters((vector * 1.125).to(vector.dtype), params)
