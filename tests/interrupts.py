@@ -222,17 +222,18 @@ class User:
             self.check(torch.equal(state["exp_avg"].flatten(), moments[0]), "another exp_avg")
             self.check(torch.equal(state["exp_avg_sq"].flatten(), moments[1]), "another exp_avg_sq")
         moments = [(a.clone(), b.clone()) for a, b in plain.moments]
-        self.saved = (weights, states, [v.clone() for v in plain.newest], moments, plain.updates)
+        values = [v.clone() for v in plain.newest]
+        self.saved = (weights, states, values, moments, plain.updates, plain.steps)
 
     def load(self) -> None:
         if self.saved is None:
             return
-        weights, states, values, moments, updates = self.saved
+        weights, states, values, moments, updates, steps = self.saved
         self.model.load_state_dict(weights)
         self.adam.load_state_dict(states)
         self.plain.newest = [v.clone() for v in values]
         self.plain.moments = [(a.clone(), b.clone()) for a, b in moments]
-        self.plain.updates = updates
+        self.plain.updates, self.plain.steps = updates, steps  # both go with the state dict
         self.plain.flush()
 
     def edit(self) -> None:
