@@ -1,7 +1,7 @@
 """Seconds of this checkout by those of another one: whole steps of GPT-2 203 M, and the optimizer's alone.
 
-    git worktree add /tmp/old COMMIT && (cd /tmp/old && python setup.py build_ext --inplace)
-    python benchmarks/against_commit.py --old /tmp/old --directory /mnt/nvme --output results.json
+    git worktree add ../old COMMIT && (cd ../old && python setup.py build_ext --inplace)
+    python benchmarks/against_commit.py --old ../old --directory /mnt/nvme --output results.json
 
 Cases: whole steps (forward, backward, `step()`, update="overlap", fp32, one sequence) with the placements of
 `infinity bench step`, and ``optimizer-on-host``, ``optimizer-on-nvme``: `step()` alone, update="sync", with

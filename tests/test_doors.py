@@ -375,13 +375,6 @@ def _inside(call: Any, x: torch.Tensor, pack: Any) -> torch.Tensor:
         return call(x)  # type: ignore[no-any-return]
 
 
-class Functional(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def _functional_block(y: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
     slope = torch.func.grad(lambda t: (t.sin() * t).sum())(y.detach())
     return y + slope
