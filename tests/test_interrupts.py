@@ -106,6 +106,34 @@ def test_a_step_that_an_interrupt_ends_is_made_wholly(
     assert all(torch.equal(weights[n], v) for n, v in wanted.items())
 
 
+def test_threads_may_look_at_a_parameter_while_its_update_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = case("gpt")
+    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, **RESIDENT))
+    residency, wait = engine_of(model).residency, Pending.wait_unit
+    together, found = threading.Barrier(3), []
+
+    def wait_unit(self: Pending, unit: int) -> None:
+        wait(self, unit)
+        together.wait(60)  # all that look are past the wait before one of them goes on
+
+    this.loss(model, this.batches[0]).backward()
+    monkeypatch.setattr(Pending, "wait_unit", wait_unit)
+    optimizer.step()
+    threads = [threading.Thread(target=lambda: found.append(model.head.weight.sum())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.undo()
+    assert type(model.head.weight) is torch.nn.Parameter
+    assert not residency.is_suspended(residency.units[6])
+    assert found == [model.head.weight.sum()] * 3
+    infinity.close(optimizer)
+
+
 def test_a_sync_step_that_fails_halfway_is_told_at_each_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

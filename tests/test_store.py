@@ -38,7 +38,7 @@ from infinity.core.errors import (
     TransferError,
 )
 from infinity.core.sizes import Tier
-from infinity.hardware.aio import DirectFile, available_backends, crc32c
+from infinity.hardware.aio import DirectFile, Ticket, available_backends, crc32c
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import PartSpec, Store, Transfer
 
@@ -585,6 +585,28 @@ def test_many_threads(tmp_path: Path) -> None:
         store.flush()
         assert store.table.generation.tolist() == [11] * 8
         assert pool.stats()["a"].in_use == 0
+
+
+def test_a_write_that_ends_as_a_wait_for_it_times_out_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Ticket.wait
+
+    def late(self: Ticket, timeout: float | None = None) -> None:
+        try:
+            wait(self, timeout)
+        except DeadlineError:
+            wait(self)  # the transfer ends before the caller hears of the timeout
+            raise
+
+    monkeypatch.setattr(Ticket, "wait", late)
+    pool = pool_of(1)
+    with store_of(tmp_path, pool=pool) as store:
+        for value in range(50):
+            with pool.lease("a", ROOM, timeout=20) as lease:
+                transfer = store.write(0, "gradient", fill(lease, value))
+            transfer.wait(0.0)
+        store.flush()
 
 
 def test_a_thread_that_waits_for_a_lease_ends_the_writes_that_hold_one(tmp_path: Path) -> None:

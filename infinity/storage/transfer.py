@@ -6,6 +6,7 @@ the store, or a thread that waits for the pool and so for the leases that transf
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -199,11 +200,14 @@ class Transfer:
             if ticket is None:
                 raise StorageError(f"the {self.name} was never begun")
             error: InfinityError | None = None
+            if until is not None:
+                with contextlib.suppress(InfinityError):  # our timeout, or what the next wait raises too
+                    ticket.wait(max(0.0, until - time.monotonic()))
+                if not ticket.done:
+                    return False
             try:
-                ticket.wait(None if until is None else max(0.0, until - time.monotonic()))
+                ticket.wait()
             except InfinityError as found:
-                if timeout is not None and not ticket.done:
-                    return False  # our timeout, not its deadline
                 error = named(found, self)
             if self._order.recorder.log is not None:
                 self._record(ticket)

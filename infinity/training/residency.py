@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -59,6 +60,7 @@ class Residency:
         self._copies = copies
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
+        self._suspending = threading.Lock()
         self._warned = False
         self.in_backward = False
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
@@ -144,21 +146,24 @@ class Residency:
                 self._suspend(self.units[i], functools.partial(self._pending.wait_unit, i))
 
     def _suspend(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
-        self._suspended[unit.index] = wait
-        unit.suspend(functools.partial(self.resume, unit))
+        with self._suspending:
+            self._suspended[unit.index] = wait
+            unit.suspend(functools.partial(self.resume, unit))
 
     @sheltered
     def is_suspended(self, unit: ParamUnit) -> bool:
         """Return whether a resident unit's values are on their way."""
         return unit.index in self._suspended
 
+    @sheltered
     def resume(self, unit: ParamUnit) -> None:
-        """Wait for a resident unit's values, then let them be used."""
-        wait = self._suspended.get(unit.index)
-        if wait is not None:
+        """Wait for a resident unit's values, then let them be used. Any thread may look at a parameter."""
+        if (wait := self._suspended.get(unit.index)) is not None:
             wait()
-            del self._suspended[unit.index]
-            unit.resume()
+            with self._suspending:
+                if self._suspended.get(unit.index) is wait:  # no other thread was quicker
+                    del self._suspended[unit.index]
+                    unit.resume()
 
     @sheltered
     def resume_all(self) -> None:
@@ -339,11 +344,9 @@ class Residency:
 
     def _drop(self, unit: ParamUnit) -> bool:
         """Free an idle unit's memory; return whether that could be done."""
-        gone = True
-        if unit.state is ParamState.FETCHING:
-            gone = self._wait_for(unit, unit.reshard)
-            if not gone and not self.in_backward:
-                unit.warn_held()  # a node of a backward lets go of what it unpacked
+        gone = unit.state is not ParamState.FETCHING or self._wait_for(unit, unit.reshard)
+        if not gone and not self.in_backward:
+            unit.warn_held()  # a node of a backward lets go of what it unpacked
         return gone
 
     def _invalidate(self, unit: ParamUnit) -> None:
