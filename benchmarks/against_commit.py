@@ -8,10 +8,11 @@ Cases: whole steps (forward, backward, `step()`, update="overlap", fp32, one seq
 the same gradients each time.
 
 Each case has two child processes, one of each checkout (its own `infinity`, its own native modules, this
-interpreter). Both live as long as the case. A *turn* is a burst of steps and ends when all of it is complete,
-what goes on behind the last step included, so that nobody works in the other's turn. A *pair* is a turn of
-each, old first in one pair and new first in the next (ABBA), so that a machine that becomes faster or slower
-favours nobody. A pair's ratio is new ÷ old of the seconds of a turn.
+interpreter). Where a process's memory happens to lie makes it some percent faster or slower for as long as
+it lives, so both are replaced by new ones every --fresh pairs. A *turn* is a burst of steps and ends when all
+of it is complete, what goes on behind the last step included, so that nobody works in the other's turn. A
+*pair* is a turn of each, old first in one pair and new first in the next (ABBA), so that a machine that
+becomes faster or slower favours nobody. A pair's ratio is new ÷ old of the seconds of a turn.
 
 The figure is the median of the ratios. Its 95 % bounds are order statistics: the k-th smallest and the k-th
 largest ratio, with the largest k for which the median of what the ratios are drawn from lies outside in at
@@ -111,33 +112,38 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
         settings=json.loads(args.config),
     )
     update = "infinity-overlap" if case in WHOLE else "infinity-sync"
-    children: dict[str, common.Child] = {}
+    tasks = {
+        who: task_of(update, OPTIMIZER.get(case, case), os.path.join(folder, f"{case}-{who}"), request)
+        for who in trees
+    }
     pairs: list[dict[str, Any]] = []
-    try:
-        for who, tree in trees.items():
-            task = task_of(update, OPTIMIZER.get(case, case), os.path.join(folder, f"{case}-{who}"), request)
-            paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-            command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), case]
-            children[who] = common.Child(
-                who,
-                [*command, task.as_json()],
-                env={"PYTHONPATH": os.pathsep.join(paths)},
-                timeout=args.timeout,
-            )
-        for _ in range(args.warmup):
+    while True:
+        children: dict[str, common.Child] = {}
+        try:
+            for who, tree in trees.items():
+                paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+                command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), case]
+                children[who] = common.Child(
+                    who,
+                    [*command, tasks[who].as_json()],
+                    env={"PYTHONPATH": os.pathsep.join(paths)},
+                    timeout=args.timeout,
+                )
+            for _ in range(args.warmup):
+                for child in children.values():
+                    child.ask(str(args.burst))
+            for _ in range(args.fresh):
+                names = ("old", "new") if len(pairs) % 2 == 0 else ("new", "old")
+                pairs.append({name: children[name].ask(str(args.burst)) for name in names})
+                print(f"{case}: pair {len(pairs)}", file=sys.stderr)
+            ready = {name: child.ready for name, child in children.items()}
+        finally:
             for child in children.values():
-                child.ask(str(args.burst))
-        while True:
-            names = ("old", "new") if len(pairs) % 2 == 0 else ("new", "old")
-            pairs.append({name: children[name].ask(str(args.burst)) for name in names})
-            print(f"{case}: pair {len(pairs)}", file=sys.stderr)
-            if len(pairs) >= args.rounds:
-                found = figures(pairs)
-                if found["high"] <= ADD_PAIRS or len(pairs) >= args.most:
-                    return {**found, "ready": {n: c.ready for n, c in children.items()}, "samples": pairs}
-    finally:
-        for child in children.values():
-            child.close()
+                child.close()
+        if len(pairs) >= args.rounds:
+            found = figures(pairs)
+            if found["high"] <= ADD_PAIRS or len(pairs) >= args.most:
+                return {**found, "ready": ready, "samples": pairs}
 
 
 def commit_of(tree: Path) -> str | None:
@@ -157,6 +163,7 @@ def main() -> int:
     parser.add_argument("--old", type=Path, required=True, help="the other checkout, built")
     parser.add_argument("--cases", nargs="+", choices=(*WHOLE, *OPTIMIZER), default=[*WHOLE, *OPTIMIZER])
     parser.add_argument("--most", type=int, default=31, help="most pairs of a case; --rounds is the least")
+    parser.add_argument("--fresh", type=int, default=4, help="pairs that two processes live for")
     parser.add_argument("--burst", type=int, default=4, help="steps of a turn")
     parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a start or a turn")
@@ -185,6 +192,7 @@ def main() -> int:
                 "commits": commits,
                 "wanted": {"low_at_most": FALLS_SHORT, "high_at_most_before_adding_pairs": ADD_PAIRS},
                 "burst": args.burst,
+                "pairs_of_two_processes": args.fresh,
                 "warmup_turns": args.warmup,
                 "hardware": hardware,
                 "versions": common.versions(*PACKAGES),

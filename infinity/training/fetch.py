@@ -170,7 +170,9 @@ class _Worker:
         self._bell.ring()
 
     def wake(self) -> None:
-        self._bell.ring()
+        """A chunk was updated. Most have no fetch behind them, and the kernel needs the cores."""
+        if self._waiting:
+            self._bell.ring()
 
     def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
         with self._lock:
