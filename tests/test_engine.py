@@ -491,6 +491,44 @@ def test_replaced_parameters_are_noticed(wrapped: Wrapped) -> None:
         model(tokens())
 
 
+def test_a_replaced_module_is_noticed(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    unused = model.blocks[1].up
+    model.blocks[1].up = nn.Linear(WIDTH, 4 * WIDTH)
+    with pytest.raises(ParameterChangedError, match=r"blocks\.1\.up\.weight"):
+        model(tokens())
+    model.blocks[1].up = unused
+    train(model, optimizer, 1)
+
+
+def test_an_option_that_is_set_later_is_refused(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(OptimizerTypeError, match="amsgrad"):
+        train(model, optimizer, 1)
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_whoever_would_reset_the_state_is_told_how(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    train(model, optimizer, 2)
+    param = model.head.weight
+    for use in (
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state[param]["exp_avg"].zero_(),
+        lambda: optimizer.state.pop(param),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(StateDictError, match="lies on its tiers"):
+            use()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, 1)
+    assert all(int(s["step"]) == 1 for s in optimizer.state_dict()["state"].values())
+
+
 def test_added_and_removed_parameters_are_noticed(wrapped: Wrapped) -> None:
     model, optimizer = wrapped
     model.extra = nn.Linear(3, 3)

@@ -526,3 +526,73 @@ def test_what_a_user_adds_is_unscaled(dtype: str, tmp_path: Path) -> None:
         torch.testing.assert_close(infinity.gradient(weight), before + 0.25, rtol=1e-6, atol=1e-7)
         backward(model, optimizer)
         torch.testing.assert_close(infinity.gradient(weight), 2 * before + 0.25, rtol=1e-5, atol=1e-6)
+
+
+# -- what others may do while a gradient is on its way -------------------------------------------
+
+
+@places
+def test_a_tensor_that_was_added_may_change_afterwards(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place) as (model, optimizer):
+        reference, plain = build()
+        for net, adam in ((model, optimizer), (reference, plain)):
+            backward(net, adam)
+            noise = torch.empty(WIDTH, WIDTH)
+            for layer in net.layers:
+                layer.linear.weight.grad.add_(noise.fill_(0.1))
+            noise.zero_()
+            adam.step()
+            adam.zero_grad()
+        close_to(model, reference)
+
+
+@places
+def test_a_hook_may_return_the_same_memory_each_time(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place) as (model, optimizer):
+        reference, plain = build()
+        for net, adam in ((model, optimizer), (reference, plain)):
+            buffer = torch.empty(WIDTH, WIDTH)
+            for layer in net.layers:
+                layer.linear.weight.register_hook(lambda grad, buffer=buffer: buffer.copy_(grad).mul_(2))
+            for seed in range(3):
+                backward(net, adam, seed)
+            adam.step()
+            adam.zero_grad()
+        close_to(model, reference)
+
+
+def test_a_look_in_a_hook_leaves_the_gradient_what_it_is(tmp_path: Path) -> None:
+    with wrapped(tmp_path) as (model, optimizer):
+        reference, plain = build()
+        told = []
+
+        def look(param: Any) -> None:
+            try:
+                told.append(param.grad + torch.ones_like(param))
+            except GradientError as error:
+                told.append(error)
+
+        for net, adam in ((model, optimizer), (reference, plain)):
+            net.tasks[0].weight.register_post_accumulate_grad_hook(look)
+            for seed in range(2):
+                backward(net, adam, seed)
+            adam.step()
+            adam.zero_grad()
+        assert any(isinstance(found, GradientError) for found in told)
+        close_to(model, reference)
+
+
+def test_a_parameter_that_left_its_group_keeps_its_gradient(tmp_path: Path) -> None:
+    with wrapped(tmp_path) as (model, optimizer):
+        reference, plain = build()
+        for net, adam in ((model, optimizer), (reference, plain)):
+            frozen = net.layers[0].linear.weight
+            group = adam.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not frozen]
+            for seed in range(2):
+                backward(net, adam, seed)
+                adam.step()
+                adam.zero_grad()
+        close_to(model, reference)
+        wanted = reference.layers[0].linear.weight.grad
+        torch.testing.assert_close(infinity.gradient(model.layers[0].linear.weight), wanted)

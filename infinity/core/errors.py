@@ -187,5 +187,9 @@ class ClosedError(InfinityError, RuntimeError):
     """The engine, or one of its parts, was closed or belongs to another process."""
 
 
+class ThreadError(InfinityError, RuntimeError):
+    """Another thread uses the model, and does not end."""
+
+
 class DataError(InfinityError, ValueError):
     """Training data or a model directory cannot be used."""

@@ -6,7 +6,8 @@ than one line is run on a thread of its own, and the user's thread only waits fo
 that wait and not what was waited for: that goes on, and the next call of the engine, whichever it is,
 waits for it first. So every call has happened wholly, or not at all.
 
-On other threads (autograd's own, for a CUDA device) no handler runs, and the call is made at once.
+On other threads (autograd's own, for a CUDA device) no handler runs, and the call is made there. Every call
+has the engine to itself: [Note: turns].
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from infinity.core.turn import Turn
+
 from .streams import Task
 
 _P = ParamSpec("_P")
@@ -35,10 +38,15 @@ class Shelter:
     Args:
         carry: called on the user's thread; returns what makes another thread's device work go where the
             user's would (its current stream).
+        staged: whether the device is not the CPU: then autograd calls from threads of its own.
     """
 
-    def __init__(self, carry: Callable[[], Callable[[], AbstractContextManager[Any]]]) -> None:
+    def __init__(
+        self, carry: Callable[[], Callable[[], AbstractContextManager[Any]]], *, staged: bool = False
+    ) -> None:
         self._carry = carry
+        self._staged = staged
+        self.turn = Turn()
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._closed = False
@@ -60,10 +68,13 @@ class Shelter:
         """
         here = threading.get_ident()
         self.settle()
-        if here != self._main or self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             with torch.no_grad():
                 return call()
-        task = Task(functools.partial(_call, self._carry(), call))
+        if here != self._main or self._closed:
+            who = self._main if here == self._thread.ident else here
+            return self._have_turn(who or here, torch.no_grad, call)
+        task = Task(functools.partial(self._have_turn, here, self._carry(), call))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
             self._under_way = task
@@ -80,11 +91,29 @@ class Shelter:
         finally:
             del task  # its error holds this frame
 
+    def begin(self, span: object) -> None:
+        """Begin a forward or a backward of this thread; `turn.leave` or `turn.reset` ends it."""
+        # On a device, autograd's threads work for one that waits for them and may have the turn.
+        wait = not (self._staged and torch._C._current_graph_task_id() != -1)
+        self.turn.enter(span, wait=wait)
+
+    def _have_turn(
+        self, who: int, there: Callable[[], AbstractContextManager[Any]], call: Callable[[], _R]
+    ) -> _R:
+        span = object()
+        wait = not (self._staged and torch._C._current_graph_task_id() != -1)
+        self.turn.enter(span, lasting=True, who=who, wait=wait)
+        try:
+            with there(), torch.no_grad():
+                return call()
+        finally:
+            self.turn.leave(span)
+
     def settle(self) -> None:
         """Wait for what an interrupt left under way; raise what came of it."""
         task = self._under_way
-        if task is None or os.getpid() != self._pid or threading.get_ident() == self._thread.ident:
-            return  # what is under way does not wait for itself
+        if task is None or os.getpid() != self._pid or threading.get_ident() != self._main:
+            return  # it is the main thread's; for others it has the turn, or waits for theirs
         try:
             task.wait()
             self._under_way = None
@@ -115,11 +144,6 @@ def sheltered(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
 
     functools.update_wrapper(call, method)
     return call
-
-
-def _call(there: Callable[[], AbstractContextManager[Any]], call: Callable[[], _R]) -> _R:
-    with there(), torch.no_grad():
-        return call()
 
 
 def _serve(calls: queue.SimpleQueue[Task | None]) -> None:

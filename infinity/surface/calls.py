@@ -57,6 +57,7 @@ def gathered(
     if write and engine.copies.two:
         engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
     with contextlib.ExitStack() as stack:
+        stack.enter_context(engine.shelter.turn.span())
         # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as
         # once: it may also end a call before that begins, and the other one is made then.
         stack.callback(engine.residency.release, indices, owner)

@@ -98,7 +98,7 @@ class Engine:
                 node=node,
             )
             undo.callback(store.close)
-            self.shelter = Shelter(device.carry)
+            self.shelter = Shelter(device.carry, staged=device.staged)
             undo.callback(self.shelter.close)
             region = None
             if config.activations == "host":

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ReleasedParameterError
+from infinity.hardware.shelter import Shelter
 from infinity.training.hooks import Hooks
 from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.param import ReleasedParameter, ShardedParam
@@ -26,6 +27,7 @@ class _Engine(Protocol):
     residency: Residency
     hooks: Hooks
     optimizer: OffloadOptimizer
+    shelter: Shelter
 
     def check(self) -> None: ...
 
@@ -43,9 +45,19 @@ def install(model: nn.Module, engine: _Engine) -> None:
         unit = engine.residency.units[sharded.unit]
         return unit.resident and engine.residency.differs(unit) and (soon or not unit.newest)
 
+    turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
+
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.check()
         engine.hooks.settle_abandoned()  # what a backward that raised was using shows an older version
+        turn.enter(module)
+        try:
+            prepare(module, prefix, keep_vars)
+        except BaseException:
+            turn.leave(module)
+            raise
+
+    def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
         sharded = [
             s for s in own(module) if isinstance(s.param, ReleasedParameter) or changes(s, soon=not keep_vars)
@@ -74,10 +86,12 @@ def install(model: nn.Module, engine: _Engine) -> None:
         for s in own(module):
             s.on_detach = None
             engine.residency.answer(engine.residency.units[s.unit])
+        turn.leave(module)
 
     def load_begins(module: nn.Module, *_: Any) -> None:
         engine.check()
         engine.optimizer.publish()
+        turn.enter(module)
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:
@@ -90,9 +104,10 @@ def install(model: nn.Module, engine: _Engine) -> None:
         for s in own(module):
             s.on_copy = None
         engine.residency.refresh()
+        turn.leave(module)
 
     for module in model.modules():
-        if not own(module):
+        if module is not model and not own(module):
             continue
         module.register_state_dict_pre_hook(save_begins)
         module.register_state_dict_post_hook(save_ends)

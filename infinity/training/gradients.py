@@ -127,7 +127,10 @@ class Gradients:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
         scale = self.scale if scaled else 1.0
         inverse = 1.0 / scale
-        arrival = _Arrival(_flat(grad.sharded, other), False, grad.factor * scale)
+        flat = _flat(grad.sharded, other)
+        if flat.data_ptr() == other.data_ptr():
+            flat = flat.clone()  # whoever added it may write there before it is read
+        arrival = _Arrival(flat, False, grad.factor * scale)
         waiting, index = self._waiting.setdefault(grad.sharded.unit, {}), grad.sharded.index
         arrivals = [*waiting.get(index, ()), arrival]
         # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.

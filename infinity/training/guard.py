@@ -22,6 +22,7 @@ class Guard:
         self, scopes: Sequence[Scope], params: Sequence[ShardedParam], units: Sequence[ParamUnit]
     ) -> None:
         self._params = params
+        self._known = {id(s.param) for s in params}
         self._units = units
         self._device_type = units[0].storage.device.type if units else "cpu"
         self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
@@ -53,17 +54,18 @@ class Guard:
 
     def check_added(self, model: nn.Module) -> None:
         """Raise `ParameterChangedError` if the model has other parameters than at `wrap`."""
-        if sum(1 for _ in model.parameters()) == len(self._params):
-            return  # a parameter that was replaced is noticed by its scope
-        known = {id(s.param) for s in self._params}
+        known = self._known
+        found = [id(p) for p in model.parameters()]
+        if len(found) == len(known) and known.issuperset(found):
+            return
         added = [n for n, p in model.named_parameters() if id(p) not in known]
         raise ParameterChangedError(
-            f"parameters were added after `wrap`: {', '.join(map(repr, added))}"
+            f"parameters were added or replaced after `wrap`: {', '.join(map(repr, added))}"
             if added
             else "parameters were removed after `wrap`",
             expected=f"the {len(known)} parameters that the model had at `wrap`",
-            found=f"{sum(1 for _ in model.parameters())} parameters",
-            cure="build the whole model before `wrap`",
+            found=f"{len(found)} parameters",
+            cure="build the whole model, and resize or replace modules, before `wrap`",
         )
 
     def check_replaced(self, scope: Scope) -> None:

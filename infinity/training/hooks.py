@@ -14,6 +14,7 @@ a parameter of another scope.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,12 +39,14 @@ from .unit import ParamState, ParamUnit
 class _Call:
     """One forward of one scope: the owner of its backward's claim."""
 
-    __slots__ = ("frame", "newest", "scope")
+    __slots__ = ("frame", "guest", "newest", "scope", "thread")
 
     def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
         self.frame: object = None  # of hooks on saved tensors
         self.newest = newest  # the version that it used: [Note: two versions]
+        self.thread = threading.get_ident()
+        self.guest = False  # of a forward of the root, in another thread: [Note: turns]
 
 
 class Hooks:
@@ -65,6 +68,7 @@ class Hooks:
         activations: Activations | None = None,
     ) -> None:
         self._recorder = recorder
+        self._shelter = residency.shelter
         self._left = 0  # when the last forward with a graph ended, for traces
         self._residency = residency
         self._gradients = gradients
@@ -121,6 +125,7 @@ class Hooks:
         self._root_frames.clear()
         saved.reset(self._token)
         self._settle_backward()
+        self._shelter.turn.reset()
 
     def settle_abandoned(self) -> None:
         """`settle`, if something is left and no forward or backward is under way."""
@@ -131,6 +136,7 @@ class Hooks:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
         self._tasks.clear()
+        self._shelter.turn.leave(self._token)
         self._residency.in_backward = False
         self._gradients.flush_all()
         self._residency.forget_users({scope for scope, current in self._current if current})
@@ -144,11 +150,16 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._guard.check_autocast(scope.name)
             self._guard.check_replaced(scope)
+            call = _Call(scope, self._residency.shows_newest)
+            if not _in_backward():
+                if self._depth:
+                    call.guest = self._shelter.turn.join()
+                else:  # not called through the root
+                    self._shelter.begin(call)
+                    self._residency.show(not scope.module.training)
+                    call.newest = self._residency.shows_newest
             self._release_lazy(scope)
             self._release_wanted()
-            if not self._depth and not _in_backward():  # not called through the root
-                self._residency.show(not scope.module.training)
-            call = _Call(scope, self._residency.shows_newest)
             current.append(call)
             call.frame = saved.enter(self._token)
             self._residency.acquire(scope.units, scope)
@@ -159,21 +170,33 @@ class Hooks:
             return None
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            call = current.pop() if current else _Call(scope, self._residency.shows_newest)
+            call = _pop_own(current)
+            if call is None:
+                if not (_in_backward() or self._shelter.turn.mine):
+                    return None  # it never began: another thread has the turn
+                call = _Call(scope, self._residency.shows_newest)
             saved.leave(call.frame)
+            try:
+                left(call, output)
+            finally:
+                if call.guest:
+                    self._shelter.turn.part()
+                self._shelter.turn.leave(call)
+            return None
+
+        def left(call: _Call, output: Any) -> None:
             self._release_wanted()
             if (log := self._recorder.log) is not None:
                 log.leave(call)
             if torch.is_grad_enabled():
                 self._watch(output, call)
             if current:
-                return None  # an outer forward of the same scope is still under way
+                return  # an outer forward of the same scope is still under way
             if _in_backward() and torch.is_grad_enabled():
                 # Recomputation: its backward follows at once, unless another scope comes first.
                 self._lazy = (scope, call)
             else:
                 self._residency.release(scope.units, scope)
-            return None
 
         module = scope.module
         self._handles.append(module.register_forward_pre_hook(_disabled(before), with_kwargs=True))
@@ -186,6 +209,8 @@ class Hooks:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
+        if not _in_backward():
+            self._shelter.begin(self)
         self._check()
         self._guard.check_autocast("")
         if self._depth and not _in_backward():
@@ -193,6 +218,7 @@ class Hooks:
             self._depth = min(self._depth, _calls_around(module))
         if not _in_backward() and not self._depth:
             self.settle()
+            self._shelter.begin(self)  # once more: that ended what was left of others
             self._guard.check_params()
             self._guard.check_added(module)
             self._residency.show(not module.training)
@@ -209,6 +235,8 @@ class Hooks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
+        if not _in_backward() and not self._shelter.turn.mine:
+            return None  # it never began: another thread has the turn
         if self._root_frames:
             saved.leave(self._root_frames.pop())
         self._release_wanted()
@@ -220,6 +248,8 @@ class Hooks:
             self._show_again(output, self._residency.shows_newest)
         if not torch.is_grad_enabled() and not self._depth and not _in_backward():
             self._residency.schedule.end_cycle()
+        if not self._depth:
+            self._shelter.turn.leave(self)
         if self._output_dtype is None:
             return None
         return cast(output, self._output_dtype)
@@ -261,6 +291,7 @@ class Hooks:
         if task not in self._tasks:
             self._residency.in_backward = True
             if not self._tasks:
+                self._shelter.begin(self._token)
                 if (log := self._recorder.log) is not None:
                     log.backward(self, self._left)
                 self._on_backward()
@@ -331,6 +362,15 @@ class Hooks:
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):
             self._gradients.flush(unit)
+
+
+def _pop_own(calls: list[_Call]) -> _Call | None:
+    """Take this thread's innermost call from those under way."""
+    me = threading.get_ident()
+    for index in range(len(calls) - 1, -1, -1):
+        if calls[index].thread == me:
+            return calls.pop(index)
+    return None
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

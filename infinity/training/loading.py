@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from infinity.core.errors import StateDictError
+from infinity.core.errors import OptimizerTypeError, StateDictError
 
 from .param import ShardedParam
 
 REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
 OURS = "infinity"  # the key of a state dict for what torch has no place for
+
+
+class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
+    """What `optimizer.state` is: empty, for the state lies on its tiers. Whoever asks for it, or would
+    reset it, is told what to write."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateDictError(
+            "the optimizer's state lies on its tiers, and not in `optimizer.state`",
+            expected="`optimizer.state_dict()` and `optimizer.load_state_dict(…)`",
+            found="a use of `optimizer.state`",
+            cure="read `optimizer.state_dict()`; to begin anew, load it with an empty state: "
+            "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
+        )
+
+    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def check_options(group: Mapping[str, Any], found: str) -> None:
+    """Raise `OptimizerTypeError` for an option that is not supported."""
+    for option in REFUSED:
+        if group.get(option):
+            raise OptimizerTypeError(
+                f"the option {option!r} is not supported",
+                expected=f"{option}=False",
+                found=f"{option}=True in {found}",
+                cure=f"leave {option} out",
+            )
 
 
 def counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:

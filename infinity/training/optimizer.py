@@ -19,7 +19,7 @@ from infinity.core.errors import (
 from infinity.hardware.shelter import Shelter, sheltered
 
 from .gradients import Gradients
-from .loading import OURS, REFUSED, counts_of, match
+from .loading import OURS, NoState, check_options, counts_of, match
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
@@ -45,14 +45,7 @@ def check_optimizer(optimizer: object) -> bool:
             cure="torch.optim.AdamW(model.parameters(), ...)",
         )
     for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
-        for option in REFUSED:
-            if group.get(option):
-                raise OptimizerTypeError(
-                    f"the option {option!r} is not supported",
-                    expected=f"{option}=False",
-                    found=f"{option}=True in param group {index}",
-                    cure=f"leave {option} out",
-                )
+        check_options(group, f"param group {index}")
     return type(optimizer) is torch.optim.AdamW
 
 
@@ -93,6 +86,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.shelter = shelter
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._state = NoState()
         self._sealed = True
         self._places = places
         self._residency = residency
@@ -117,6 +111,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps = 0
 
     # -- what a user calls ------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> NoState:
+        """Empty: the state lies on its tiers, and `state_dict()` reads it."""
+        return self._state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._sealed:
+            self._state.clear()  # says what to write
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
@@ -175,6 +179,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._residency.prefetch()
 
     def _commit_step(self) -> None:
+        for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
+            check_options(group, f"param group {index}")
         present = self._present()
         changing = {s.unit for s in present}
         self._residency.check_blocks(changing)
@@ -259,7 +265,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if set_to_none:
             for param in params:
                 param.grad = None
-            self._gradients.clear()
+            if all(param.grad is None for param in self._params):
+                self._gradients.clear()
+            else:  # of those that are in no group any more the gradient stays
+                self._before_step()  # an update may still read what is beside it
+                self._gradients.wait()
+                self._gradients.reconcile()
             return
         for param in params:
             if param.grad is not None:
@@ -369,6 +380,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             BudgetError: it does not fit what `host_memory` leaves.
             ParameterChangedError: a parameter was edited in place while its update was delayed.
         """
+        with self.shelter.turn.span():
+            return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
         self._before_step()
         self._states.check_room()
         self._states.check_edits()
@@ -376,10 +391,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             for param, sharded in self._params.items():
                 if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
-                    self.state[param] = self._states.read(sharded)
+                    dict.__setitem__(self.state, param, self._states.read(sharded))
             state = super().state_dict()
         finally:
-            self.state.clear()
+            dict.clear(self.state)
         counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         if self._fp16:
             counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)

@@ -237,10 +237,14 @@ def _push(beneath: Any, offload: Offload | None, owner: object) -> _Frame:
 
 
 def _pop() -> None:
-    top, frame = _top(), _frames.list.pop()
+    top, frame = _top(), _frames.list[-1]
     if top is None or top[0] is frame.hooks[0]:
-        with contextlib.suppress(RuntimeError):  # an interrupt between the two lines of `_push`
+        try:
             _graph._pop_saved_tensors_default_hooks()
+        except RuntimeError:  # none is set: an interrupt came between the two lines of `_push`
+            _frames.list.pop()
+            return
+    _frames.list.pop()  # last: what an interrupt leaves here is dropped, or popped, by the next `_pop`
 
 
 def _push_on_top() -> None:
@@ -271,19 +275,25 @@ def _composed() -> None:
     @functools.wraps(their_enter)
     def enter_both(self: Any) -> Any:
         result = their_enter(self)
-        if _UNITS:
-            _push((self.pack_hook, self.unpack_hook), None, self)
+        try:
+            if _UNITS:
+                _push((self.pack_hook, self.unpack_hook), None, self)
+        except BaseException:  # an interrupt: nobody will exit what was not entered
+            exit_both(self, None, None, None)
+            raise
         return result
 
     @functools.wraps(their_exit)
     def exit_both(self: Any, *args: object) -> Any:
-        if any(f.owner is self for f in _frames.list):
-            while _frames.list:
-                last = _frames.list[-1]
-                _pop()
-                if last.owner is self:
-                    break
-        return their_exit(self, *args)
+        try:
+            if any(f.owner is self for f in _frames.list):
+                while _frames.list:
+                    last = _frames.list[-1]
+                    _pop()
+                    if last.owner is self:
+                        break
+        finally:
+            their_exit(self, *args)
 
     @contextlib.contextmanager
     @functools.wraps(disable)

@@ -117,9 +117,10 @@ class ShardedGrad(torch.Tensor):
             )
         raise GradientError(
             f"the gradient of {name!r} is in shards",
-            expected="clip_grad_norm_, a multiplication by a scalar, zero_(), or metadata",
+            expected="clip_grad_norm_, mul_() or div_() by a scalar, add_(), zero_(), or metadata",
             found=str(func),
-            cure="read it whole with `infinity.gradient(parameter)`",
+            cure="read it whole with `infinity.gradient(p)`; put another one there with "
+            "`p.grad = g.to(p.device, p.dtype)`",
         )
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -146,9 +147,10 @@ def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
 
 
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
-    # How autograd accumulates with create_graph=True: the sum is another tensor, and the one before it is
-    # gone. Nobody else gets one.
-    if not _in_backward() or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
+    # How autograd accumulates with create_graph=True, which is grad mode in a backward: the sum is another
+    # tensor, and the one before it is gone. Nobody else gets one.
+    accumulates = _in_backward() and torch.is_grad_enabled()
+    if not accumulates or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
         return NotImplemented
     return ShardedGrad(grad.sharded, grad.source, grad.factor)
 

@@ -1,0 +1,123 @@
+"""Whose turn it is: one thread at a time uses an engine, and others wait.
+
+[Note: turns] A forward of the model, a backward, a `gathered` block, a state dict and every single call of
+the engine are *spans*. While a thread has one, other threads wait before theirs; between its spans they come
+in. So a thread that saves or evaluates beside the one that trains finds nothing half done. Threads that a
+forward itself starts (a block whose children run side by side) are its *guests* and do not wait.
+
+No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
+its number, and what an interrupt left of it goes when that thread comes back, ends, or holds no span.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from .errors import ThreadError
+from .waiting import POLL, Bell
+
+#: Seconds that a thread waits for its turn.
+LIMIT: Final = 300.0
+
+
+class Turn:
+    """Who may use an engine now. See [Note: turns]."""
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        self._limit = limit
+        self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
+        self._spans: set[object] = set()  # that `reset` ends
+        self._lasting: set[object] = set()
+        self._guests: Counter[int] = Counter()
+        self._bell = Bell()
+
+    def enter(
+        self, span: object, *, lasting: bool = False, who: int | None = None, wait: bool = True
+    ) -> None:
+        """Begin a span of the thread `who` (None: this one); wait until it may, unless told not to. Does
+        nothing for a guest, and for a span that is under way. `lasting`: `reset` leaves it.
+
+        Raises:
+            ThreadError: another thread has had a span for `limit` seconds.
+        """
+        who = threading.get_ident() if who is None else who
+        if self._holder.setdefault("", who) != who:
+            if not wait or self._guests[who]:
+                return
+            self._wait(who)
+        (self._lasting if lasting else self._spans).add(span)
+
+    def leave(self, span: object) -> None:
+        """End a span."""
+        self._spans.discard(span)
+        self._lasting.discard(span)
+        if not (self._spans or self._lasting):
+            self._holder.clear()
+            self._bell.ring()
+
+    def reset(self) -> None:
+        """End what this thread has begun and nobody will end: a forward or a backward that raised."""
+        if self.mine:
+            for span in tuple(self._spans):
+                self.leave(span)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._holder.get("") == threading.get_ident()
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Have the turn for a block."""
+        span = object()
+        self.enter(span, lasting=True)
+        try:
+            yield
+        finally:
+            self.leave(span)
+
+    def join(self) -> bool:
+        """Make this thread a guest of the one that has the turn; return whether it was another one."""
+        me = threading.get_ident()
+        if self._holder.get("", me) == me:
+            return False
+        self._guests[me] += 1
+        return True
+
+    def part(self) -> None:
+        """Undo `join`."""
+        self._guests[threading.get_ident()] -= 1
+
+    def _wait(self, who: int) -> None:
+        until = time.monotonic() + self._limit
+        while (holder := self._holder.setdefault("", who)) != who:
+            before = self._spans | self._lasting
+            self._bell.wait(lambda: not self._holder, POLL)
+            if self._holder.get("") != holder:
+                continue
+            if not (before or self._spans or self._lasting) or not _lives(holder):
+                # An interrupt came between two lines of `enter`; or the thread ended inside of a span.
+                self._spans.clear()
+                self._lasting.clear()
+                self._holder.clear()
+            elif time.monotonic() > until:
+                raise ThreadError(
+                    "the model is in use by another thread",
+                    expected=f"a turn within {self._limit:g} s",
+                    found=f"{_name(holder)} is inside a forward, a backward, a `gathered` block or a call",
+                    cure="use the model and its optimizer from one thread, or have that thread end it first",
+                )
+
+
+def _lives(ident: int) -> bool:
+    return any(thread.ident == ident for thread in threading.enumerate())
+
+
+def _name(ident: int) -> str:
+    names = [thread.name for thread in threading.enumerate() if thread.ident == ident]
+    return f"the thread {names[0]!r}" if names else "a thread that has ended"
