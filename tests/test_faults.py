@@ -296,9 +296,7 @@ def test_a_drive_that_lies_is_found_out(faultfs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("update", ["sync", "overlap"])
-def test_a_write_that_fails_behind_the_last_step_is_told(
-    faultfs: Path, tmp_path: Path, update: str
-) -> None:
+def test_a_write_that_fails_behind_the_last_step_is_told(faultfs: Path, tmp_path: Path, update: str) -> None:
     with FaultFS(faultfs, tmp_path / "fs") as fs:
         run = Training(fs.path, update=update).wrap()
         told: list[TransferError] = []
