@@ -43,7 +43,7 @@ def refused(*arguments: str) -> InfinityError:
 def fake_fio(folder: Path, body: str) -> None:
     script = folder / "fio"
     script.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
+        f"#!{sys.executable}\nimport json, os, sys\n"
         f"if '--version' in sys.argv: print('fio-9'); sys.exit()\n{body}\n"
     )
     script.chmod(0o700)
@@ -59,7 +59,8 @@ def _fresh_fio() -> Iterator[None]:
 REPORT = """
 way = {"io_bytes": 0, "runtime": 0, "clat_ns": {}}
 engine = next(a.split("=")[1] for a in sys.argv if a.startswith("--ioengine"))
-busy = {"io_bytes": 10**9 if engine == "libaio" else 2 * 10**9, "runtime": 500,
+huge = 2 if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else 1
+busy = {"io_bytes": huge * (10**9 if engine == "libaio" else 2 * 10**9), "runtime": 500,
         "clat_ns": {"percentile": {"50.000000": 1e6, "99.900000": 3e6}}}
 job = {"read": busy, "write": way, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "error": 0}
 print("note: a line of its own"); print(json.dumps({"jobs": [job]}))
@@ -81,6 +82,9 @@ def test_the_best_engine_of_fio_is_the_measure(tmp_path: Path, monkeypatch: pyte
     assert fio["latency_seconds"] == {"p50": 1e-3, "p99.9": 3e-3}
     ratios = [rate / 4e9 for rate in found["cases"][0]["repeats"]]
     assert fio["percent"] == pytest.approx(100 * sum(ratios) / 2)
+    huge = found["cases"][0]["fio_huge"]
+    assert huge["bytes_per_second"] == 8e9
+    assert huge["percent"] == pytest.approx(fio["percent"] / 2)
 
 
 @pytest.mark.usefixtures("_fresh_fio")
@@ -94,7 +98,8 @@ def test_a_fio_that_fails_is_a_warning(body: str, tmp_path: Path, monkeypatch: p
     place.mkdir()
     found = bench("io", str(place), *SMALL, "--pattern", "read", "--order", "sequential")
     assert found["cases"][0]["fio"] is None
-    assert sum("could not run" in text for text in found["warnings"]) == 2
+    assert found["cases"][0]["fio_huge"] is None
+    assert sum("could not run" in text for text in found["warnings"]) == 4
 
 
 @pytest.mark.usefixtures("_fresh_fio")
@@ -115,14 +120,16 @@ def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
             result = _run_real_fio(mine.name, pattern)
             assert result.rate > 0
             assert set(result.percentiles) == {"p50", "p99", "p99.9"}
+        assert _run_real_fio(mine.name, "read", huge=True).rate > 0
     with pytest.raises(iobench_fio.FioFailed):
         _run_real_fio(str(tmp_path / "missing"), "read")
     assert list(tmp_path.iterdir()) == []
 
 
-def _run_real_fio(name: str, pattern: str) -> iobench_fio.FioResult:
+def _run_real_fio(name: str, pattern: str, *, huge: bool = False) -> iobench_fio.FioResult:
     return iobench_fio.run_fio(
         name,
+        huge=huge,
         nbytes=32 * MiB,
         pattern=pattern,
         scattered=False,

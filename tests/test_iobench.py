@@ -216,6 +216,7 @@ def test_a_small_disk_is_used_but_never_filled(tmp_path: Path) -> None:
         assert 16 * MiB <= found["file_bytes"] <= 54 * MiB
         (tmp_path / "full").write_bytes(bytes(50 * MiB))
         assert "stay free" in str(refused("io", str(tmp_path), "--size", "16MiB", *SMALL[2:]))
+        assert "is full" in str(refused("io", str(tmp_path), *SMALL[2:]))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
     finally:
         subprocess.run(["umount", tmp_path], check=True, timeout=20)

@@ -7,7 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ from .checks import budget_of, check_model, chunk_specs, param_specs, threads_of
 from .closing import Reaper, wait_for_dropped
 from .init import release as release_scratch
 from .state_dict import install
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -354,9 +356,7 @@ def _shut_down(
 # -- what a user calls ----------------------------------------------------------------------
 
 
-def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
-) -> tuple[nn.Module, OffloadOptimizer]:
+def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tuple[_Model, OffloadOptimizer]:
     """Take over a model's parameters and its optimizer's state; return both.
 
     The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that

@@ -138,16 +138,16 @@ def measure_case(
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
         beside = Beside(work) if case.adam and work is not None else contextlib.nullcontext()
-        peer = _Fio(chosen, job, settings, effort) if not case.adam else None
+        peers = [_Fio(chosen, job, settings, effort, huge=huge) for huge in (False, True) if not case.adam]
         with beside:
             run_pass(pairs, settings, job, min(0.2, effort.seconds))
             submitted = _submits(pairs)
             tallies: list[Tally] = []
             for repeat in range(effort.repeats):
-                if peer is not None and repeat % 2 == 0:
+                for peer in peers if repeat % 2 == 0 else ():
                     peer.turn()
                 tallies.append(run_pass(pairs, settings, job, effort.seconds))
-                if peer is not None and repeat % 2 == 1:
+                for peer in peers[::-1] if repeat % 2 == 1 else ():
                     peer.turn()
             histogram = [after - before for before, after in zip(submitted, _submits(pairs), strict=True)]
             singles = tallies
@@ -181,9 +181,10 @@ def measure_case(
         "verified_bytes": sum(load.verified for load in chosen) - verified,
         "adam_parameters_per_second": (beside.parameters_per_second if isinstance(beside, Beside) else None),
         "fio": None,
+        "fio_huge": None,
     }
-    if peer is not None:
-        result["fio"] = peer.compare(rates)
+    for peer in peers:
+        result["fio_huge" if peer.huge else "fio"] = peer.compare(rates)
         warnings += peer.warnings
     return result, warnings
 
@@ -201,9 +202,13 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 class _Fio:
-    """fio's side of a case. Only for one directory: "one file" is what fio is good at."""
+    """fio's side of a case, as it comes or with its buffers in huge pages (`huge`). Only for one
+    directory: "one file" is what fio is good at."""
 
-    def __init__(self, loads: Sequence[Load], job: Job, settings: Settings, effort: Effort) -> None:
+    def __init__(
+        self, loads: Sequence[Load], job: Job, settings: Settings, effort: Effort, *, huge: bool
+    ) -> None:
+        self.huge = huge
         self.wanted = effort.fio and find_fio() is not None and len(loads) == 1
         self.warnings: list[str] = []
         self._load, self._job, self._settings, self._seconds = loads[0], job, settings, effort.seconds
@@ -219,7 +224,8 @@ class _Fio:
             try:
                 tried.append(self._run(engine))
             except FioFailed as error:
-                self.warnings.append(f"fio with {engine} could not run: {error}")
+                pages = " and huge pages" if self.huge else ""
+                self.warnings.append(f"fio with {engine}{pages} could not run: {error}")
         if not tried:
             self.wanted = False
             return
@@ -240,6 +246,7 @@ class _Fio:
             queue_depth=self._settings.queue_depth,
             direct=self._load.file.direct,
             seconds=self._seconds,
+            huge=self.huge,
         )
 
     def compare(self, rates: Sequence[float]) -> dict[str, Any] | None:

@@ -80,7 +80,13 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(", ".join(part for part in parts if part), markup=False)
     cases = result["cases"]
     if cases:
-        console.print(_table(cases, peers=any(case["fio"] for case in cases)))
+        peers = any(case["fio"] for case in cases)
+        console.print(_table(cases, peers=peers))
+        if peers:
+            console.print(
+                "fio as it comes has its buffers in ordinary pages. The engine's are in huge pages, as fio's "
+                "are in the last two columns."
+            )
         _submits(console, cases)
     beside = [case for case in cases if case["adam_parameters_per_second"]]
     if beside and result["adam_alone_parameters_per_second"]:
@@ -105,7 +111,7 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
     name = len({tuple(case["directories"]) for case in cases}) > 1
     hows = list(dict.fromkeys(how(case, name=name) for case in cases))
     names = ["what", *(["how"] if len(hows) > 1 else []), "GB/s", "spread", "ms: p50, p99, p99.9", "CPU s/GB"]
-    names += ["fio GB/s", "of fio", "fio CPU"] if peers else []
+    names += ["fio GB/s", "of fio", "fio CPU", "fio, huge pages", "of that"] if peers else []
     table = Table(*names, title=hows[0] if len(hows) == 1 else None, title_justify="left", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.no_wrap = True
@@ -119,6 +125,9 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
         if fio is not None:
             row += [f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}"]
             row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
+        if (huge := case["fio_huge"]) is not None:
+            row += [] if fio is not None else ["–"] * 3
+            row += [f"{gigabytes(huge['bytes_per_second'])} {huge['engine']}", f"{huge['percent']:.0f} %"]
         table.add_row(*row)
     return table
 
@@ -173,10 +182,11 @@ def plot(result: Mapping[str, Any], path: str) -> None:
         low = [m - min(case["repeats"]) / 1e9 for m, case in zip(middle, cases, strict=True)]
         high = [max(case["repeats"]) / 1e9 - m for m, case in zip(middle, cases, strict=True)]
         axis.barh(places, middle, xerr=[low, high], color="#4878a8", ecolor="#222222", label="infinity")
-        peers = [(place, case["fio"]) for place, case in zip(places, cases, strict=True) if case["fio"]]
-        if peers:
-            rates = [fio["bytes_per_second"] / 1e9 for _, fio in peers]
-            axis.plot(rates, [place for place, _ in peers], "D", color="#d1802a", label="fio")
+        for key, mark, name in (("fio", "D", "fio as it comes"), ("fio_huge", "s", "fio with huge pages")):
+            peers = [(place, case[key]) for place, case in zip(places, cases, strict=True) if case[key]]
+            if peers:
+                rates = [fio["bytes_per_second"] / 1e9 for _, fio in peers]
+                axis.plot(rates, [place for place, _ in peers], mark, color="#d1802a", label=name)
         axis.set_yticks(places, [f"{label(case)}\n{how(case)}" for case in cases], fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("GB/s (median; lines: least and most)")
