@@ -280,9 +280,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     # images and text
-    "CLIP": hf(
-        "CLIPModel", lambda: {**pixels(), **ids(return_loss=True)}, TWO_TOWERS, projection_dim=32
-    ),
+    "CLIP": hf("CLIPModel", lambda: {**pixels(), **ids(return_loss=True)}, TWO_TOWERS, projection_dim=32),
     "SigLIP": hf("SiglipModel", lambda: {**pixels(), **ids(return_loss=True)}, TWO_TOWERS),
     "LLaVA": hf(
         "LlavaForConditionalGeneration",
@@ -358,9 +356,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "SD3": diffusion(
         "SD3Transformer2DModel",
-        lambda: latents(
-            encoder_hidden_states=torch.randn(2, 6, 16), pooled_projections=torch.randn(2, 16)
-        ),
+        lambda: latents(encoder_hidden_states=torch.randn(2, 6, 16), pooled_projections=torch.randn(2, 16)),
         sample_size=8,
         patch_size=2,
         in_channels=4,
