@@ -192,7 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Jamba": causal(
         "Jamba", **EXPERTS, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, use_mamba_kernels=False
     ),
-    "RWKV": causal("Rwkv", TINY, attention_hidden_size=32, layer_norm_epsilon=1e-2),
+    "RWKV": causal("Rwkv", TINY, attention_hidden_size=32, layer_norm_epsilon=1e-2, rescale_every=1),
     # encoders of text
     "BERT": hf("BertForMaskedLM", words),
     "RoBERTa": hf("RobertaForMaskedLM", words),
