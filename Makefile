@@ -15,6 +15,11 @@ BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
 TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
+# What the tests of architectures import besides, in a folder that nothing else sees: with a torchvision that
+# is built for another torch than the one above, transformers would not import. No other torch comes along.
+ARCHITECTURES := diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0
+THEIR_NEEDS := importlib_metadata==10.2.0 pillow==13.0.0 requests==2.34.2
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -31,11 +36,12 @@ FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
-.PHONY: help setup train test test-slow test-gpu lint types bench clean
+.PHONY: help setup train test test-all test-slow test-gpu lint types bench clean
 
 help:
 	@echo "make train      set up, then train a small GPT with its state on disk"
 	@echo "make test       set up, then run the tests"
+	@echo "make test-all   these and the architectures of transformers, diffusers and timm"
 	@echo "make test-slow  the tests that take long or much disk;  make test-gpu: those for a GPU"
 	@echo "make lint types bench clean"
 
@@ -69,6 +75,12 @@ $(VENV)/.tools: $(VENV)/.torch Makefile
 	$(BIN)/python -m pip install -q $(foreach p,$(TOOLS),'$(p)')
 	touch $@
 
+$(VENV)/.architectures: $(VENV)/.tools
+	rm -rf $(VENV)/architectures
+	$(BIN)/python -m pip install -q --target $(VENV)/architectures --no-deps $(ARCHITECTURES)
+	$(BIN)/python -m pip install -q --target $(VENV)/architectures $(THEIR_NEEDS)
+	touch $@
+
 $(VENV)/.packages: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
@@ -89,6 +101,9 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
+	$(PYTEST) -m "not slow and not gpu and not architectures"
+
+test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
