@@ -12,8 +12,9 @@ import click
 import pytest
 
 from infinity.core.errors import ConfigError
-from infinity.tools.cli import VERBS, cli, run, show_error
+from infinity.tools.cli import VERBS, cli, run
 from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
+from infinity.tools.shown import show_error
 from infinity.version import __version__
 
 

@@ -273,6 +273,69 @@ def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None
                 infinity.close(run.adam)
 
 
+ON_A_MOUNT_THAT_GOES = """
+import signal, sys, torch
+from torch import nn
+import infinity
+from infinity.core.errors import StorageError
+
+signal.alarm(120)
+config = infinity.Config(device="cpu", dtype="fp32", nvme=sys.argv[1], parameters="nvme")
+if sys.argv[2:]:
+    with infinity.init(config):
+        # It holds the scratch file until the process ends.
+        hook = next(iter(torch.nn.modules.module._global_parameter_registration_hooks.values()))
+    print("trained", flush=True)
+    sys.stdin.readline()  # the mount goes meanwhile
+    sys.exit()
+try:
+    with infinity.init(config):
+        nn.Linear(1000, 100)
+except StorageError as error:
+    print(error, flush=True)
+model = nn.Linear(1000, 100)  # the cure
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+model(torch.ones(1, 1000)).sum().backward()
+adam.step()
+infinity.close(adam)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_file_system_that_cannot_map_files(goes: bool, faultfs: Path, tmp_path: Path) -> None:
+    """`init` says what works there; and a scratch file whose mount is gone ends without a word."""
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        child = subprocess.Popen(
+            [sys.executable, "-c", ON_A_MOUNT_THAT_GOES, str(fs.path), *["goes"] * goes],
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert child.stdout is not None
+            lines = []
+            while not lines or lines[-1] not in ("trained\n", ""):
+                lines.append(child.stdout.readline())
+            told = "".join(lines)
+            if goes:
+                fs.unmount()
+            _, err = child.communicate("\n", timeout=60)
+        finally:
+            child.kill()
+            child.communicate()
+    assert child.returncode == 0, err
+    if not goes:
+        assert "cannot be mapped" in told
+        assert "build it without `init`" in told
+    assert lines[-1] == "trained\n"
+    assert "Traceback" not in err
+    assert "Errno" not in err
+
+
 def test_a_directory_that_is_removed_under_a_run(tmp_path: Path, undisturbed: list[float]) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()

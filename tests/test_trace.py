@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -355,6 +356,60 @@ def test_a_trace_replaces_a_trace_and_nothing_else(tmp_path: Path) -> None:
             pass
         assert traced.path.read_bytes() != before
     finally:
+        infinity.close(model)
+
+
+def test_a_trace_through_a_link(tmp_path: Path) -> None:
+    """The file that it leads to is written, by way of a file beside that one; one to nothing is refused."""
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "t.json", tmp_path / "link.json"
+    made = case("gpt")
+    adam = torch.optim.AdamW(made.model.parameters())
+    model, _ = infinity.wrap(made.model, adam, infinity.Config(device="cpu", dtype="fp32"))
+    try:
+        link.symlink_to(target)
+        with pytest.raises(DirectoryError, match="does not exist") as caught, infinity.trace(model, link):
+            raise AssertionError("it was recorded")
+        assert "remove it" in str(caught.value.cure)
+        target.touch()
+        with infinity.trace(model, link):
+            assert len(os.listdir(target.parent)) == 2
+        assert link.is_symlink()
+        assert target.stat().st_size > 0
+        assert os.listdir(target.parent) == ["t.json"]
+    finally:
+        infinity.close(model)
+
+
+@pytest.mark.root
+def test_a_disk_without_room_for_a_trace(tmp_path: Path) -> None:
+    """An error at its end that is typed, or what the block raised; nothing stays of the file."""
+    if os.geteuid() != 0:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    made = case("gpt")
+    adam = torch.optim.AdamW(made.model.parameters())
+    model, optimizer = infinity.wrap(made.model, adam, infinity.Config(device="cpu", dtype="fp32"))
+
+    def record(*, interrupted: bool) -> None:
+        with infinity.trace(model, small / "t.json"):
+            for batch in made.batches[:3]:
+                made.loss(model, batch).backward()
+                optimizer.step()
+            if interrupted:
+                raise KeyboardInterrupt
+
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "infinity-test", str(small)]
+    subprocess.run(mount, timeout=30, check=True)
+    try:
+        with pytest.raises(DirectoryError, match="No space left"):
+            record(interrupted=False)
+        with pytest.warns(RuntimeWarning, match="No space left"), pytest.raises(KeyboardInterrupt):
+            record(interrupted=True)
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(small)], timeout=30, check=True)
         infinity.close(model)
 
 

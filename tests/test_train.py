@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,7 @@ def test_a_run_from_text_to_sample(
     out = capsys.readouterr().out
     assert code == 0
     assert "The loss fell from" in out
-    assert "planned (at most)" in out
+    assert "at most" in out
     assert "def " in out
     assert "step 25/25" in out
     steps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -206,6 +208,7 @@ def test_planned_bytes_are_the_measured_ones(text: str, nvme: str) -> None:
     assert rows["nvme: written per step"]["measured"] == rows["nvme: written per step"]["planned"]
     assert_on_disk(rows["nvme"])
     for most in ("nvme: read per step", "host: leases", "device: units in use and ahead"):
+        assert rows[most]["at_most"]
         assert 0 < rows[most]["measured"] <= rows[most]["planned"], most
     assert result["loss_fell"]
     assert result["steps"] == 12
@@ -317,13 +320,151 @@ def test_a_run_that_cannot_fit_builds_nothing(text: str, nvme: str, monkeypatch:
     assert list(Path(nvme).iterdir()) == []
 
 
-def test_a_log_without_room_is_an_error_without_a_traceback(
+def test_what_is_promised_at_most_is_kept_and_the_rest_is_remarked(
     text: str, nvme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["train", *options(settings(text, nvme, steps=2, json_log="/dev/full"))]) == 2
-    shown = capsys.readouterr().err
-    assert "the log '/dev/full' cannot be written" in shown
-    assert "--json-log" in shown
+    """In half precision torch's kernels generate code on a CPU: MiB that no plan of bytes knows of."""
+    given = settings(text, nvme, dtype="bf16", steps=20)
+    done = _command("train", "--json", *options(given))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["planned_and_measured"]
+    assert all(row["measured"] <= row["planned"] for row in rows if row["at_most"])
+    process = rows[0]
+    assert process["what"].startswith("process: ")
+    assert not process["at_most"]
+    assert ("more than planned" in done.stderr) is (process["measured"] > process["planned"])
+
+
+def _command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `infinity`; stdout and stderr apart."""
+    return subprocess.run(
+        [sys.executable, "-m", "infinity", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path, size: str = "8k") -> Iterator[Path]:
+    """A file system that is soon full."""
+    if os.geteuid() != 0:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "infinity-test", str(folder)]
+    subprocess.run(mount, timeout=30, check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
+
+
+@pytest.mark.root
+def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: str, tmp_path: Path) -> None:
+    with _small_disk(tmp_path / "small") as small:
+        trace = small / "t.json"
+        words = options(settings(text, nvme, steps=3, trace=str(trace)))
+        done = _command("train", "--json", *words)
+        assert done.returncode == 1, done.stderr
+        result = json.loads(done.stdout)
+        assert (result["steps"], result["validation_loss"] > 0) == (3, True)
+        assert "on text not trained on" in done.stderr
+        assert "measured" in done.stderr
+        told = done.stderr.index(f"error: the trace {str(trace)!r} cannot be written")
+        assert "No space left" in done.stderr[told:]
+        assert told > done.stderr.index("measured")
+        assert result["incomplete"][0]["found"] == "No space left on device"
+        assert "Traceback" not in done.stderr
+        assert list(small.iterdir()) == []
+        # The cure: another file.
+        words[words.index("--trace") + 1] = str(tmp_path / "t.json")
+        assert _command("train", *words).returncode == 0
+        assert _command("trace", str(tmp_path / "t.json")).returncode == 0
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_log_without_room_does_not_end_the_run(as_json: bool, text: str, nvme: str, tmp_path: Path) -> None:
+    with _small_disk(tmp_path / "small") as small:
+        log = small / "log.jsonl"
+        words = options(settings(text, nvme, steps=60, sample_tokens=0, json_log=str(log)))
+        done = _command("train", *["--json"] * as_json, *words)
+        assert done.returncode == 1, done.stderr
+        shown = done.stderr if as_json else done.stdout
+        assert "step 60/60" in shown
+        assert "The loss " in shown
+        assert done.stderr.count("warning: the log") == 1
+        assert f"warning: the log {str(log)!r} cannot be written (No space left on device)" in done.stderr
+        content = log.read_bytes()
+        assert content.endswith(b"}\n")
+        steps = [json.loads(line)["step"] for line in content.splitlines()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert 1 < len(steps) < 60
+        last = done.stderr[done.stderr.index("error: the log") :]
+        assert "is not complete" in last
+        assert f"after {len(steps)} steps" in last
+        if as_json:
+            result = json.loads(done.stdout)
+            assert result["steps"] == 60
+            assert [e["type"] for e in result["incomplete"]] == ["DataError"]
+
+
+def test_a_log_on_a_device_without_room_does_not_end_the_run(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = settings(text, nvme, steps=2, sample_tokens=0, json_log="/dev/full")
+    assert run(["train", *options(given)]) == 1
+    shown = capsys.readouterr()
+    assert "step 2/2" in shown.out
+    assert "the log '/dev/full' cannot be written" in shown.err
+    assert "after 0 steps" in shown.err
+    assert "--json-log" in shown.err
+
+
+@pytest.mark.parametrize("option", ["json_log", "trace"])
+def test_a_link_stays_one_and_its_target_is_written(
+    option: str, text: str, nvme: str, tmp_path: Path
+) -> None:
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "file.json", tmp_path / "link.json"
+    given = settings(text, nvme, steps=2, sample_tokens=0)
+    assert run(["train", *options({**given, option: str(target)})]) == 0
+    before = target.read_text()
+    link.symlink_to("far/file.json")
+    words = options({**given, option: str(link), "steps": 3})
+    assert run(["train", *words]) == 2, "it is that of an earlier run, behind a link too"
+    assert run(["train", *words, "--overwrite"]) == 0
+    assert os.readlink(link) == "far/file.json"
+    assert not target.is_symlink()
+    assert target.read_text() != before
+    assert os.listdir(target.parent) == ["file.json"]
+    if option == "trace":
+        assert run(["trace", str(target)]) == 0
+
+
+@pytest.mark.parametrize("option", ["json_log", "trace"])
+def test_a_link_to_nothing_is_found_before_anything_is_built(
+    option: str,
+    text: str,
+    nvme: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flag = "--" + option.replace("_", "-")
+    link = tmp_path / "link.json"
+    words = options(settings(text, nvme, steps=2, sample_tokens=0, **{option: str(link)}))
+
+    def built(*_: Any) -> None:
+        raise AssertionError("the model was built")
+
+    for target, what in (("gone/t.json", "does not exist"), ("link.json", "symbolic links")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.tools.train._build", built)
+            assert run(["train", *words]) == 2
+        shown = capsys.readouterr().err
+        assert all(word in shown for word in (flag, what, repr(str(link)))), shown
+    link.unlink()  # the cure
+    assert run(["train", *words]) == 0
 
 
 def _refused(given: dict[str, Any], capsys: pytest.CaptureFixture[str], *words: str) -> None:

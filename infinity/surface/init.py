@@ -136,7 +136,7 @@ class ScratchFile:
                 found=os.strerror(error.errno or 0),
                 cure="make it, or name another in nvme=",
             ) from error
-        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close = weakref.finalize(self, _close, self.fd)
 
     @property
     def allocated(self) -> int:
@@ -181,7 +181,8 @@ class ScratchFile:
                 nbytes=length,
                 expected="one mapping for each parameter",
                 found=os.strerror(number),
-                cure="name a directory first in nvme= whose file system can map files"
+                cure="name a directory first in nvme= whose file system can map files; or, if the model fits "
+                "host memory, build it without `init`: `wrap` needs no mapping"
                 if number == errno.ENODEV
                 else "raise vm.max_map_count, or `ulimit -v`",
             )
@@ -319,6 +320,11 @@ def _open_nameless(directory: str) -> int:
     fd, name = tempfile.mkstemp(prefix=".infinity-scratch-", dir=directory)
     os.unlink(name)
     return fd
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # its drive may be gone; the file had no name, and nobody misses it
+        os.close(fd)
 
 
 def _temporary_directory() -> str:

@@ -59,15 +59,17 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
 
     Args:
         thing: a wrapped model, its optimizer, or one of its parameters.
-        path: the file; JSON in Chrome's trace format. An earlier trace is replaced, any other file kept.
+        path: the file; JSON in Chrome's trace format. An earlier trace is replaced, any other file kept,
+            and where it is a symbolic link, the file that it leads to is meant.
         limit: most spans that are kept (250 bytes of memory each). Those beyond are counted: the file
             says how many there were, and a warning too.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
         ConfigError: a trace of this engine is on already, or `limit` is not positive.
-        DirectoryError: the file cannot be written, or is there and no trace: at the beginning (nothing was
-            recorded), or at the end (nothing is left of it); if the block raised, a warning says so instead.
+        DirectoryError: the file cannot be written, is there and no trace, or is a link to nothing: at the
+            beginning (nothing was recorded), or at the end (nothing is left of it, and an earlier trace is
+            as it was); if the block raised, a warning says so instead.
     """
     engine = engine_of(thing)
     engine.check()
@@ -89,14 +91,15 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
     if os.path.isdir(path):
         raise _unwritable(path, IsADirectoryError(errno.EISDIR, path))
     _check_replaceable(path)
-    temporary = f"{path}.{os.getpid()}.part"
+    target = os.path.realpath(path)  # a link stays one
+    temporary = f"{target}.{os.getpid()}.part"
     whole = False
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(temporary, "w", encoding="utf-8"))
+            file = open(temporary, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise _unwritable(path, error) from error
-        stack.callback(_forget, temporary)
+        stack.callback(_forget, file, temporary)
         log = Recording(engine.device.start_clock(), limit)
         engine.recorder.log = log
         try:
@@ -107,8 +110,8 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
             log.ended = now()
             try:
                 _write(file, log, engine)
-                file.flush()
-                os.replace(temporary, path)
+                file.close()
+                os.replace(temporary, target)
             except OSError as error:
                 if whole:
                     raise _unwritable(path, error) from error
@@ -137,7 +140,9 @@ def _check_replaceable(path: str) -> None:
                 head = file.read(len(_BEGINNING.encode()))
             found = "a file that is no trace" if head and not is_trace(head) else None
     except FileNotFoundError:
-        return
+        if not os.path.islink(path):
+            return
+        found = f"a link to {os.path.realpath(path)!r}, which does not exist"
     except OSError as error:
         raise _unwritable(path, error) from error
     if found is not None:
@@ -151,7 +156,9 @@ def _check_replaceable(path: str) -> None:
         )
 
 
-def _forget(temporary: str) -> None:
+def _forget(file: TextIO, temporary: str) -> None:
+    with contextlib.suppress(OSError):  # it is closed, or its error was told
+        file.close()
     with contextlib.suppress(FileNotFoundError):  # it has its name, as a rule
         os.unlink(temporary)
 

@@ -6,12 +6,14 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from infinity.core.errors import InfinityError
 from infinity.version import __version__
+
+from .shown import error_as_dict, show_error
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
@@ -86,29 +88,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 141  # whoever read our output has gone; what a shell reports for that
-
-
-def error_as_dict(error: InfinityError) -> dict[str, Any]:
-    """Return an error as values that JSON has."""
-    texts = {name: getattr(error, name) for name in ("expected", "found")}
-    return {
-        "type": type(error).__name__,
-        "what": error.what,
-        **{name: None if text is None else str(text) for name, text in texts.items()},
-        "cure": error.cure,
-    }
-
-
-def show_error(error: InfinityError) -> None:
-    """Show an error on stderr: in a panel on a terminal, as plain lines elsewhere."""
-    if not sys.stderr.isatty():
-        click.echo(f"error: {error}", err=True)
-        return
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    Console(stderr=True).print(Panel(Text(str(error)), title=type(error).__name__, border_style="red"))
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Files that a command is to write: refused before anything is done if that would cost a file.
 
 An existing file is kept. With ``--overwrite`` it is replaced if it is what the same option of an earlier
-run wrote, and never if it is one that this run reads. Pipes and devices are written to as they are.
+run wrote, and never if it is one that this run reads. Of a symbolic link the file that it leads to is
+written. Pipes and devices are written to as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from infinity.core.errors import ConfigError
 
@@ -41,8 +43,10 @@ def check_outputs(
         place = _identity(path) or os.path.realpath(path)
         try:
             found = os.stat(path)
-        except OSError:
+        except FileNotFoundError:
             found = None
+        except OSError as error:
+            _refuse(option, given, "a file that this user may write to", os.strerror(error.errno or 0))
         if found is not None and not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             continue
         if place in seen:
@@ -50,6 +54,10 @@ def check_outputs(
         seen[place] = option
         folder = os.path.dirname(os.path.abspath(path))
         if found is None:
+            if os.path.islink(path):
+                missing = f"a link to {os.path.realpath(path)!r}, which does not exist"
+                cure = f"remove the link {path!r}, or name another file with {option}"
+                _refuse(option, given, "a file, or a link to one", missing, cure)
             if not os.access(folder, os.W_OK | os.X_OK):
                 what = "no such directory" if not os.path.isdir(folder) else "no permission"
                 _refuse(option, given, "a file in a directory that this user may write to", what)
@@ -95,7 +103,7 @@ def _head(path: str) -> bytes:
         return b""
 
 
-def _refuse(option: str, path: str, expected: str, found: str, cure: str | None = None) -> None:
+def _refuse(option: str, path: str, expected: str, found: str, cure: str | None = None) -> NoReturn:
     raise ConfigError(
         f"{option} {path!r} cannot be written",
         expected=expected,

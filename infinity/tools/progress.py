@@ -6,16 +6,20 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
+import click
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from infinity.core.errors import DataError
+from infinity.core.errors import DataError, InfinityError
 from infinity.core.sizes import format_size
+
+from .shown import show_error
 
 
 class Reporter:
@@ -25,13 +29,18 @@ class Reporter:
         total: number of steps.
         every: steps between plain lines.
         to_stderr: leave stdout to a machine.
+
+    Attributes:
+        incomplete: why files of this run are not complete though it went on; shown at the end.
     """
 
     def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False):
         self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
         self._total = total
         self._every = every
-        self._log: TextIO | None = None
+        self.incomplete: list[InfinityError] = []
+        self._log: BinaryIO | None = None
+        self._logged, self._logged_nbytes = 0, 0  # steps whose lines are in the log, and their bytes
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
@@ -40,15 +49,20 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         if self.console.is_terminal:
-            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live = Live(
+                self._progress,
+                console=self.console,
+                refresh_per_second=4,
+                redirect_stderr=sys.stderr.isatty(),  # into a file goes what is for a file
+            )
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.pause()
-        if self._log is not None:
-            with contextlib.suppress(OSError):  # each line was flushed, or has raised
-                self._log.close()
+        self.end_log()
+        for error in self.incomplete:
+            show_error(error)
 
     def open_log(self, path: str) -> None:
         """Write each step from now on to a file, one JSON object per line. What it holds by now is lost:
@@ -58,6 +72,15 @@ class Reporter:
             DataError: the log cannot be written, or another run has made it meanwhile.
         """
         self._log = _open_log(os.path.expanduser(path))
+
+    def end_log(self) -> None:
+        """Close the log. Some file systems say only now that they had no room."""
+        if self._log is not None:
+            try:
+                self._log.close()
+            except OSError as error:
+                self._lose_log(self._log, error)
+            self._log = None
 
     def pause(self) -> None:
         """End the bar; lines still work."""
@@ -76,23 +99,46 @@ class Reporter:
         self.console.file.flush()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show one step and write it to the log.
-
-        Raises:
-            DataError: the log has no room.
-        """
+        """Show one step and write it to the log. A log that cannot be written ends, and the run goes on."""
         if self._log is not None:
+            line = json.dumps({key: finite(value) for key, value in record.items()}).encode() + b"\n"
+            written = 0
             try:
-                self._log.write(json.dumps({key: finite(value) for key, value in record.items()}) + "\n")
-                self._log.flush()
+                while written < len(line):
+                    written += os.write(self._log.fileno(), line[written:])
             except OSError as error:
-                raise _unwritable(self._log.name, error) from error
+                self._lose_log(self._log, error)
+                self._log = None
+            else:
+                self._logged += 1
+                self._logged_nbytes += len(line)
         text = step_text(record)
         if self._live is not None:
             self._progress.update(self._task, completed=record["step"])
             self._live.update(Group(self._progress, Text(text)))
         elif record["step"] % self._every == 0 or record["step"] in (1, self._total):
             self.line(f"step {record['step']}/{self._total}  {text}")
+
+    def _lose_log(self, log: BinaryIO, error: OSError) -> None:
+        """Cut the log back to whole lines, close it, and say so once."""
+        with contextlib.suppress(OSError):  # pipes and devices have no end to cut
+            if not log.closed:
+                os.ftruncate(log.fileno(), self._logged_nbytes)
+        with contextlib.suppress(OSError):
+            log.close()
+        reason = os.strerror(error.errno or 0)
+        click.echo(
+            f"warning: the log {log.name!r} cannot be written ({reason}): the run goes on without it",
+            err=True,
+        )
+        self.incomplete.append(
+            DataError(
+                f"the log {log.name!r} is not complete",
+                expected="a line for each step",
+                found=f"{reason}, after {self._logged} steps",
+                cure="make room, or name another file with --json-log",
+            )
+        )
 
 
 def finite(value: Any) -> Any:
@@ -116,17 +162,13 @@ def step_text(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _open_log(path: str) -> TextIO:
+def _open_log(path: str) -> BinaryIO:
     try:
-        return open(path, "w" if os.path.exists(path) else "x", encoding="utf-8")
+        return open(path, "wb" if os.path.exists(path) else "xb", buffering=0)
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str, error: OSError) -> DataError:
-    return DataError(
-        f"the log {path!r} cannot be written",
-        expected="a file in a directory that exists and has room",
-        found=os.strerror(error.errno or 0),
-        cure="change --json-log",
-    )
+        raise DataError(
+            f"the log {path!r} cannot be written",
+            expected="a file in a directory that exists and has room",
+            found=os.strerror(error.errno or 0),
+            cure="change --json-log",
+        ) from error

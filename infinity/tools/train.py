@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import GiB, Tier, format_size
 from infinity.planning.planner import Plan
 from infinity.surface.calls import close, metrics
@@ -46,10 +46,17 @@ from .plan import activations_on_device, plan_run
 from .progress import Reporter, finite
 from .sample import generate
 from .settings import Run, RunCommand, TrainSettings, read_run, run_options
+from .shown import error_as_dict
 from .workload import Workload, param_groups, workload_of
 
 _VALIDATION_BATCHES = 4
 _PROMPT = "def "
+#: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
+_PROCESS = (
+    "process: device + host + activations",
+    "device, with activations",
+    "process: host",
+)
 
 
 @dataclass
@@ -69,12 +76,13 @@ class _Trained:
 def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     """Train the built-in GPT, or a Hugging Face model, on text.
 
-    Without arguments: 30 million parameters on the sources of Python's standard library.
+    Without arguments: 30 million parameters on the sources of Python's standard library. Exit code 1 when
+    it was trained but the log or the trace is not complete.
     """
     result = train(read_run(config_file, given), to_stderr=as_json)
     if as_json:
         click.echo(json.dumps(result))
-    return 0
+    return 1 if result["incomplete"] else 0
 
 
 def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
@@ -116,8 +124,15 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
                 report.open_log(train.json_log)
             on_disk = bytes_on_disk(config.directories) - before
             traced = os.path.expanduser(train.trace) if train.trace else None
-            with trace(optimizer, traced) if traced else contextlib.nullcontext():
-                trained = _loop(run, workload, corpus, model, optimizer, report)
+            trained = None
+            try:
+                with trace(optimizer, traced) if traced else contextlib.nullcontext():
+                    trained = _loop(run, workload, corpus, model, optimizer, report)
+            except DirectoryError as error:
+                if trained is None:
+                    raise
+                report.incomplete.append(error)  # of the trace: what was trained is told all the same
+            report.end_log()
             measured = _measure(run, config, workload, model, optimizer, plan, trained, peak, on_disk)
             report.pause()
             fell = _summary(report, trained)
@@ -137,6 +152,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         "tokens_per_second": train.tokens_per_step * train.steps / trained.seconds,
         "planned_and_measured": measured,
         "sample": text,
+        "incomplete": [error_as_dict(error) for error in report.incomplete],
     }
     return {key: finite(value) for key, value in result.items()}
 
@@ -309,7 +325,12 @@ def _measure(
     peak: Peak,
     on_disk: int,
 ) -> list[dict[str, Any]]:
-    """Return rows of what was planned and measured, in bytes."""
+    """Return rows of what was planned and measured, in bytes; `at_most`: whether the plan is a promise.
+
+    It is none for what the process takes as a whole: torch's kernels generate code and keep workspaces
+    (some MiB, more in half precision), Python has objects, a trace spans. Nor on the drive, where a file
+    system has blocks of its own.
+    """
     taken = plan.footprint
     figures = metrics(optimizer)
     activations = activations_on_device(run, config, workload, plan).peak
@@ -318,10 +339,10 @@ def _measure(
     rows: list[tuple[str, int, int]] = []
     on_cuda = engine_of(optimizer).device.staged
     if on_cuda:
-        rows.append(("device, with activations", device + activations, peak.device_nbytes or 0))
-        rows.append(("host", host, peak.nbytes))
+        rows.append((_PROCESS[1], device + activations, peak.device_nbytes or 0))
+        rows.append((_PROCESS[2], host, peak.nbytes))
     else:
-        rows.append(("memory (device + host + activations)", device + host + activations, peak.nbytes))
+        rows.append((_PROCESS[0], device + host + activations, peak.nbytes))
     rows.append(
         (
             "device: units in use and ahead",
@@ -339,18 +360,30 @@ def _measure(
         rows.append(("nvme", taken.total(Tier.NVME), on_disk))
         rows.append(("nvme: read per step", plan.traffic.nvme_read, trained.nvme_read // steps))
         rows.append(("nvme: written per step", plan.traffic.nvme_written, trained.nvme_written // steps))
-    return [{"what": what, "planned": planned, "measured": measured} for what, planned, measured in rows]
+    no_promise = (*_PROCESS, "nvme")
+    return [
+        {"what": what, "planned": planned, "measured": measured, "at_most": what not in no_promise}
+        for what, planned, measured in rows
+    ]
 
 
 def _table(report: Reporter, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table("", "planned (at most)", "measured", title="Bytes", title_justify="left")
+    table = Table("", "planned", "measured", title="Bytes", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(row["what"], format_size(row["planned"]), format_size(row["measured"]))
+        planned = ("at most " if row["at_most"] else "") + format_size(row["planned"])
+        table.add_row(row["what"], planned, format_size(row["measured"]))
     report.console.print(table)
+    for row in rows:
+        more = row["measured"] - row["planned"]
+        if more > 0 and row["what"] in _PROCESS:
+            report.line(
+                f"{row['what']}: {format_size(more)} more than planned. What torch's kernels (generated "
+                "code, workspaces), Python's objects and the spans of a trace take is in no plan."
+            )
 
 
 def _sample(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, report: Reporter) -> str:
