@@ -92,7 +92,7 @@ class ReleasedParameter(nn.Parameter):
                 return answer
         used = [p for p in _walk((args, kwargs)) if isinstance(p, nn.Parameter)]
         released = [p for p in used if isinstance(p, ReleasedParameter)]
-        if _use(used, released):
+        if _use(used, released, func is _T.data_ptr):
             with torch._C.DisableTorchFunctionSubclass():  # all are there
                 return func(*args, **kwargs)
         raise ReleasedParameterError(
@@ -183,15 +183,16 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found
 
 
-def _use(used: list[nn.Parameter], released: list[ReleasedParameter]) -> bool:
+def _use(used: list[nn.Parameter], released: list[ReleasedParameter], address: bool) -> bool:
     """Make parameters present that one operator uses, where that is allowed; return whether all are. All of
-    them at once: one that is there already must not go to make room for another."""
+    them at once: one that is there already must not go to make room for another. `address`: it returns
+    their address."""
     known = [s for p in used if (s := sharded_of(p)) is not None and s.on_use is not None]
     for param in released:
         sharded = sharded_of(param)
         if sharded is None or sharded.on_use is None:
             return False
-        if not sharded.on_use([s.unit for s in known if s.on_use is sharded.on_use]):
+        if not sharded.on_use([s.unit for s in known if s.on_use is sharded.on_use], address):
             return False
     for other in used:
         if isinstance(other, PendingParameter):
@@ -287,8 +288,9 @@ class ShardedParam:
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
-        # Makes all units of these numbers present at once, if that may be now; returns whether.
-        self.on_use: Callable[[Sequence[int]], bool] | None = None
+        # Makes all units of these numbers present at once, if that may be now (and, if the second is true,
+        # keeps them until a scope begins or ends); returns whether.
+        self.on_use: Callable[[Sequence[int], bool], bool] | None = None
         self._accumulator: Any = None
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
