@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import io
+import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,9 +19,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from infinity.core.errors import ReleasedParameterError
+from infinity.core.errors import (
+    BudgetError,
+    ClosedError,
+    GradientError,
+    ParameterChangedError,
+    ParameterError,
+    PrecisionError,
+    ReleasedParameterError,
+    WrapError,
+)
+from infinity.core.sizes import MiB, Tier
 from infinity.surface.engine import engine_of
 
+from .cgroup import run_limited
 from .offloaded import config_for
 from .test_doors import assert_close, least
 
@@ -320,9 +335,7 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(CLASSES, (12,), generator=torch.Generator().manual_seed(step))
 
 
-def train(
-    model: Any, optimizer: Any, steps: int = 3, after: Callable[[int], None] = lambda step: None
-) -> Losses:
+def train(model: Any, optimizer: Any, steps: int = 3) -> Losses:
     losses = []
     for step in range(steps):
         loss = model(tokens(step))
@@ -330,7 +343,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().clone())
-        after()
     return losses
 
 
@@ -348,6 +360,10 @@ def built(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
     model = make()
     params = [p for p in model.parameters() if p.requires_grad]
     return model, torch.optim.AdamW(params, lr=1e-2, eps=1e-2)
+
+
+def wrapped(folder: Path, make: Callable[[], nn.Module] = HeadModel, **settings: Any) -> tuple[Any, Any]:
+    return infinity.wrap(*built(make), config_for(folder, **settings))
 
 
 def budgeted(make: Callable[[], nn.Module], folder: Path, budget: str, **settings: Any) -> infinity.Config:
@@ -511,3 +527,406 @@ def test_edits_of_inputs_that_torch_refuses_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
     infinity.close(model)
+
+
+# -- calls that change nothing, or look at a wrapped model as at a plain one ----------------------
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+def test_casts_and_moves_that_change_nothing_work(parameters: str, tmp_path: Path) -> None:
+    """What Lightning's teardown calls; others are refused, and training goes on."""
+    model, optimizer = wrapped(tmp_path, parameters=parameters)
+    model(tokens(0)).backward()
+    for same in (
+        *(model.cpu, model.float, lambda: model.to("cpu"), lambda: model.to(torch.float32)),
+        *(lambda: model.type(torch.float32), lambda: model.to(tokens(0).float())),
+        lambda: model.type("torch.FloatTensor"),
+    ):
+        assert same() is model
+    with pytest.raises((ParameterChangedError, GradientError)):
+        model.share_memory()
+    optimizer.step()
+    optimizer.zero_grad()
+    if parameters != "device":
+        for other in (model.half, model.double, model.bfloat16, lambda: model.to(torch.float16)):
+            with pytest.raises(ParameterChangedError, match="after `wrap`"):
+                other()
+    wanted, plain = built(HeadModel)
+    train(wanted, plain, 1)
+    model(tokens(1)).backward()
+    assert_close(values(model), [p.detach() for p in wanted.parameters()])
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+def test_clip_grad_value(update: str, gradients: str, foreach: bool | None, tmp_path: Path) -> None:
+    def run(model: Any, optimizer: Any, gradient: Any) -> Losses:
+        found = []
+        for step in range(3):
+            model(tokens(step)).backward()
+            model(tokens(step + 10)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_value_(model.parameters(), 0.002, foreach=foreach)
+            found += [gradient(p) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    model, optimizer = built(HeadModel)
+    wanted = [*run(model, optimizer, lambda p: p.grad.clone()), *(p.detach() for p in model.parameters())]
+    model, optimizer = wrapped(tmp_path, gradients=gradients, update=update)
+    assert_close([*run(model, optimizer, infinity.gradient), *values(model)], wanted)
+    infinity.close(model)
+
+
+def test_clip_grad_value_hides_no_overflow(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype="fp16", loss_scale=2.0**24)
+    optimizer.scale(model(tokens(0)) * 1e6).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    infinity.close(model)
+
+
+def test_a_second_fp16_step_on_the_same_gradients(tmp_path: Path) -> None:
+    """As with one whose gradients stay; an unscaled backward is found as before."""
+    results = []
+    for dtype in ("fp32", "fp16"):
+        model, optimizer = wrapped(tmp_path, dtype=dtype, loss_scale=128.0)
+        optimizer.scale(model(tokens(0))).backward()
+        optimizer.step()
+        optimizer.step()
+        results.append([v.float() for v in values(model)])
+        if dtype == "fp16":
+            model(tokens(1)).backward()
+            with pytest.raises(PrecisionError, match="not scaled"):
+                optimizer.step()
+        infinity.close(model)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_copies_of_a_wrapped_model_say_what_to_do_instead(parameters: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, parameters=parameters)
+    train(model, optimizer)
+    state = model.state_dict()
+    for copy_of in (copy.deepcopy, pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+        for thing in (model, model.blocks, model.head, optimizer):
+            with pytest.raises(ParameterError, match="state_dict"):
+                copy_of(thing)
+    plain, _ = built(HeadModel)
+    plain.load_state_dict(state)  # the first cure
+    assert_close([p.detach() for p in plain.parameters()], values(model))
+    found = values(model)
+    infinity.unwrap(model)  # the second
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert_close([p.detach() for p in copied.parameters()], found)
+        train(copied, torch.optim.AdamW(copied.parameters()))
+
+
+def test_gathered_takes_parameters_of_several_models(tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        (tmp_path / name).mkdir()
+    student, _ = wrapped(tmp_path / "student")
+    teacher, _ = wrapped(tmp_path / "teacher", HolderModel)
+    pairs = list(zip(student.blocks.parameters(), teacher.blocks.parameters(), strict=True))
+    with infinity.gathered([p for pair in pairs for p in pair], write=True), torch.no_grad():
+        for p, q in pairs:
+            p.add_(1)
+            q.lerp_(p, 0.5)
+    for p, q in pairs:
+        with infinity.gathered([p, q]):
+            p.detach(), q.detach()
+    one, two = built(HeadModel)[0], built(HolderModel)[0]
+    for p, q in zip(one.blocks.parameters(), two.blocks.parameters(), strict=True):
+        p.data.add_(1)
+        q.data.lerp_(p.data, 0.5)
+    assert_close(values(student), [p.detach() for p in one.parameters()])
+    assert_close(values(teacher), [p.detach() for p in two.parameters()])
+    infinity.close(student)
+    infinity.close(teacher)
+
+
+def test_lazy_modules_are_refused_and_the_cure_works(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(WrapError, match=r"model\(batch\)"):
+        infinity.wrap(model, optimizer, config_for(tmp_path))
+    batch = torch.randn(2, 3)
+    with torch.no_grad():
+        model(batch)
+    model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path))  # type: ignore[assignment]
+    model(batch).sum().backward()
+    optimizer.step()
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("budget", ["least", "large"])
+def test_torch_func_through_a_wrapped_model(budget: str, tmp_path: Path) -> None:
+    """Of inputs it works; for parameters the error names what does, and that works."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def of_inputs(model: Any) -> Losses:
+        gradient = torch.func.grad(lambda y: model(y).square().sum())
+        return [
+            *(gradient(x), torch.func.vjp(model, x)[1](x)[0], torch.func.jvp(model, (x,), (x,))[1]),
+            *(torch.func.vmap(gradient)(x), torch.func.vmap(model)(x)),
+        ]
+
+    plain, _ = built(make)
+    wanted = of_inputs(plain)
+    names = dict(plain.named_parameters())
+
+    def loss(params: Any, model: Any) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    by_name = torch.func.grad(loss)({n: p.detach() for n, p in names.items()}, plain)
+    model, _ = infinity.wrap(*built(make), budgeted(make, tmp_path, budget))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(refer to|units are used at once).*", RuntimeWarning)
+        assert_close(of_inputs(model), wanted)
+    with infinity.gathered(model):
+        params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ParameterChangedError, match=r"torch.autograd.grad\(loss, parameters\)"):
+        torch.func.grad(loss)(params, model)
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert_close(list(found), list(by_name.values()))
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_the_optimizer_from_before_wrap_says_which_to_use(parameters: str, tmp_path: Path) -> None:
+    model, old = built(HeadModel)
+    model, optimizer = infinity.wrap(model, old, config_for(tmp_path, parameters=parameters))
+    model(tokens(0)).backward()
+    for other in (old, torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0)):
+        with pytest.raises(WrapError, match=r"optimizers=\(optimizer, scheduler\)"):
+            other.step()
+    for call in (old.state_dict, lambda: old.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(WrapError, match="the optimizer that `wrap` returned"):
+            call()
+    for set_to_none in (False, True):  # means the same
+        old.zero_grad(set_to_none)
+        for p in model.parameters():
+            assert (p.grad is None) == set_to_none
+            assert set_to_none or not infinity.gradient(p).any()
+    assert_close([*train(model, optimizer), *values(model)], [*train(*built(HeadModel)), *trained()])
+    infinity.close(model)
+
+
+def trained() -> Losses:
+    model, optimizer = built(HeadModel)
+    train(model, optimizer)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Any:
+    address = f"file://{tmp_path / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=address)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_distributed_wrappers_are_refused_on_either_side(
+    parameters: str, process_group: Any, tmp_path: Path
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    config = config_for(tmp_path, parameters=parameters)
+    model, optimizer = built(HeadModel)
+    around: Any = DistributedDataParallel(model)
+    with pytest.raises(WrapError, match=r"model\.module"):
+        infinity.wrap(around, optimizer, config)
+    model, optimizer = infinity.wrap(around.module, optimizer, config)  # the cure
+    with pytest.raises(WrapError, match="DistributedDataParallel around a wrapped model"):
+        DistributedDataParallel(model)
+    assert_close([*train(model, optimizer), *values(model)], [*train(*built(HeadModel)), *trained()])
+    infinity.close(model)
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    sharded, _ = built(HeadModel)
+    fully_shard(sharded, mesh=mesh)
+    with pytest.raises(WrapError, match="DTensor"):
+        infinity.wrap(sharded, torch.optim.AdamW(sharded.parameters()), config)
+    if parameters == "nvme":
+        model, _ = wrapped(tmp_path)
+        with pytest.raises(ReleasedParameterError, match="train it as it is"):
+            fully_shard(model, mesh=mesh)
+        infinity.close(model)
+
+
+# -- state dicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_tied_parameters_share_storage_in_a_state_dict(update: str, parameters: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(
+        tmp_path, TiedFusedModel, parameters=parameters, update=update, delay_warmup_steps=0
+    )
+    train(model, optimizer)
+    state, again = model.state_dict(), model.state_dict()
+    tied, other = state["wte.weight"], state["lm_head.weight"]
+    assert tied.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert_close([tied, again["wte.weight"]], [values(model)[0]] * 2)
+    if parameters != "device":
+        tied.zero_()  # a copy
+        assert not other.any()
+        assert again["lm_head.weight"].any()
+        assert model.state_dict()["lm_head.weight"].any()
+    assert set(model.lm_head.state_dict()) == {"weight"}
+    infinity.close(model)
+
+
+def test_a_submodules_state_dict_is_charged_for_itself_alone(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    most = engine_of(model).footprint.total(Tier.HOST)
+    infinity.close(model)
+    block = sum(p.numel() * 4 for p in Block().parameters())
+    model, _ = wrapped(tmp_path, host_memory=most + block)
+    with pytest.raises(BudgetError, match="state dict"):
+        model.state_dict()
+    assert len(model.blocks[0].state_dict(prefix="blocks.0.")) == 6
+    infinity.close(model)
+
+
+# -- unwrap -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_unwrap_gives_a_plain_model_back(dtype: str, update: str, parameters: str, tmp_path: Path) -> None:
+    """The same objects, with the masters' values; and it may be wrapped again, and goes on as if it had
+    never been unwrapped."""
+    settings = {"parameters": parameters, "dtype": dtype, "update": update, "delay_warmup_steps": 1}
+    make = CutModel
+    model, optimizer = wrapped(tmp_path, make, **settings)
+    params, threads = list(model.parameters()), threading.active_count()
+    train(model, optimizer)
+    model(tokens(5)).backward()
+    state = optimizer.state_dict()
+    masters = (
+        [state["state"][i].get("master") for i in range(len(params))] if dtype == "bf16" else values(model)
+    )
+    assert infinity.unwrap(model) is model
+    assert threading.active_count() < threads
+    assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    for p, wanted in zip(params, masters, strict=True):
+        assert (type(p), p.is_leaf, p.requires_grad, p.grad) == (nn.Parameter, True, True, None)
+        assert p.dtype is torch.float32
+        assert torch.equal(p, wanted)
+    for thing in (optimizer.step, lambda: optimizer.state_dict()):
+        with pytest.raises(ClosedError, match="wrap the model again"):
+            thing()
+    with pytest.raises(WrapError):
+        infinity.metrics(optimizer)
+    plain = copy.deepcopy(model)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2))
+
+    old = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    model, optimizer = infinity.wrap(model, old, config_for(tmp_path, **settings))
+    optimizer.load_state_dict(state)
+    losses = train(model, optimizer)
+    found = values(model)
+    infinity.unwrap(model)
+    model, optimizer = wrapped(tmp_path, make, **settings)
+    train(model, optimizer)
+    infinity.flush(optimizer)
+    assert_close([*losses, *found], [*train(model, optimizer), *values(model)])
+    infinity.close(model)
+
+
+def test_unwrap_lets_the_old_optimizer_step_again(tmp_path: Path) -> None:
+    model, old = built(HeadModel)
+    infinity.unwrap(infinity.wrap(model, old, config_for(tmp_path))[0])
+    assert old.state_dict()["state"] == {}
+    assert_close(
+        [*train(model, old), *(p.detach() for p in model.parameters())],
+        [*train(*built(HeadModel)), *trained()],
+    )
+
+
+def test_unwrap_inside_gathered_is_refused_and_a_graph_from_before_fails(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    with infinity.gathered(model.head), pytest.raises(ParameterError, match="leave `with"):
+        infinity.unwrap(model)
+    loss = model(tokens(0))
+    infinity.unwrap(model)
+    with pytest.raises(ClosedError, match=r"use it as the plain model"):
+        loss.backward()
+    model(tokens(0)).backward()  # the cure
+
+
+def test_after_close_the_cures_work(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path)
+    train(model, optimizer)
+    saved, found = model.state_dict(), values(model)
+    infinity.close(model)
+    with pytest.raises(ClosedError, match="build the model anew, load what was saved"):
+        model(tokens(0))
+    with pytest.raises(WrapError, match=r"infinity.unwrap\(model\)"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    with pytest.raises(ClosedError, match="build the model anew and load"):
+        infinity.unwrap(model)
+    model, optimizer = built(HeadModel)
+    model.load_state_dict(saved)
+    model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path))
+    assert_close(values(model), found)
+    train(model, optimizer)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_what_is_on_the_device_is_still_there_after_close(update: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, parameters="device", update=update, delay_warmup_steps=0)
+    train(model, optimizer)
+    found = values(model)
+    infinity.close(model)
+    infinity.unwrap(model)
+    assert_close([p.detach() for p in model.parameters()], found)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    train(model, optimizer)
+    infinity.close(model)
+
+
+_TOO_LARGE = """
+import sys, torch, infinity
+from torch import nn
+config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", device_memory="64MiB",
+                         host_memory="120MiB", parameters="nvme", optimizer_state="nvme", gradients="nvme",
+                         read_ahead_memory=0)
+with infinity.init(config):
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+try:
+    infinity.unwrap(model)
+except infinity.InfinityError as error:
+    print(type(error).__name__, error)
+with infinity.gathered(model[3].weight):
+    first = model[3].weight.detach().clone()
+assert torch.equal(model[3].state_dict()["weight"], first)  # the cure: part by part
+model(torch.randn(2, 2048)).sum().backward()
+optimizer.step()
+infinity.close(model)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_unwrap_where_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+    result = run_limited(_TOO_LARGE, str(tmp_path), limit=440 * MiB, timeout=120)
+    assert result.rc == 0, result.stderr
+    assert "BudgetError the parameters do not fit the host memory that is free" in result.stdout
+    assert "part by part" in result.stdout
+    assert "done" in result.stdout

@@ -294,6 +294,17 @@ class States:
         return out.view(sharded.spec.shape)
 
     @sheltered
+    def value_of(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the newest values of one parameter on the host, in the dtype that it had at `wrap`: those of
+        the master, where that is more exact than the copy."""
+        if not sharded.spec.trainable or sharded.spec.dtype in (torch.float32, sharded.given_dtype):
+            return self.copy_of(sharded).to(sharded.given_dtype)
+        out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
+        for segment, here in self._visits(sharded, write=False):
+            out[segment.offset : segment.offset + segment.numel].copy_(_slice(here.master, segment))
+        return out.view(sharded.spec.shape)
+
+    @sheltered
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
