@@ -20,7 +20,7 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter, sheltered
-from infinity.planning.footprint import Footprint, footprint
+from infinity.planning.footprint import LEAST_SLOTS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
@@ -88,6 +88,7 @@ class Engine:
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
                 node=node,
+                keep=LEAST_SLOTS,
             )
             undo.callback(pool.close)
             store = Store(

@@ -49,6 +49,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     modules = {id(m) for m in model.modules()}
     copies: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # of the state dict that is being made
+    memory: dict[ShardedParam, torch.Tensor] = {}  # for those to come
 
     def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
         # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
@@ -59,8 +60,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         engine.hooks.settle_abandoned()  # what a backward that raised was using shows an older version
         if not keep_vars and not _is_inside(module, modules):
             copies.clear()
+            memory.clear()
             everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
-            engine.states.check_room(sum(s.spec.numel * s.spec.dtype.itemsize for s in everything))
+            memory.update(engine.states.make_room(everything))
         sharded = [s for s in own(module) if answers(s, keep_vars)]
         if not sharded:
             return
@@ -82,7 +84,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         before = known() if known is not None else None
         if before is not None:
             return before.detach()
-        copy = engine.states.copy_of(sharded)
+        copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
         copies[sharded] = weakref.ref(copy)
         return copy
 
