@@ -441,6 +441,31 @@ def test_outside_of_a_forward_it_is_an_error_with_a_cure_that_works(tmp_path: Pa
     assert_close(found, wanted)  # type: ignore[arg-type]
 
 
+def test_addresses_that_a_forward_asks_for_hold_until_its_scope_ends(tmp_path: Path) -> None:
+    """Also over the least budget: nobody can count them."""
+
+    class Addresses(TwoAddresses):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.one.weight.sum()
+            n, places = CLASSES * WIDTH, [self.one.weight.data_ptr(), self.two.weight.data_ptr()]
+            self.blocks[0].up.weight.sum()
+            parts = [
+                torch.frombuffer((ctypes.c_float * n).from_address(p), dtype=torch.float32) for p in places
+            ]
+            return parts[0] - parts[1]
+
+    model, optimizer = built(Addresses)
+    wanted = model(tokens(0)).clone()
+    model, _ = infinity.wrap(model, optimizer, budgeted(Addresses, tmp_path, "least"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*units are used at once.*", RuntimeWarning)
+        for _ in range(2):
+            assert torch.equal(model(tokens(0)).clone(), wanted)
+    engine = engine_of(model)
+    assert not any(u.in_use for u in engine.units)
+    infinity.close(model)
+
+
 # -- operators that edit a scope's input ---------------------------------------------------------
 
 
