@@ -10,7 +10,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .core.config import Config
     from .core.errors import InfinityError
-    from .surface.calls import close, flush, gathered, gradient, metrics
+    from .surface.calls import close, flush, gathered, gradient, metrics, unwrap
     from .surface.engine import wrap
     from .surface.init import init
     from .surface.trace import trace
@@ -26,6 +26,7 @@ __all__ = [
     "init",
     "metrics",
     "trace",
+    "unwrap",
     "wrap",
 ]
 
@@ -37,7 +38,7 @@ _HOMES = {
     "init": "surface.init",
     "trace": "surface.trace",
     "wrap": "surface.engine",
-    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics"), "surface.calls"),
+    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "unwrap"), "surface.calls"),
 }
 
 

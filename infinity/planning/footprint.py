@@ -33,6 +33,8 @@ from .partition import ChunkPlan, UnitLayout
 
 #: What the fetch quota aims at; more hides no more of a drive's latency.
 _FETCH_TARGET = 64 * MiB
+#: Leases of each quota that a run cannot do without.
+LEAST_SLOTS = {"fetch": 1, "update": 1, "gradient": 2}
 _GRADIENT_SLOTS = 4
 _SPARE = "parameters being updated"
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
@@ -149,9 +151,8 @@ def footprint(
 
     fixed = sum(by_tier[Tier.HOST].values())
     least = {
-        "fetch": Quota(fetch_slot, 1 if fetch_slot else 0),
-        "update": Quota(update_slot, 1 if update_slot else 0),
-        "gradient": Quota(gradient_slot, 2 if gradient_slot else 0),
+        name: Quota(slot, LEAST_SLOTS[name] if slot else 0)
+        for name, slot in (("fetch", fetch_slot), ("update", update_slot), ("gradient", gradient_slot))
     }
     most = {
         "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_slot)) if fetch_slot else 0,

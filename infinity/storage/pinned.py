@@ -12,10 +12,13 @@ kernel's own access fail with EFAULT.)
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -54,8 +57,17 @@ class _Quota:
         self.slots = slots
         self.mapping: HostMapping | None = None
         self.free = list(range(slots - 1, -1, -1))  # the last one home is the warmest
+        self.keep, self.borrowed = slots, 0  # never, and now
+        self.returned: deque[list[int]] = deque()  # what was borrowed, and is not used any more
         self.in_use = self.peak = self.quarantined = self.leases = self.waits = 0
         self.wait_seconds = 0.0
+
+    def take_returned(self) -> None:
+        while self.returned:
+            indices = self.returned.popleft()
+            self.in_use -= len(indices)
+            self.borrowed -= len(indices)
+            self.free[:0] = indices
 
 
 class _Slot:
@@ -190,6 +202,16 @@ class Lease:
         self.release()
 
 
+def _neighbours(indices: list[int]) -> list[list[int]]:
+    """Return sorted `indices` as runs of consecutive ones."""
+    begins = [i for i, index in enumerate(indices) if not i or indices[i - 1] + 1 != index]
+    return [indices[i:j] for i, j in zip(begins, [*begins[1:], len(indices)], strict=True)]
+
+
+def _go_home(returned: deque[list[int]], run: list[int], mapping: HostMapping) -> None:
+    returned.append(run)
+
+
 class PinnedPool:
     """Pinned host memory in quotas of equal slots, lent as leases.
 
@@ -200,6 +222,7 @@ class PinnedPool:
             `unregister` undoes that.
         node: the NUMA node that the memory prefers.
         protect: map everything twice; see [Note: one owner]. For tests: slow.
+        keep: slots of each quota that `borrow` leaves; of one that is not named all.
 
     Raises:
         BudgetError: the system has not so much memory.
@@ -209,6 +232,7 @@ class PinnedPool:
         self,
         quotas: Mapping[str, tuple[int, int]],
         *,
+        keep: Mapping[str, int] | None = None,
         register: Register | None = None,
         unregister: Register | None = None,
         node: int | None = None,
@@ -237,6 +261,7 @@ class PinnedPool:
                     if register is not None:
                         register(quota.mapping.address, quota.mapping.nbytes)
                         self._registered.append(quota.mapping)
+                quota.keep = (keep or {}).get(name, quota.slots)
                 self._quotas[name] = quota
         except BaseException:
             self.close()
@@ -309,6 +334,33 @@ class PinnedPool:
             with self._lock:
                 share.wait_seconds += time.monotonic() - start
 
+    def borrow(self, nbytes: int) -> list[torch.Tensor]:
+        """Return slots that nobody uses, and that the quotas do without, as uint8 tensors of neighbouring
+        slots: about `nbytes`, or what there is. They go home when the last tensor over them is gone."""
+        self._check_process()
+        runs: list[torch.Tensor] = []
+        with self._lock:
+            for quota in () if self._closed else self._quotas.values():
+                quota.take_returned()
+                spare = min(len(quota.free), quota.slots - quota.quarantined - quota.borrowed - quota.keep)
+                count = min(spare, -(-nbytes // quota.stride)) if quota.stride else 0
+                if quota.mapping is None or count <= 0:
+                    continue
+                chosen = sorted(quota.free)[-count:]
+                quota.free = [i for i in quota.free if i not in chosen]
+                quota.in_use += count
+                quota.borrowed += count
+                nbytes -= count * quota.stride
+                for run in _neighbours(chosen):
+                    owner = (ctypes.c_char * (len(run) * quota.stride)).from_address(
+                        quota.mapping.address + run[0] * quota.stride
+                    )
+                    # A finalizer only signals: the next lease takes them home. It keeps the mapping, too.
+                    home = weakref.finalize(owner, _go_home, quota.returned, run, quota.mapping)
+                    home.atexit = False
+                    runs.append(torch.frombuffer(owner, dtype=torch.uint8))
+        return runs
+
     def add_helper(self, help_out: Callable[[float], bool]) -> None:
         """Have `help_out(seconds)` called while a thread waits for a lease, without a lock held.
 
@@ -345,6 +397,7 @@ class PinnedPool:
                 found=f"{quota.quarantined} in quarantine, after transfers that never ended",
                 cure="replace the drive that does not answer, then start again",
             )
+        quota.take_returned()
         if not quota.free:
             return None
         slot = _Slot(quota, quota.mapping, quota.free.pop())
@@ -364,6 +417,8 @@ class PinnedPool:
     def stats(self) -> dict[str, QuotaStats]:
         """Return the figures of each quota."""
         with self._lock:
+            for quota in self._quotas.values():
+                quota.take_returned()
             return {
                 name: QuotaStats(
                     total=q.stride * q.slots,

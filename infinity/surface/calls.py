@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.sharded_grad import ShardedGrad
 
 from .engine import engine_of
+from .unwrap import restore
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 @contextlib.contextmanager
@@ -27,8 +31,8 @@ def gathered(
     long as it lives; ``clone()`` what is to outlive the block.
 
     Args:
-        params: parameters, or a module for all of its parameters. The units that they are in
-            are gathered whole.
+        params: parameters, or a module for all of its parameters, of one wrapped model or several. The
+            units that they are in are gathered whole.
         write: whether edits are to be kept (also in the fp32 master): in place, by ``p.data = t``, or
             through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
             that torch counts raise; those that it does not (``p.data.copy_()``, numpy) are found only
@@ -50,6 +54,11 @@ def gathered(
         yield
         return
     engine = engine_of(params[0])
+    others = [p for p in params if p not in engine.params]
+    if others:  # of other models
+        with gathered([p for p in params if p in engine.params], write=write), gathered(others, write=write):
+            yield
+        return
     engine.check()
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
@@ -165,9 +174,32 @@ def flush(thing: object) -> None:
     engine_of(thing).optimizer.flush()
 
 
+def unwrap(model: _Model) -> _Model:
+    """Make a wrapped model a plain one again, and return it: ordinary parameters, the same objects, on the
+    host, with the newest values in the dtype that they had at `wrap` (those of the fp32 masters, where they
+    are more exact), and buffers there, too. Their gradients are dropped and the engine is closed.
+
+    The state of the optimizer is not given back: save its `state_dict()` before, and load it into the
+    optimizer that the next `wrap` returns. The optimizer from before `wrap` may step again, without state.
+    A closed model can be unwrapped where all of its parameters are placed on the device.
+
+    Raises:
+        WrapError: `model` belongs to no wrapped model.
+        BudgetError: the parameters do not fit the host memory that is free; nothing has changed.
+        ClosedError: its engine was closed, and the values went with it.
+        ParameterError: it is inside a `gathered` block.
+        StorageError: a transfer or an update failed.
+    """
+    engine = engine_of(model)
+    restore(engine)
+    return model
+
+
 def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. The
-    parameters stay where they are: released, or on the device. A second call does nothing.
+    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. A second call
+    does nothing. The values of parameters that are not placed on the device go with it: save
+    `state_dict()` before, or take `unwrap`, which closes, too, and keeps them. What such a model is used
+    for afterwards raises `ClosedError`.
 
     An update behind the last step is finished first, which takes as long as the drives take: each
     transfer has `io_deadline` seconds. In a ``finally`` that a KeyboardInterrupt passes, drives have half

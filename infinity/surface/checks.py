@@ -56,6 +56,16 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
             found=type(model).__name__,
             cure="wrap(model, optimizer, config)",
         )
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            inner = ".".join(("model", *filter(None, [name]), "module"))
+            raise WrapError(
+                f"the model is wrapped in {type(module).__name__}",
+                expected="a plain model: this version runs on one device",
+                found=f"{type(module).__name__} in {name or 'the root'!r}",
+                cure=f"hand over the model as it was built, without {type(module).__name__}"
+                + ("" if type(module).__name__.startswith("Fully") else f": {inner}"),
+            )
     groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     named = list(model.named_parameters(remove_duplicate=True))
     for name, param in named:
@@ -64,7 +74,15 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 f"the parameter {name!r} belongs to a wrapped model already",
                 expected="a model that is wrapped once",
                 found="a second wrap",
-                cure="keep what the first `wrap` returned",
+                cure="keep what the first `wrap` returned; or make it a plain model again first: "
+                "`infinity.unwrap(model)`",
+            )
+        if nn.parameter.is_lazy(param):
+            raise WrapError(
+                f"the parameter {name!r} has no shape yet",
+                expected="a model whose lazy modules have seen an input",
+                found=type(param).__name__,
+                cure="call the model once on a batch, `with torch.no_grad(): model(batch)`, before `wrap`",
             )
         if param.is_meta:
             raise WrapError(
@@ -72,6 +90,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 expected="a model with values",
                 found="a parameter on the meta device",
                 cure="build the model inside `with infinity.init(config):`",
+            )
+        if type(param.data) is not torch.Tensor:
+            raise WrapError(
+                f"the parameter {name!r} is not a plain tensor",
+                expected="parameters that are plain tensors",
+                found=f"{type(param.data).__name__}, as FSDP's fully_shard or quantization makes it",
+                cure="hand the model to `wrap` as it was built, before anything else shards or quantizes it",
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise WrapError(

@@ -20,13 +20,13 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter, sheltered
-from infinity.planning.footprint import Footprint, footprint
+from infinity.planning.footprint import LEAST_SLOTS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
-from infinity.training import saved
+from infinity.training import misuse, saved
 from infinity.training.activations import Activations
 from infinity.training.copies import Copies
 from infinity.training.discover import Scope, UnitMembers, discover
@@ -49,6 +49,12 @@ from .state_dict import install
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
+_CLOSED, _UNWRAPPED = "close() was called", "unwrap() was called"
+_AFTER = {
+    _CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
+    "`infinity.unwrap(model)` in place of close()",
+    _UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
+}
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -84,6 +90,7 @@ class Engine:
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
                 node=node,
+                keep=LEAST_SLOTS,
             )
             undo.callback(pool.close)
             store = Store(
@@ -189,8 +196,10 @@ class Engine:
             recorder=self.recorder,
             activations=self.activations,
         )
-        install(model, self)
-        self._closed = False
+        self._handles = install(model, self)
+        self._unguard = misuse.guard(model, optimizer)
+        self.closed = ""  # why, when it is
+        self._shut = False
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self.optimizer = OffloadOptimizer(
@@ -243,12 +252,12 @@ class Engine:
     @sheltered
     def check(self) -> None:
         """Raise what failed in the background, or that the engine is closed."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(
                 "the engine of this model is closed",
                 expected="an open engine",
-                found="close() was called",
-                cure="wrap the model again",
+                found=self.closed,
+                cure=_AFTER[self.closed],
             )
         self.pending.check()
         self.store.check()
@@ -263,6 +272,7 @@ class Engine:
     @sheltered
     def _backward_begins(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
+        self.check()
         self.gradients.begin_backward()
         if not self.pending.busy():
             units = self.residency.forward_order()
@@ -291,6 +301,15 @@ class Engine:
             round(max((r.active_seconds for r in self.store.ring_stats()), default=0.0) * 1e9),
         )
 
+    def let_go(self) -> None:
+        """Take everything off the model and its old optimizer; it is a plain model from here on."""
+        self.closed = _UNWRAPPED
+        self.hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._unguard()
+        _ENGINES.discard(self)
+
     def close(self) -> None:
         """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
 
@@ -302,18 +321,18 @@ class Engine:
             StorageError: what is on NVMe could not be finished or removed; or an update behind the
                 last step failed, and no call since has said so. It names the units without their update.
         """
-        if self._closed:
+        if self._shut:
             return
         hurry = interrupted()
         try:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.copies.two and not self.pending.failed:
+                elif self.copies.two and not self.pending.failed and not self.closed:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
-                self._closed = True
+                self._shut, self.closed = True, self.closed or _CLOSED
                 self._reaper.close()
             if not hurry:
                 self.pending.check_once()

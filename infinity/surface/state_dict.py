@@ -6,11 +6,15 @@ does, a released parameter answers these two from its shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.core.errors import ReleasedParameterError
 from infinity.hardware.shelter import Shelter
@@ -32,9 +36,9 @@ class _Engine(Protocol):
     def check(self) -> None: ...
 
 
-def install(model: nn.Module, engine: _Engine) -> None:
+def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
     """Let `state_dict` and `load_state_dict` of the model and its submodules reach released
-    parameters, in torch's own form."""
+    parameters, in torch's own form. Return the hooks that do it."""
 
     def own(module: nn.Module) -> list[ShardedParam]:
         return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
@@ -46,6 +50,13 @@ def install(model: nn.Module, engine: _Engine) -> None:
         return unit.resident and engine.residency.differs(unit) and (soon or not unit.newest)
 
     turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
+    modules = {id(m) for m in model.modules()}
+    copies: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # of the state dict that is being made
+    memory: dict[ShardedParam, torch.Tensor] = {}  # for those to come
+
+    def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
+        # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
+        return isinstance(sharded.param, ReleasedParameter) or changes(sharded, soon=not keep_vars)
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.check()
@@ -58,10 +69,12 @@ def install(model: nn.Module, engine: _Engine) -> None:
             raise
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
-        sharded = [
-            s for s in own(module) if isinstance(s.param, ReleasedParameter) or changes(s, soon=not keep_vars)
-        ]
+        if not keep_vars and not _is_inside(module, modules):
+            copies.clear()
+            memory.clear()
+            everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
+            memory.update(engine.states.make_room(everything))
+        sharded = [s for s in own(module) if answers(s, keep_vars)]
         if not sharded:
             return
         if keep_vars:
@@ -71,16 +84,20 @@ def install(model: nn.Module, engine: _Engine) -> None:
                 found="keep_vars=True",
                 cure="call it inside `with infinity.gathered(model):`, or without keep_vars",
             )
-        everything = sum(s.spec.numel * s.spec.dtype.itemsize for s in engine.params.values())
-        part = sum(s.spec.numel * s.spec.dtype.itemsize for s in sharded)
-        engine.states.check_room(everything if module is model or prefix else part)
         for s in sharded:
-            s.on_detach = _copier(s)
+            s.on_detach = functools.partial(_copy, s)
             if not isinstance(s.param, ReleasedParameter):
                 engine.residency.ask(engine.residency.units[s.unit])
 
-    def _copier(sharded: ShardedParam) -> Callable[[], torch.Tensor]:
-        return lambda: engine.states.copy_of(sharded)
+    def _copy(sharded: ShardedParam) -> torch.Tensor:
+        """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage."""
+        known = copies.get(sharded)
+        before = known() if known is not None else None
+        if before is not None:
+            return before.detach()
+        copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
+        copies[sharded] = weakref.ref(copy)
+        return copy
 
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         for s in own(module):
@@ -106,10 +123,29 @@ def install(model: nn.Module, engine: _Engine) -> None:
         engine.residency.refresh()
         turn.leave(module)
 
+    handles = []
     for module in model.modules():
-        if module is not model and not own(module):
+        if next(module.parameters(), None) is None:
             continue
-        module.register_state_dict_pre_hook(save_begins)
-        module.register_state_dict_post_hook(save_ends)
-        module.register_load_state_dict_pre_hook(load_begins)
-        module.register_load_state_dict_post_hook(load_ends)
+        handles += [
+            module.register_state_dict_pre_hook(save_begins),
+            module.register_state_dict_post_hook(save_ends),
+            module.register_load_state_dict_pre_hook(load_begins),
+            module.register_load_state_dict_post_hook(load_ends),
+        ]
+    return handles
+
+
+def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
+    """Return whether the state dict of `module` is being made for that of another one of `modules`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STATE_DICT:
+            owner = frame.f_locals.get("self")
+            if owner is not module and id(owner) in modules:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_STATE_DICT = nn.Module.state_dict.__code__

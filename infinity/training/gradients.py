@@ -61,6 +61,7 @@ class Gradients:
         self.chunks = ChunkGradients(units, plans, store, pool, device, slots=slots, recorder=recorder)
         self.entries = self.chunks.entries
         self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
+        self.backwards = 0  # that have begun
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
         self._plans = plans
@@ -117,6 +118,7 @@ class Gradients:
         Raises:
             GradientError: one of them is not its parameter's present gradient.
         """
+        self.backwards += 1
         for unit in self.units:
             for sharded in unit.params:
                 grad = sharded.param.grad if sharded.spec.trainable else None
@@ -237,6 +239,23 @@ class Gradients:
         self._deliver(grad.sharded, _Arrival(None, True, 1.0))
 
     @sheltered
+    def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
+        """Limit the elements of a gradient, unscaled, to `low` … `high`, which have zero between them."""
+        self.wait()
+        unit, index = self.units[grad.sharded.unit], grad.sharded.index
+        if not grad.factor:
+            return
+        bounds = sorted((low / grad.factor, high / grad.factor))
+        for chunk in unit.layout.trainable_chunks:
+            entry = self.entries[chunk.id]
+            segments = [s for s in chunk.segments if s.param == index and index in entry.present]
+            if segments and entry.dtype is not None:
+                if self.scale != 1.0 and not np.isfinite(entry.spans).all():
+                    continue  # the step has to see that it overflowed
+                self._avoid(unit, [chunk])
+                self._stream.submit(lambda c=chunk, s=segments: self._clamp(c, s, *bounds)).wait()  # type: ignore[misc]
+
+    @sheltered
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
@@ -351,6 +370,14 @@ class Gradients:
             for segment in segments:
                 target[segment.start : segment.start + segment.numel].zero_()
                 entry.present.discard(segment.param)
+            work.store(target)
+
+    def _clamp(self, chunk: Chunk, segments: Sequence[Segment], low: float, high: float) -> None:
+        entry = self.entries[chunk.id]
+        with self.chunks.visit(chunk) as work:
+            target = work.buffer(entry.dtype or chunk.dtype)
+            for segment in segments:
+                target[segment.start : segment.start + segment.numel].clamp_(low, high)
             work.store(target)
 
     def _read(self, chunk: Chunk, segment: Segment, out: torch.Tensor) -> None:

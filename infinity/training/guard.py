@@ -71,7 +71,17 @@ class Guard:
     def check_replaced(self, scope: Scope) -> None:
         """Raise `ParameterChangedError` if a parameter of a scope was replaced or removed."""
         for module, name, param in self._scope_params[id(scope.module)]:
-            if module._parameters.get(name) is not param:
+            found = module._parameters.get(name)
+            if found is not None and not isinstance(found, nn.Parameter):
+                raise ParameterChangedError(
+                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
+                    "is not there, but a tensor in its place",
+                    expected="the parameters that the model had at `wrap`",
+                    found="other values, as torch.func.functional_call puts them there",
+                    cure="call the model itself, and for gradients of its parameters loss.backward() or "
+                    "torch.autograd.grad(loss, parameters); torch.func.grad of its inputs works",
+                )
+            if found is not param:
                 raise ParameterChangedError(
                     f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
                     "was replaced or removed after `wrap`",

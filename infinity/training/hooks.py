@@ -25,9 +25,9 @@ from torch.autograd.variable import Variable
 
 from infinity.core.spans import Recorder, now
 
-from . import saved
+from . import inputs, saved
 from .activations import Activations
-from .containers import cast, map_tensors, tensors_in
+from .containers import cast, tensors_in
 from .discover import Scope
 from .gradients import Gradients
 from .guard import Guard
@@ -39,10 +39,11 @@ from .unit import ParamState, ParamUnit
 class _Call:
     """One forward of one scope: the owner of its backward's claim."""
 
-    __slots__ = ("frame", "guest", "newest", "scope", "thread")
+    __slots__ = ("aliases", "frame", "guest", "newest", "scope", "thread")
 
     def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
+        self.aliases: list[inputs.Alias] = []  # of its inputs
         self.frame: object = None  # of hooks on saved tensors
         self.newest = newest  # the version that it used: [Note: two versions]
         self.thread = threading.get_ident()
@@ -83,6 +84,7 @@ class Hooks:
         self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._lazy: tuple[Scope, _Call] | None = None
         self._wanted: tuple[int, ...] = ()  # units that were asked for last, by autograd or by an operator
+        self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
         self._handles: list[Any] = []
         root = model
         self._depth = 0  # forwards of the root under way
@@ -135,6 +137,7 @@ class Hooks:
     def _settle_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
+        self._addressed.clear()
         self._tasks.clear()
         self._shelter.turn.leave(self._token)
         self._residency.in_backward = False
@@ -166,7 +169,8 @@ class Hooks:
             if (log := self._recorder.log) is not None:
                 log.enter(call, "recompute" if _in_backward() else "forward", _first(scope))
             if torch.is_grad_enabled():
-                return _watch_inputs(args, kwargs, lambda: self._backward_ends(call))
+                found, call.aliases = inputs.watch(args, kwargs, lambda: self._backward_ends(call))
+                return found
             return None
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -190,6 +194,8 @@ class Hooks:
                 log.leave(call)
             if torch.is_grad_enabled():
                 self._watch(output, call)
+                inputs.watch_edited(call.aliases, lambda: self._backward_ends(call))
+            call.aliases = []
             if current:
                 return  # an outer forward of the same scope is still under way
             if _in_backward() and torch.is_grad_enabled():
@@ -319,29 +325,34 @@ class Hooks:
         if not _in_backward():
             self._release_wanted()
 
-    def _use(self, units: Sequence[int]) -> bool:
+    def _use(self, units: Sequence[int], address: bool) -> bool:
         """Released parameters of `units` are used. Make all of these present if that is in a forward or a
         backward: a module may use another one's parameter, a recomputation what is released by then.
+        `address`: it is an address in their memory that is asked for, which nobody can count.
         Return whether they are."""
         if not (_in_backward() or self._is_in_forward()):
             return False
         self._check()
+        if address:  # and what was asked for just before: a kernel may take several
+            self._addressed.update(self._wanted, units)
         self._want(tuple(dict.fromkeys(units)), self._residency.shows_newest)
         return True
 
     def _want(self, units: tuple[int, ...], newest: bool) -> None:
-        """Have `units` present until others are wanted or a scope begins or ends."""
+        """Have `units` present until others are wanted or a scope begins or ends; where somebody has their
+        addresses, until a scope does."""
         in_backward = _in_backward()
         if in_backward:
             self._queue_end()
         if self._wanted != units:
-            self._release_wanted()
+            self._residency.release([u for u in self._wanted if u not in self._addressed], self)
             self._wanted = units
         self._residency.acquire(units, self, note=in_backward or self._is_in_forward(), newest=newest)
 
     def _release_wanted(self) -> None:
-        """Let go of what was asked for last; what was unpacked of it holds it as long as it lives."""
-        units, self._wanted = self._wanted, ()
+        """Let go of what was asked for; what was unpacked of it holds it as long as it lives."""
+        units, self._wanted = {*self._wanted, *self._addressed}, ()
+        self._addressed.clear()
         self._residency.release(units, self)
 
     def _is_in_forward(self) -> bool:
@@ -423,22 +434,3 @@ def _calls_around(module: nn.Module) -> int:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _watch_inputs(args: Any, kwargs: Any, end: Callable[[], None]) -> Any:
-    """Have `end` called in a backward when the gradient of an input is there; return the inputs. Each is an
-    alias that is made before all that the scope computes: autograd, which runs what was made last first,
-    comes to it when nothing of the scope is left to run. (Were `end` to wait for all of them, the hooks
-    would have to know each other's nodes, and graphs that know themselves are never freed.)"""
-    found = False
-
-    def alias(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal found
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            found = True
-            tensor = tensor.view_as(tensor)
-            tensor.register_hook(lambda grad: end())
-        return tensor
-
-    inputs = map_tensors((args, kwargs), alias)
-    return inputs if found else None

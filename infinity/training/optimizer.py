@@ -20,6 +20,7 @@ from infinity.hardware.shelter import Shelter, sheltered
 
 from .gradients import Gradients
 from .loading import OURS, NoState, check_options, counts_of, match
+from .misuse import refuse_copies
 from .param import ShardedParam
 from .residency import Residency
 from .sharded_grad import ShardedGrad
@@ -61,6 +62,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     Param groups are the very dicts of the optimizer that was wrapped, so schedulers made before
     or after `wrap` both work.
     """
+
+    is_offloaded: Final = True  # tells it from other optimizers over the same parameters
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._window = loss_scale_window
         self._good_steps = 0
         self._scaled = False
+        self._backwards = 0  # that had begun at the last step
         self._before_step = before_step
         self._after_step = after_step
         self.grad_norm: float | None = None
@@ -184,14 +188,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = self._present()
         changing = {s.unit for s in present}
         self._residency.check_blocks(changing)
-        if self._fp16 and present and not self._scaled:
+        if self._fp16 and present and not self._scaled and self._gradients.backwards != self._backwards:
             raise PrecisionError(
                 "fp16 gradients of a loss that was not scaled",
                 expected="`optimizer.scale(loss).backward()`",
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
             )
-        self._scaled = False
+        self._scaled, self._backwards = False, self._gradients.backwards
         norm = self._norm(present)
         self.grad_norm = norm
         self._states.check_edits()
@@ -299,6 +303,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 cure="build the optimizer with all its groups, then wrap",
             )
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copies(type(self).__name__)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        refuse_copies(type(self).__name__)
 
     # -- the step ---------------------------------------------------------------------------
 

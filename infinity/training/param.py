@@ -68,7 +68,10 @@ _METADATA: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
-_CURE = "read or edit it inside `with infinity.gathered(params):` (write=True to edit)"
+_CURE = (
+    "read or edit it inside `with infinity.gathered(params):` (write=True to edit); wrappers of whole models "
+    "(DistributedDataParallel, FSDP) cannot have a wrapped one: train it as it is"
+)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -92,7 +95,7 @@ class ReleasedParameter(nn.Parameter):
                 return answer
         used = [p for p in _walk((args, kwargs)) if isinstance(p, nn.Parameter)]
         released = [p for p in used if isinstance(p, ReleasedParameter)]
-        if _use(used, released):
+        if _use(used, released, func is _T.data_ptr):
             with torch._C.DisableTorchFunctionSubclass():  # all are there
                 return func(*args, **kwargs)
         raise ReleasedParameterError(
@@ -183,15 +186,16 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found
 
 
-def _use(used: list[nn.Parameter], released: list[ReleasedParameter]) -> bool:
+def _use(used: list[nn.Parameter], released: list[ReleasedParameter], address: bool) -> bool:
     """Make parameters present that one operator uses, where that is allowed; return whether all are. All of
-    them at once: one that is there already must not go to make room for another."""
+    them at once: one that is there already must not go to make room for another. `address`: it returns
+    their address."""
     known = [s for p in used if (s := sharded_of(p)) is not None and s.on_use is not None]
     for param in released:
         sharded = sharded_of(param)
         if sharded is None or sharded.on_use is None:
             return False
-        if not sharded.on_use([s.unit for s in known if s.on_use is sharded.on_use]):
+        if not sharded.on_use([s.unit for s in known if s.on_use is sharded.on_use], address):
             return False
     for other in used:
         if isinstance(other, PendingParameter):
@@ -217,29 +221,49 @@ def _walk(value: Any) -> list[Any]:
 
 def _to(param: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-    same_device = device is None or (
-        device.type == param.device.type and device.index in (None, param.device.index)
-    )
-    if same_device and dtype in (None, param.dtype) and not kwargs.get("copy"):
+    copy = kwargs.get("copy") or any(a is True for a in args[2:])
+    return _unchanged(param, dtype, device, f"to({dtype or param.dtype}, {device or param.device})", copy)
+
+
+def _unchanged(param: ReleasedParameter, dtype: Any, device: Any, found: str, copy: bool = False) -> Any:
+    """Return `param` if it has this dtype and is on this device (None: any) already."""
+    device = torch.device(device) if device is not None else param.device
+    same_device = device.type == param.device.type and device.index in (None, param.device.index)
+    if same_device and dtype in (None, param.dtype) and not copy:
         return param
     raise ParameterChangedError(
-        f"the parameter {name_of(param)!r} cannot be moved or cast after `wrap`",
+        f"the parameter {name_of(param)!r} cannot be moved, cast or copied by {found} after `wrap`",
         expected=f"{param.dtype} on {param.device}",
-        found=f"to({dtype or param.dtype}, {device or param.device})",
-        cure="choose dtype and device in Config, before `wrap`",
+        found=found,
+        cure="choose dtype and device in Config, before `wrap`; `infinity.unwrap(model)` makes it a plain "
+        "model again",
     )
 
 
-def _cast(name: str) -> Callable[..., Any]:
-    def cast(param: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-        raise ParameterChangedError(
-            f"the parameter {name_of(param)!r} cannot be changed by {name}() after `wrap`",
-            expected=f"{param.dtype} on {param.device}",
-            found=f"{name}()",
-            cure="choose dtype and device in Config, before `wrap`",
-        )
+def _cast(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda param, *args, **kwargs: _unchanged(param, dtype, None, f"{name}()")
 
-    return cast
+
+def _move(name: str) -> Callable[..., Any]:
+    def move(param: ReleasedParameter, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        where = f"{name}:{device}" if isinstance(device, int) else device or name
+        return _unchanged(param, None, where, f"{name}()")
+
+    return move
+
+
+def _type(param: ReleasedParameter, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return param.type()
+    wanted = torch.empty(0).type(dtype)
+    return _unchanged(
+        param, wanted.dtype, None if isinstance(dtype, torch.dtype) else wanted.device, "type()"
+    )
+
+
+def _share(param: ReleasedParameter) -> Any:
+    return _unchanged(param, None, None, "share_memory_()", copy=True)
 
 
 def _set_data(param: ReleasedParameter, value: object) -> Any:
@@ -264,9 +288,18 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _set_data,
     _T.detach: _detach,
     _T.copy_: _copy,
+    _T.type: _type,
+    _T.share_memory_: _share,
+    _T.cpu: _move("cpu"),
+    _T.cuda: _move("cuda"),
     **{
-        getattr(_T, name): _cast(name)
-        for name in ("half", "float", "double", "bfloat16", "cuda", "cpu", "share_memory_", "type")
+        getattr(_T, name): _cast(name, dtype)
+        for name, dtype in {
+            "half": torch.float16,
+            "float": torch.float32,
+            "double": torch.float64,
+            "bfloat16": torch.bfloat16,
+        }.items()
     },
 }
 
@@ -284,11 +317,13 @@ class ShardedParam:
         self.unit = unit
         self.index = index
         self.cls = type(param)
+        self.given_dtype = param.dtype  # at `wrap`
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
-        # Makes all units of these numbers present at once, if that may be now; returns whether.
-        self.on_use: Callable[[Sequence[int]], bool] | None = None
+        # Makes all units of these numbers present at once, if that may be now (and, if the second is true,
+        # keeps them until a scope begins or ends); returns whether.
+        self.on_use: Callable[[Sequence[int], bool], bool] | None = None
         self._accumulator: Any = None
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
@@ -358,6 +393,18 @@ class ShardedParam:
         """Give the parameter its class back."""
         self.param.__class__ = self.cls
 
+    def give_back(self, values: torch.Tensor) -> None:
+        """Make the parameter an ordinary one with `values`, without a gradient; it belongs to no engine
+        then. A graph from before fails, as if the values had been edited."""
+        param = self.param
+        self.let_accumulator_go()
+        self.on_use = self.on_wait = None
+        self.restore()
+        param.grad = None
+        param.data = values
+        torch.autograd.graph.increment_version(param)
+        _SHARDED.pop(param, None)
+
     def check(self, storage: torch.UntypedStorage) -> None:
         """Raise `ParameterChangedError` if the parameter was cast or moved."""
         param = self.param
@@ -382,6 +429,11 @@ def sharded_of(param: torch.Tensor) -> ShardedParam | None:
     """Return what an engine knows of `param`; None if it belongs to none."""
     reference = _SHARDED.get(param)
     return reference() if reference is not None else None
+
+
+def any_sharded() -> bool:
+    """Return whether any parameter belongs to an engine."""
+    return len(_SHARDED) > 0
 
 
 def name_of(param: torch.Tensor) -> str:

@@ -2,8 +2,9 @@
 
 It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
 the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
-that the update applies. Adding a tensor accumulates, which is also how autograd delivers a
-second backward. Everything else raises `GradientError`.
+that the update applies. So does `clip_grad_value_`: the shards are clamped. Adding a tensor
+accumulates, which is also how autograd delivers a second backward. Everything else raises
+`GradientError`.
 
 [Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
 parameter. When they get another gradient it has nothing to show any more, and says so, also when it
@@ -12,6 +13,7 @@ is put back into `p.grad`. Values that are to be kept are those that `infinity.g
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +42,9 @@ class GradientSource(Protocol):
 
     def zero(self, grad: ShardedGrad) -> None:
         """Make it zero."""
+
+    def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
+        """Limit its elements, unscaled, to `low` … `high`, which have zero between them."""
 
 
 class ShardedGrad(torch.Tensor):
@@ -108,7 +113,7 @@ class ShardedGrad(torch.Tensor):
             if answer is not NotImplemented:
                 return answer
         name = first.sharded.name if first is not None else "?"
-        if "amp" in str(func):
+        if "_amp_" in str(func):
             raise PrecisionError(
                 "torch's GradScaler cannot unscale gradients that are in shards",
                 expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
@@ -117,10 +122,20 @@ class ShardedGrad(torch.Tensor):
             )
         raise GradientError(
             f"the gradient of {name!r} is in shards",
-            expected="clip_grad_norm_, mul_() or div_() by a scalar, add_(), zero_(), or metadata",
+            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_(), zero_(), or "
+            "metadata",
             found=str(func),
             cure="read it whole with `infinity.gradient(p)`; put another one there with "
             "`p.grad = g.to(p.device, p.dtype)`",
+        )
+
+    def share_memory_(self) -> Any:
+        """Refused: there is no storage to share."""
+        raise GradientError(
+            f"the gradient of {self.sharded.name!r} is in shards and cannot be shared",
+            expected="a model without gradients",
+            found="share_memory_()",
+            cure="call optimizer.zero_grad() first; share what `infinity.gradient(parameter)` returns",
         )
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -206,6 +221,31 @@ def _zero(grad: Any) -> Any:
     return grad
 
 
+def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    if not all(isinstance(b, (int, float)) for b in (low, high)) or not low <= 0 <= high:
+        return NotImplemented
+    grad.source.clamp(grad, low, high)
+    return grad
+
+
+def _foreach_clamp_min(grads: list[Any], low: Any) -> Any:
+    return _foreach_clamp(grads, low, None)
+
+
+def _foreach_clamp_max(grads: list[Any], high: Any) -> Any:
+    return _foreach_clamp(grads, None, high)
+
+
+def _foreach_clamp(grads: list[Any], low: Any, high: Any) -> Any:
+    for grad in grads:
+        if not isinstance(grad, ShardedGrad):
+            grad.clamp_(low, high)
+        elif _clamp(grad, low, high) is NotImplemented:
+            return NotImplemented
+    return None
+
+
 def _same(grad: Any, *args: Any, **kwargs: Any) -> Any:
     return grad
 
@@ -224,6 +264,11 @@ _HANDLERS: dict[Any, Any] = {
     aten.norm.Scalar: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.zero_.default: _zero,
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: lambda grad, high: _clamp(grad, None, high),
+    aten._foreach_clamp_min_.Scalar: _foreach_clamp_min,
+    aten._foreach_clamp_max_.Scalar: _foreach_clamp_max,
     aten.detach.default: _same,
     aten.alias.default: _same,
 }

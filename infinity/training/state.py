@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.core.errors import BudgetError, ParameterChangedError
-from infinity.core.sizes import Tier, format_size
+from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.partition import Chunk, Segment
 
@@ -98,20 +98,41 @@ class States:
 
     # -- state dicts ------------------------------------------------------------------------
 
-    def check_room(self, nbytes: int | None = None) -> None:
-        """Raise `BudgetError` unless `nbytes` (default: the whole optimizer state) fit what the
-        host budget leaves."""
-        if nbytes is None:
-            plans = self._places.plans
-            nbytes = sum(sum(p.state_sections) for p in plans)
-        room = self._room()
+    def check_room(self) -> None:
+        """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
+        nbytes, room = sum(sum(p.state_sections) for p in self._places.plans), self._room()
         if nbytes > room:
-            raise BudgetError(
-                "a state dict does not fit the host memory that is left",
-                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
-                found=f"{format_size(room)} ({room} bytes) left of host_memory",
-                cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
-            )
+            raise _no_room(nbytes, room)
+
+    @sheltered
+    def make_room(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
+        """Return memory (uint8) for copies of some of `params`: leases that nobody uses, such as those for
+        reading ahead, where copies of all of them do not fit what the host budget leaves. They are lent
+        for as long as the copies live.
+
+        Raises:
+            BudgetError: that is not enough.
+        """
+        sizes = {s: s.spec.numel * s.spec.dtype.itemsize for s in params}
+        total, room = sum(sizes.values()), self._room()
+        if total <= room:
+            return {}
+        self._quiesce()
+        lent = 0
+        for wanted in (total - room + max(sizes.values()), total + self._places.pool.nbytes):
+            runs, taken, rest = self._places.pool.borrow(wanted), {}, total
+            lent = sum(run.numel() for run in runs)
+            for sharded in sorted(sizes, key=lambda s: -sizes[s]):
+                nbytes = sizes[sharded]
+                fits = next((i for i, run in enumerate(runs) if run.numel() >= nbytes), None)
+                if rest > room and fits is not None:
+                    taken[sharded] = runs[fits][:nbytes]
+                    runs[fits] = runs[fits][ceil_to(nbytes, ALIGNMENT) :]
+                    rest -= nbytes
+            if rest <= room:
+                return taken
+            del runs, taken
+        raise _no_room(total, room + lent)
 
     @sheltered
     def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
@@ -265,11 +286,13 @@ class States:
                 )
 
     @sheltered
-    def copy_of(self, sharded: ShardedParam) -> torch.Tensor:
-        """Return the newest values of one parameter, in the compute dtype, on the host."""
+    def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the newest values of one parameter, in the compute dtype, on the host; `out`: bytes to put
+        them into."""
         self._quiesce()
         unit, copies = self._places.units[sharded.unit], self._places.copies
-        out = torch.empty(sharded.spec.numel, dtype=sharded.spec.dtype)
+        dtype = sharded.spec.dtype
+        out = torch.empty(sharded.spec.numel, dtype=dtype) if out is None else out.view(dtype)
         for chunk in unit.layout.chunks:
             segments = [s for s in chunk.segments if s.param == sharded.index]
             if not segments:
@@ -291,6 +314,17 @@ class States:
             finally:
                 if lease is not None:
                     lease.release()
+        return out.view(sharded.spec.shape)
+
+    @sheltered
+    def value_of(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the newest values of one parameter on the host, in the dtype that it had at `wrap`: those of
+        the master, where that is more exact than the copy."""
+        if not sharded.spec.trainable or sharded.spec.dtype in (torch.float32, sharded.given_dtype):
+            return self.copy_of(sharded).to(sharded.given_dtype)
+        out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
+        for segment, here in self._visits(sharded, write=False):
+            out[segment.offset : segment.offset + segment.numel].copy_(_slice(here.master, segment))
         return out.view(sharded.spec.shape)
 
     @sheltered
@@ -324,6 +358,15 @@ def bump(params: Sequence[ShardedParam]) -> None:
     torch.autograd.graph.increment_version([s.param for s in params])
     for sharded in params:
         sharded.version = sharded.param._version
+
+
+def _no_room(nbytes: int, room: int) -> BudgetError:
+    return BudgetError(
+        "a state dict does not fit the host memory that is left",
+        expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+        found=f"{format_size(room)} ({room} bytes) left of host_memory",
+        cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
+    )
 
 
 def _follow(master: torch.Tensor, new: torch.Tensor) -> None:

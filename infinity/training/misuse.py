@@ -1,0 +1,103 @@
+"""What looks at a wrapped model as if it were a plain one: other optimizers, copies, wrappers of models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from infinity.core.errors import ParameterError, WrapError
+
+from .param import any_sharded, sharded_of
+
+_CURE = (
+    "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; a "
+    "Trainer takes it with optimizers=(optimizer, scheduler)"
+)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `WrapError` if an optimizer that has never heard of an engine is about to update parameters
+    that one has."""
+    if getattr(optimizer, "is_offloaded", False) or not any_sharded():
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            sharded = sharded_of(param)
+            if sharded is not None:
+                raise WrapError(
+                    "this optimizer is not the one that `wrap` returned",
+                    expected="step() of that one",
+                    found=f"step() of another {type(optimizer).__name__} that has {sharded.name!r}",
+                    cure=_CURE,
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+    raise WrapError(
+        "this optimizer was handed to `wrap`, which took its state over",
+        expected="state_dict() and load_state_dict() of the one that `wrap` returned",
+        found=f"those of the {type(optimizer).__name__} from before",
+        cure=_CURE,
+    )
+
+
+def refuse_copies(name: str, *_: Any) -> NoReturn:
+    """Raise the error of `copy.deepcopy`, `pickle` and `torch.save` of what `wrap` returned, a `name`."""
+    raise ParameterError(
+        f"a {name} that is wrapped cannot be copied or pickled: its values are not in it",
+        expected="`state_dict()`, which has them",
+        found="copy.deepcopy, pickle or torch.save of the object itself",
+        cure="save or copy its `state_dict()` and load that into one that is built anew; or make the model "
+        "plain again, `infinity.unwrap(model)`, and copy that",
+    )
+
+
+class _Trap:
+    """What DistributedDataParallel iterates over before it does anything."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise WrapError(
+            "DistributedDataParallel around a wrapped model",
+            expected="the model itself: this version runs on one device",
+            found="DistributedDataParallel(model)",
+            cure="train the model that `wrap` returned as it is; with accelerate or a Trainer start one "
+            "process, without torchrun",
+        )
+
+
+_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
+    `optimizer` from before `wrap` raise what says what to write; return what undoes that."""
+    handles = [
+        optimizer.register_state_dict_pre_hook(_refuse_state),
+        optimizer.register_load_state_dict_pre_hook(_refuse_state),
+    ]
+    modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
+    for module in modules:
+        for name in ("__reduce_ex__", "__deepcopy__"):
+            module.__dict__[name] = functools.partial(refuse_copies, type(module).__name__)
+    before = model.__dict__.get(_DDP)
+    model.__dict__[_DDP] = _Trap()
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in modules:
+            for name in ("__reduce_ex__", "__deepcopy__"):
+                module.__dict__.pop(name, None)
+        model.__dict__.pop(_DDP, None)
+        if before is not None:
+            model.__dict__[_DDP] = before
+
+    return undo
