@@ -362,12 +362,17 @@ def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tenso
 
 
 def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook. The mark that torch.compiler.disable sets, without its
-    import of the compiler, which costs a run that never compiles seconds and megabytes."""
+    """Keep torch.compile out of a hook, and out of all that it calls. What torch.compiler.disable does, but
+    without its import of the compiler, which costs a run that never compiles seconds and megabytes."""
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    if not hasattr(frames, "set_code_exec_strategy"):  # before 2.7
+        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
