@@ -70,7 +70,7 @@ def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tu
     """Yield (name, module, whether the whole subtree is meant) in registration order."""
     children = [(n, c) for n, c in module.named_children() if _has_params(c)]
     direct = next(iter(module.parameters(recurse=False)), None) is not None
-    container = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
+    container = not _has_forward(module) or isinstance(module, nn.Sequential)
     if not is_root and not container and not _has_blocks(module):
         yield name, module, True
         return
@@ -82,11 +82,15 @@ def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tu
         classes = Counter()
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
-        callable_child = type(child).forward is not nn.Module.forward
-        if classes[type(child)] > 1 and callable_child:
+        if classes[type(child)] > 1 and _has_forward(child):
             yield path, child, True
         else:
             yield from _find(path, child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # What torch.compile returns has one of its own, not its class.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _has_blocks(module: nn.Module) -> bool:
