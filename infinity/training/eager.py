@@ -15,11 +15,11 @@ def eager(function: _F) -> _F:
     frame that is compiled. (It would take a version counter, say, for a constant.) What
     torch.compiler.disable does, but without its import of the compiler, which costs a run that never
     compiles seconds and megabytes."""
-    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # before 2.7
-        return torch.compiler.disable(function)  # type: ignore[return-value]
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
     skip = frames._FrameAction.SKIP
-    code = function.__code__  # type: ignore[attr-defined]
+    code = function.__code__
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
