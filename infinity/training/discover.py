@@ -4,6 +4,8 @@ A *scope* is a module with hooks: before its forward the units that it needs are
 it they are released. By themselves, units are: each of a group of sibling modules of one class
 (the blocks of a ModuleList or Sequential), with everything below it; each other subtree that has
 no such group, as high up as possible below the root; and what a module in between owns directly.
+What is frozen in such a subtree is a unit of its own: it never changes, so it stays on the device where there
+is room, whatever the rest does (low-rank adapters train some thousandths of a block).
 A tied parameter belongs to the unit that has it first; every scope that uses it needs that unit.
 """
 
@@ -51,9 +53,12 @@ def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMe
     for name, module, whole in roots:
         found = module.named_parameters(prefix=name) if whole else _direct(name, module)
         params = list(found)
-        fresh = {n: p for n, p in params if id(p) not in owner}
-        if fresh:
-            units.append(UnitMembers(name or "(root)", {}))
+        for trainable, kind in ((True, ""), (False, " (frozen)")):
+            fresh = {n: p for n, p in params if id(p) not in owner and p.requires_grad is trainable}
+            if not fresh:
+                continue
+            apart = kind and any(owner.get(id(p)) == len(units) - 1 for _, p in params)
+            units.append(UnitMembers((name or "(root)") + (kind if apart else ""), {}))
             for n, p in fresh.items():
                 if id(p) not in owner:
                     owner[id(p)] = len(units) - 1
