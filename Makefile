@@ -15,6 +15,9 @@ BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
 TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
+# Libraries that people train with; `make test-all` trains with them.
+ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datasets==5.2.0
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -69,6 +72,10 @@ $(VENV)/.tools: $(VENV)/.torch Makefile
 	$(BIN)/python -m pip install -q $(foreach p,$(TOOLS),'$(p)')
 	touch $@
 
+$(VENV)/.ecosystem: $(VENV)/.tools
+	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(ECOSYSTEM),'$(p)')
+	touch $@
+
 $(VENV)/.packages: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
@@ -89,7 +96,7 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu and not ecosystem"
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 	$(PYTEST) -m "slow and not gpu" --timeout 3600
