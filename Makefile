@@ -20,6 +20,9 @@ TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>
 ARCHITECTURES := diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0
 THEIR_NEEDS := importlib_metadata==10.2.0 pillow==13.0.0 requests==2.34.2
 
+# Libraries that people train with; `make test-all` trains with them.
+ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datasets==5.2.0
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -81,6 +84,10 @@ $(VENV)/.architectures: $(VENV)/.tools
 	$(BIN)/python -m pip install -q --target $(VENV)/architectures $(THEIR_NEEDS)
 	touch $@
 
+$(VENV)/.ecosystem: $(VENV)/.tools
+	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(ECOSYSTEM),'$(p)')
+	touch $@
+
 $(VENV)/.packages: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
@@ -101,12 +108,12 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
-	$(PYTEST) -m "not slow and not gpu and not architectures"
+	$(PYTEST) -m "not slow and not gpu and not architectures and not ecosystem"
 
-test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures
+test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
+test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600
 
 test-gpu: $(VENV)/.built $(VENV)/.tools

@@ -4,6 +4,8 @@ A *scope* is a module with hooks: before its forward the units that it needs are
 it they are released. By themselves, units are: each of a group of sibling modules of one class
 (the blocks of a ModuleList or Sequential), with everything below it; each other subtree that has
 no such group, as high up as possible below the root; and what a module in between owns directly.
+What is frozen in such a subtree is a unit of its own: it never changes, so it stays on the device where there
+is room, whatever the rest does (low-rank adapters train some thousandths of a block).
 A tied parameter belongs to the unit that has it first; every scope that uses it needs that unit.
 """
 
@@ -51,9 +53,12 @@ def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMe
     for name, module, whole in roots:
         found = module.named_parameters(prefix=name) if whole else _direct(name, module)
         params = list(found)
-        fresh = {n: p for n, p in params if id(p) not in owner}
-        if fresh:
-            units.append(UnitMembers(name or "(root)", {}))
+        for trainable, kind in ((True, ""), (False, " (frozen)")):
+            fresh = {n: p for n, p in params if id(p) not in owner and p.requires_grad is trainable}
+            if not fresh:
+                continue
+            apart = kind and any(owner.get(id(p)) == len(units) - 1 for _, p in params)
+            units.append(UnitMembers((name or "(root)") + (kind if apart else ""), {}))
             for n, p in fresh.items():
                 if id(p) not in owner:
                     owner[id(p)] = len(units) - 1
@@ -70,7 +75,7 @@ def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tu
     """Yield (name, module, whether the whole subtree is meant) in registration order."""
     children = [(n, c) for n, c in module.named_children() if _has_params(c)]
     direct = next(iter(module.parameters(recurse=False)), None) is not None
-    container = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
+    container = not _has_forward(module) or isinstance(module, nn.Sequential)
     if not is_root and not container and not _has_blocks(module):
         yield name, module, True
         return
@@ -82,11 +87,15 @@ def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tu
         classes = Counter()
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
-        callable_child = type(child).forward is not nn.Module.forward
-        if classes[type(child)] > 1 and callable_child:
+        if classes[type(child)] > 1 and _has_forward(child):
             yield path, child, True
         else:
             yield from _find(path, child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # What torch.compile returns has one of its own, not its class.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _has_blocks(module: nn.Module) -> bool:

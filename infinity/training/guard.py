@@ -44,7 +44,8 @@ class Guard:
         """Raise `ParameterChangedError` if a parameter was cast, moved or unfrozen."""
         for sharded in self._params:
             sharded.check(self._units[sharded.unit].storage)
-            if sharded.param.requires_grad and not sharded.spec.trainable:
+            unfrozen = sharded.param.requires_grad and not sharded.spec.trainable
+            if unfrozen and torch.is_grad_enabled():  # PEFT unfreezes a reference adapter while it is used
                 raise ParameterChangedError(
                     f"the parameter {sharded.name!r} was frozen at `wrap` and has no optimizer state",
                     expected="requires_grad=False",

@@ -29,6 +29,7 @@ from . import inputs, saved
 from .activations import Activations
 from .containers import cast, tensors_in
 from .discover import Scope
+from .eager import eager
 from .gradients import Gradients
 from .guard import Guard
 from .param import ShardedParam
@@ -91,12 +92,10 @@ class Hooks:
         # Of each scope: its forwards under way, innermost last.
         self._current: list[tuple[Scope, list[_Call]]] = []
         self._root_frames: list[object] = []  # of its forwards under way, hooks on saved tensors
-        self._handles.append(
-            root.register_forward_pre_hook(_disabled(self._enter), with_kwargs=True, prepend=True)
-        )
+        self._handles.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
             self._install(scope)
-        self._handles.append(root.register_forward_hook(_disabled(self._leave), always_call=True))
+        self._handles.append(root.register_forward_hook(self._leave, always_call=True))
         for sharded in params:
             if sharded.param.requires_grad:
                 self._handles.append(
@@ -150,6 +149,7 @@ class Hooks:
         current: list[_Call] = []
         self._current.append((scope, current))
 
+        @eager
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._guard.check_autocast(scope.name)
             self._guard.check_replaced(scope)
@@ -173,6 +173,7 @@ class Hooks:
                 return found
             return None
 
+        @eager
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             call = _pop_own(current)
             if call is None:
@@ -205,14 +206,15 @@ class Hooks:
                 self._residency.release(scope.units, scope)
 
         module = scope.module
-        self._handles.append(module.register_forward_pre_hook(_disabled(before), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_disabled(after), always_call=True, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True, prepend=True))
 
     def _release_lazy(self, scope: Scope | None) -> None:
         if self._lazy is not None and self._lazy[0] is not scope:
             lazy, self._lazy = self._lazy[0], None
             self._residency.release(lazy.units, lazy)
 
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
         if not _in_backward():
@@ -239,6 +241,7 @@ class Hooks:
             return None
         return cast((args, kwargs), self._compute_dtype)
 
+    @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
         if not _in_backward() and not self._shelter.turn.mine:
@@ -265,6 +268,7 @@ class Hooks:
     def _watch(self, output: Any, call: _Call) -> None:
         tensors = [t for t in tensors_in(output) if t.requires_grad]
 
+        @eager
         def begins(grad: torch.Tensor) -> None:
             self._queue_end()
             self._release_wanted()
@@ -282,6 +286,7 @@ class Hooks:
         """Have the backward of the root's `output` begin with the version that its forward used: what is
         recomputed reentrantly has no hook of its own before its forward."""
 
+        @eager
         def begins(grad: torch.Tensor) -> None:
             self._queue_end()
             self._residency.show(newest)
@@ -304,6 +309,7 @@ class Hooks:
             self._tasks.add(task)
             Variable._execution_engine.queue_callback(lambda: self._ends(task))
 
+    @eager
     def _ends(self, task: int) -> None:
         self._tasks.discard(task)
         if self._tasks:
@@ -358,6 +364,7 @@ class Hooks:
     def _is_in_forward(self) -> bool:
         return bool(self._depth) or any(current for _, current in self._current)
 
+    @eager
     def _backward_ends(self, call: _Call) -> None:
         """The gradients of a scope's inputs are there."""
         for index in call.scope.units:
@@ -404,23 +411,13 @@ def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tenso
     # Weak: autograd keeps the hook where the garbage collector does not look.
     weak_hooks, weak_sharded = weakref.ref(hooks), weakref.ref(sharded)
 
+    @eager
     def take(param: torch.Tensor) -> None:
         owner, mine = weak_hooks(), weak_sharded()
         if owner is not None and mine is not None:
             owner._gradient_arrives(mine)
 
     return take
-
-
-def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook. The mark that torch.compiler.disable sets, without its
-    import of the compiler, which costs a run that never compiles seconds and megabytes."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
 
 
 def _calls_around(module: nn.Module) -> int:

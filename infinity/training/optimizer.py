@@ -18,6 +18,7 @@ from infinity.core.errors import (
 )
 from infinity.hardware.shelter import Shelter, sheltered
 
+from .eager import eager
 from .gradients import Gradients
 from .loading import OURS, NoState, check_options, counts_of, match
 from .misuse import refuse_copies
@@ -145,6 +146,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._steps
 
     @torch.no_grad()
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, as torch's optimizer would.
 
@@ -262,6 +264,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states.check_edits()
         self.flush()
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
         self.shelter.settle()  # a step that an interrupt left under way has its gradients

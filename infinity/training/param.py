@@ -26,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.planning.partition import ParamSpec
 
+from .eager import eager
+
 _T: Any = torch.Tensor
 
 
@@ -78,6 +80,7 @@ class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values are not on the device."""
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -130,6 +133,7 @@ class PendingParameter(nn.Parameter):
     answered at once, whoever needs the values waits for the unit."""
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

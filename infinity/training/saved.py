@@ -31,6 +31,7 @@ from torch.autograd import graph
 
 from infinity.core.errors import PrecisionError
 
+from .eager import eager
 from .param import ShardedParam
 from .unit import ParamUnit
 
@@ -127,6 +128,7 @@ class _Frames(threading.local):
 _frames = _Frames()  # that are set in this thread
 
 
+@eager
 def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
     if torch.is_autocast_enabled(tensor.device.type) and _UNITS:
         raise autocast_error("a forward", tensor.device.type)
@@ -161,6 +163,7 @@ def _find(tensor: torch.Tensor) -> _Reference | None:
     return _Reference(tensor, unit, sharded, present)
 
 
+@eager
 def _unpack(packed: Any) -> torch.Tensor:
     if type(packed) is tuple:
         tensor, version = packed

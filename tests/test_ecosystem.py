@@ -1,0 +1,418 @@
+"""Libraries that people train with: ten steps of each equal torch's, losses, gradient norms and weights, at
+the least device budget that is accepted."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.config import Config
+from infinity.core.errors import BudgetError
+from infinity.surface.engine import engine_of
+
+from .models import huggingface
+from .offloaded import config_for
+
+pytestmark = pytest.mark.ecosystem
+
+STEPS = 10
+
+
+def need(name: str) -> Any:
+    """Import a package that the tests of this file are about."""
+    if importlib.util.find_spec(name) is None and not os.environ.get("CI"):
+        pytest.skip(f"needs {name}: `make test-all` installs it")
+    return importlib.import_module(name)
+
+
+@dataclass
+class Seen:
+    """What a run came to."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = {name: value.detach().clone() for name, value in state.items()}
+
+
+class Wrap:
+    """`infinity.wrap` in the run of the engine, nothing in that of torch."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.count = 0
+        self.opened: list[Any] = []
+
+    def __call__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
+    ) -> tuple[Any, Any]:
+        if self.folder is None:
+            return model, optimizer
+        self.count += 1
+        folder = self.folder / f"arena{self.count}"
+        folder.mkdir()
+        config = config_for(folder, **settings)
+        if "device_memory" not in settings:
+            config = config.replace(device_memory=self.least(model, optimizer, config))
+        model, wrapped = infinity.wrap(model, optimizer, config)
+        self.opened.append(wrapped)
+        return model, wrapped
+
+    def least(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> int:
+        """The least device memory that is accepted; a refusal has touched nothing."""
+        try:
+            infinity.wrap(model, optimizer, config.replace(device_memory=4096))
+        except BudgetError as error:
+            return int(re.search(r"\((\d+) bytes\)", str(error.expected))[1])  # type: ignore[index]
+        raise AssertionError("4 KiB were accepted")
+
+    def close(self) -> None:
+        for thing in self.opened:
+            infinity.close(thing)
+
+
+def llama(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return huggingface("llama")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def tokens(seed: int, size: int = 2) -> torch.Tensor:
+    return torch.randint(96, (size, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": tokens(i, 1)[0], "labels": tokens(i, 1)[0]} for i in range(40)]
+
+
+def words(seed: int, count: int) -> str:
+    indices = torch.randint(92, (count,), generator=torch.Generator().manual_seed(seed))
+    return "".join(f" w{int(i)}" for i in indices)
+
+
+def tokenizer() -> Any:
+    import tokenizers
+    import transformers
+
+    vocabulary = {f"w{i}": i for i in range(92)} | {"<unk>": 92, "<pad>": 93, "<eos>": 94, "<bos>": 95}
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, **special)
+
+
+# -- the Trainer and its kin ---------------------------------------------------------------------
+
+
+def arguments(out: Path, **settings: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(out),
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_grad_norm": 1.0,
+        **settings,
+    }
+
+
+def watch(seen: Seen) -> Any:
+    import transformers
+
+    class Watch(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                seen.losses.append(logs["loss"])
+                seen.norms.append(float(logs["grad_norm"]))
+
+    return Watch()
+
+
+def trainer(wrap: Wrap, out: Path, seen: Seen) -> None:
+    need("accelerate")
+    import transformers
+
+    model = llama()
+    model, optimizer = wrap(model, adamw(model))
+    run = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            **arguments(out, save_strategy="steps", save_steps=5, eval_strategy="steps", eval_steps=5),
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+        ),
+        train_dataset=examples(),
+        eval_dataset=examples()[:4],
+        optimizers=(optimizer, schedule(optimizer)),
+        callbacks=[watch(seen)],
+    )
+    run.train()
+    run.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+    seen.keep(model.state_dict())
+
+
+def accelerate(wrap: Wrap, out: Path, seen: Seen) -> None:
+    accelerator = need("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = llama()
+    model, optimizer = wrap(model, adamw(model))
+    loader = torch.utils.data.DataLoader(examples(), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, schedule(optimizer))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.losses.append(loss.item())
+    accelerator.save_state(str(out / "state"))
+    accelerator.load_state(str(out / "state"))
+    seen.keep(accelerator.unwrap_model(model).state_dict())
+
+
+def lightning(wrap: Wrap, out: Path, seen: Seen) -> None:
+    L = need("lightning")
+
+    class Net(L.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            seen.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            seen.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 1.0)))
+
+    net = Net()
+    net, net.optimizer = wrap(net, adamw(net))
+    run = L.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    run.fit(net, torch.utils.data.DataLoader(examples(), batch_size=2))
+    seen.keep(net.state_dict())
+
+
+# -- TRL -----------------------------------------------------------------------------------------
+
+
+def sft(wrap: Wrap, out: Path, seen: Seen, **settings: Any) -> None:
+    trl, datasets = need("trl"), need("datasets")
+    model = llama()
+    model, optimizer = wrap(model, adamw(model))
+    run = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**arguments(out), bf16=False, **settings),
+        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
+        processing_class=tokenizer(),
+        optimizers=(optimizer, schedule(optimizer)),
+        callbacks=[watch(seen)],
+    )
+    run.train()
+    seen.keep(model.state_dict())
+
+
+def sft_chunked_head(wrap: Wrap, out: Path, seen: Seen) -> None:
+    sft(wrap, out, seen, loss_type="chunked_nll")  # is given lm_head.weight, and slices it
+
+
+def pairs() -> Any:
+    rows = {
+        "prompt": [words(i, 4) for i in range(40)],
+        "chosen": [words(i + 100, 5) for i in range(40)],
+        "rejected": [words(i + 200, 5) for i in range(40)],
+    }
+    return need("datasets").Dataset.from_dict(rows)
+
+
+def dpo(wrap: Wrap, out: Path, seen: Seen) -> None:
+    trl = need("trl")
+    model, reference = llama(), llama(5).requires_grad_(False)
+    model, optimizer = wrap(model, adamw(model))
+    reference, _ = wrap(reference, torch.optim.AdamW(reference.parameters()))
+    run = trl.DPOTrainer(
+        model,
+        ref_model=reference,
+        args=trl.DPOConfig(**arguments(out), bf16=False),
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        optimizers=(optimizer, schedule(optimizer)),
+        callbacks=[watch(seen)],
+    )
+    run.train()
+    seen.keep(model.state_dict())
+
+
+def dpo_lora(wrap: Wrap, out: Path, seen: Seen) -> None:
+    """The trainer adds an adapter of its own: it is built first, then its model is wrapped."""
+    trl = need("trl")
+    run = trl.DPOTrainer(
+        adapted("lora"),
+        args=trl.DPOConfig(**arguments(out), bf16=False),
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        callbacks=[watch(seen)],
+    )
+    run.model, run.optimizer = wrap(run.model, adamw(run.model))
+    run.lr_scheduler = schedule(run.optimizer)
+    run.train()
+    seen.keep(run.model.state_dict())
+
+
+# -- PEFT ----------------------------------------------------------------------------------------
+
+
+def adapted(kind: str) -> Any:
+    peft = need("peft")
+    lora, task = peft.LoraConfig, {"task_type": "CAUSAL_LM"}
+    configs: dict[str, Callable[[], Any]] = {
+        "lora": lambda: lora(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **task),
+        "dora": lambda: lora(r=4, use_dora=True, target_modules=["q_proj", "down_proj"], **task),
+        "ia3": lambda: peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **task
+        ),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **task),
+        "saved": lambda: lora(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], **task),
+        "embedding": lambda: lora(r=4, target_modules=["q_proj", "embed_tokens"], **task),
+    }
+    model = llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, configs[kind]())
+
+
+def train_adapted(wrap: Wrap, out: Path, seen: Seen, kind: str) -> Any:
+    model = adapted(kind)
+    model, optimizer = wrap(model, adamw(model))
+    for step in range(STEPS):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        seen.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.losses.append(loss.item())
+    seen.keep(model.state_dict())
+    model.save_pretrained(out)
+    return model
+
+
+def adapters(kind: str) -> Callable[[Wrap, Path, Seen], None]:
+    def run(wrap: Wrap, out: Path, seen: Seen) -> None:
+        train_adapted(wrap, out, seen, kind)
+        saved = need("peft").PeftModel.from_pretrained(llama(), out).eval()
+        with torch.no_grad():
+            seen.losses.append(saved(input_ids=tokens(0), labels=tokens(0)).loss.item())
+
+    return run
+
+
+CASES: dict[str, Callable[[Wrap, Path, Seen], None]] = {
+    "Trainer": trainer,
+    "accelerate": accelerate,
+    "Lightning": lightning,
+    "SFTTrainer": sft,
+    "SFTTrainer, chunked head": sft_chunked_head,
+    "DPOTrainer": dpo,
+    "DPOTrainer, LoRA": dpo_lora,
+    **{f"PEFT, {kind}": adapters(kind) for kind in ("lora", "dora", "ia3", "prompt", "saved", "embedding")},
+}
+
+
+def run_case(case: Callable[[Wrap, Path, Seen], Any], folder: Path, *, offloaded: bool) -> Seen:
+    seen, out = Seen(), folder / f"out{offloaded}"
+    out.mkdir()
+    wrap = Wrap(folder if offloaded else None)
+    torch.manual_seed(0)
+    try:
+        case(wrap, out, seen)
+    finally:
+        wrap.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps(name: str, tmp_path: Path) -> None:
+    wanted = run_case(CASES[name], tmp_path, offloaded=False)
+    found = run_case(CASES[name], tmp_path, offloaded=True)
+    assert len(wanted.losses) >= STEPS
+    assert len(wanted.norms) >= STEPS
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+    torch.testing.assert_close(found.state, wanted.state, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_are_merged_inside_gathered(tmp_path: Path) -> None:
+    results = []
+
+    def case(wrap: Wrap, out: Path, seen: Seen) -> None:
+        model = train_adapted(wrap, out, seen, "lora")
+        if wrap.folder is None:
+            model.merge_adapter()
+        else:
+            with infinity.gathered(model, write=True):
+                model.merge_adapter()
+        seen.keep(model.get_base_model().state_dict())
+        with torch.no_grad():
+            results.append(model.eval()(input_ids=tokens(0)).logits)
+
+    wanted = run_case(case, tmp_path, offloaded=False)
+    found = run_case(case, tmp_path, offloaded=True)
+    torch.testing.assert_close(found.state, wanted.state, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_adapters_fetches_no_frozen_unit(tmp_path: Path) -> None:
+    """With room on the device each unit that is frozen comes once; a step brings and reads adapters only."""
+    wrap = Wrap(tmp_path)
+    model = adapted("lora")
+    model, optimizer = wrap(model, adamw(model), device_memory="8MiB")
+    try:
+        units = engine_of(model).units
+        trained = [u for u in units if any(s.spec.trainable for s in u.params)]
+        assert len(trained) == 2
+        assert all(s.spec.trainable for u in trained for s in u.params)
+        for step in range(STEPS):
+            loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Those of the next step may have begun.
+        most = len(units) - len(trained) + (STEPS + 1) * len(trained)
+        assert infinity.metrics(optimizer)["fetch/units"] <= most
+    finally:
+        wrap.close()
