@@ -23,7 +23,7 @@ from infinity.core.sizes import Tier
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
 from infinity.storage.layout import Layout, PartSpec
-from infinity.storage.leftovers import MARK_NBYTES, arenas, free_nbytes, mark, reclaim
+from infinity.storage.leftovers import MARK_NBYTES, mark
 
 MIB = 1 << 20
 

@@ -197,6 +197,7 @@ class DirectoryFacts(NamedTuple):
     writable: bool
     direct: bool | None  #: whether files there take O_DIRECT; None: no file can be made
     alignment: int | None  #: of O_DIRECT's offsets; 0: none; None: the kernel does not say
+    refusal: int | None = None  #: the error number with which a file cannot be made there
 
 
 def describe_directory(path: str) -> DirectoryFacts:
@@ -210,10 +211,11 @@ def describe_directory(path: str) -> DirectoryFacts:
     system = os.statvfs(path)
     direct: bool | None = None
     alignment: int | None = None
+    refusal: int | None = None
     try:
         fd, direct = nameless_file(path)
-    except OSError:
-        pass
+    except OSError as error:
+        refusal = error.errno
     else:
         try:
             alignment = _alignment(fd)
@@ -228,6 +230,7 @@ def describe_directory(path: str) -> DirectoryFacts:
         writable=direct is not None,
         direct=direct,
         alignment=alignment,
+        refusal=refusal,
     )
 
 
@@ -342,9 +345,11 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the CUDA devices that torch sees."""
-    import torch
-
+    """Return the CUDA devices that torch sees; none, where there is no torch."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: a library that torch loads
+        return ()
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts: Any = torch.cuda.get_device_properties(index)
@@ -371,6 +376,6 @@ def gpu_numa_node(pci: str | None, root: Path = Path("/sys/bus/pci/devices")) ->
 def _text(file: Path) -> str | None:
     """Return what a file of /proc or /sys says, without spaces around; None if it does not."""
     try:
-        return file.read_text(errors="replace").strip("\0 \t\n") or None
+        return os.fsdecode(file.read_bytes()).strip("\0 \t\n") or None
     except OSError:
         return None

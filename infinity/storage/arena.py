@@ -152,7 +152,9 @@ class Arena:
                 with self._buffered():
                     why = why_foreign(held, self.fd)
                 if why:
-                    raise self._in_the_way(self.path, "an arena that a run left, or nothing", errno.EEXIST, why)
+                    raise self._in_the_way(
+                        self.path, "an arena that a run left, or nothing", errno.EEXIST, why
+                    )
                 return
             os.close(self.fd)
             self.fd = -1

@@ -34,6 +34,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "Check that every placement and update mode gives the same bits here.",
     ),
     "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
+    "clean": ("infinity.tools.clean", "clean_command", "Remove what killed runs have left in a directory."),
 }
 
 
