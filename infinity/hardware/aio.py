@@ -128,7 +128,7 @@ class Ring:
                 expected="block_bytes a multiple of 4096 up to 1 GiB, queue_depth and threads from 1 to "
                 f"{lib.AIO_MAX_DEPTH}, deadline > 0",
                 found=f"{block_bytes=}, {queue_depth=}, {threads=}, {deadline=}",
-                cure="block_bytes=1048576, queue_depth=32, threads=4, deadline=120.0",
+                cure="block_bytes=1048576, queue_depth=32",
             )
         if error < 0:
             raise TransferError(

@@ -13,6 +13,8 @@ import click
 from infinity.core.errors import InfinityError
 from infinity.version import __version__
 
+from .ending import end_on_signals, let_go_of_streams, print_anything, say_ended
+
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "train": ("infinity.tools.train", "train_command", "Train a GPT or a Hugging Face model on text."),
@@ -38,6 +40,14 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
 }
 
 
+#: Verbs that take settings of the engine as options.
+_WITH_OPTIONS: Final = ("train", "plan", "verify")
+
+
+class _Stopped(Exception):
+    """An interrupt, or a signal that ends a command: `__cause__`. click would make its own of it."""
+
+
 class _Verbs(click.Group):
     """A group whose commands are imported when they are asked for."""
 
@@ -53,6 +63,13 @@ class _Verbs(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
         with formatter.section("Verbs"):
@@ -66,7 +83,8 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt.
+    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
+    number for a signal.
 
     An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
     """
@@ -75,6 +93,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InfinityError as error:
+        if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
+            importlib.import_module("infinity.tools.dialect").say_in_options(error)
         if "--json" in arguments:
             click.echo(json.dumps({"error": error_as_dict(error)}))
         show_error(error)
@@ -82,9 +102,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return 2
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
+    except _Stopped as stopped:
+        return say_ended(stopped.__cause__)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return say_ended(error)
     except BrokenPipeError:
         return 141  # whoever read our output has gone; what a shell reports for that
 
@@ -114,4 +135,8 @@ def show_error(error: InfinityError) -> None:
 
 def main() -> None:
     """The entry point of `infinity` and `python -m infinity`."""
-    sys.exit(run())
+    print_anything()
+    end_on_signals()
+    code = run()
+    let_go_of_streams()
+    sys.exit(code)

@@ -198,7 +198,8 @@ def _loop(
     except KeyboardInterrupt:
         report.pause()
         last = f", last loss {losses[-1]:.4f}" if losses else ""
-        report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
+        with contextlib.suppress(OSError):  # the terminal may be what has gone
+            report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
         raise
     _finish_updates(optimizer)
     end = metrics(optimizer)
