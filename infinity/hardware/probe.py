@@ -287,13 +287,14 @@ def mount_of(path: str) -> Mount | None:
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= len(best.point)):
             kind, source, *more = right.split()
-            options = (*left.split()[5].split(","), *(more[0].split(",") if more else ()))
+            own = re.split(r"(?<!\\),", more[0]) if more else []  # a comma of a path is escaped
+            options = (*left.split()[5].split(","), *own)
             best = Mount(point, kind, _unescape(source), tuple(dict.fromkeys(options)))
     return best
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text).replace("\\,", ",")
 
 
 def drive_of(path: str) -> Drive | None:

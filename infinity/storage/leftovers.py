@@ -14,6 +14,7 @@ and gets the lock afterwards sees that the path does not, and makes a new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -75,12 +76,11 @@ def arenas(directory: str, *, remove: bool = False) -> list[Found]:
     folder = os.path.join(directory, SUBDIRECTORY)
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         with os.scandir(directory):  # a missing directory is an error, one without arenas is not
-            pass
-        if not os.path.isdir(folder) or os.path.islink(folder):
             return []
-        raise
     with _closing(fd):
         names = sorted(name for name in os.listdir(fd) if _NAME.fullmatch(name))
         found = (_look(fd, name, os.path.join(folder, name), remove) for name in names)

@@ -154,7 +154,7 @@ def memory() -> Iterator[Finding]:
         "host memory",
         WARNING if few else OK,
         f"{format_size(available)} available",
-        "end other programs, or lower host_memory" if few else None,
+        "end other programs, or lower --host-memory" if few else None,
     )
     text = (
         "no limit"

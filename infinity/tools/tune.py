@@ -182,7 +182,7 @@ def tune(directory: str, seconds: float, tell: Teller) -> tuple[Settings, dict[s
             f"{directory} has not the room to tune for",
             expected=f"{format_size(2 * window)} for the time that it takes, and a reserve",
             found=f"{format_size(nbytes)} usable",
-            cure="free space there, or set block_bytes and queue_depth by hand",
+            cure="free space there, or give runs --block-bytes and --queue-depth",
         )
     window = max([window, *(each for each in wanted if each <= nbytes // 2)])
     with Load(directory, nbytes, grain=min(_BLOCKS), window=window) as load:
