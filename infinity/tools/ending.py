@@ -39,8 +39,12 @@ def end_on_signals() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     for other in _SIGNALS:  # a hang-up comes with a second one: it must not disturb the closing
         if signal.getsignal(other) is _end:
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, _ignore)
     raise Ended(number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Python complains of a signal that came just before it is ignored; of this one it does not."""
 
 
 def say_ended(error: BaseException | None) -> int:
@@ -72,7 +76,7 @@ def let_go_of_streams() -> None:
     """Write out what stdout and stderr still hold, at the end. Where nobody listens any more that is dropped:
     Python would end with another exit code."""
     for number in _SIGNALS:
-        if signal.getsignal(number) is _end:  # nothing is open any more
+        if signal.getsignal(number) in (_end, _ignore):  # nothing is open any more
             signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         try:
