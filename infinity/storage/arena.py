@@ -76,23 +76,20 @@ class Arena:
         self.direct = True
         self._pid = os.getpid()
         self._folder = -1
+        self._ours = False  # locked, and seen to be an arena or empty
         try:
             self._check_directory()
             self._folder = self._open_folder()
             self._open_locked()
-            try:
-                self._allocate()
-                self.file = DirectFile(self.path, self.fd, direct=self.direct)
-            except BaseException:
-                self._unlink()
-                raise
+            self._allocate()
+            self.file = DirectFile(self.path, self.fd, direct=self.direct)
         except OSError as error:
-            self._close_descriptors()
+            self._abandon()
             if isinstance(error, DirectoryError):
                 raise
             raise self._refused(error) from error
         except BaseException:
-            self._close_descriptors()
+            self._abandon()
             raise
         _arenas.add(self)
 
@@ -320,6 +317,12 @@ class Arena:
             found=found,
             cure=cure,
         )
+
+    def _abandon(self) -> None:
+        if self._ours:
+            with contextlib.suppress(OSError):  # what went wrong before is what is told
+                self._unlink()
+        self._close_descriptors()
 
     def _unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # someone removed it already
