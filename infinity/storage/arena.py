@@ -204,7 +204,10 @@ class Arena:
         with self._buffered():
             left = memoryview(mark(self.nbytes))
             while left:
-                left = left[os.pwrite(self.fd, left, self.nbytes + MARK_NBYTES - len(left)) :]
+                moved = os.pwritev(self.fd, [left], self.nbytes + MARK_NBYTES - len(left))
+                if not moved:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                left = left[moved:]
             os.fsync(self.fd)  # or after a power failure the size would be there and the mark not
         number = _fallocate(self.fd, self.nbytes + MARK_NBYTES)
         if number in _UNSUPPORTED:
