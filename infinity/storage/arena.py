@@ -149,9 +149,8 @@ class Arena:
                 with self._buffered():
                     why = why_foreign(held, self.fd)
                 if why:
-                    raise self._in_the_way(
-                        self.path, "an arena that a run left, or nothing", errno.EEXIST, why
-                    )
+                    raise self._in_the_way(self.path, "an arena of ours, or nothing", errno.EEXIST, why)
+                self._ours = True
                 return
             os.close(self.fd)
             self.fd = -1

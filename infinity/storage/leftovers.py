@@ -97,6 +97,13 @@ def reclaim(directories: Iterable[str]) -> None:
                     _log.info("%s: removed, its run was killed", each.path)
 
 
+def dead_nbytes(directory: str) -> int:
+    """Return the bytes that killed runs hold in `directory`, as far as this user may see: they count as free."""
+    with contextlib.suppress(OSError):
+        return sum(each.nbytes for each in arenas(directory) if each.state == "dead")
+    return 0
+
+
 def free_nbytes(directories: Iterable[str]) -> int:
     """Return the bytes that arenas in `directories` may take together: what is free for this user on each
     file system, and what killed runs have left in them.
@@ -109,9 +116,7 @@ def free_nbytes(directories: Iterable[str]) -> int:
     for directory in directories:
         system = os.statvfs(directory)
         free[os.stat(directory).st_dev] = system.f_bavail * system.f_frsize
-        left -= MARK_NBYTES
-        with contextlib.suppress(OSError):
-            left += sum(each.nbytes for each in arenas(directory) if each.state == "dead")
+        left += dead_nbytes(directory) - MARK_NBYTES
     return max(0, sum(free.values()) + left)
 
 
