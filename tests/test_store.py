@@ -802,7 +802,6 @@ def test_a_closed_store_says_so_and_a_child_has_none(tmp_path: Path) -> None:
 _TOUCH = """
 import sys
 from infinity.core.sizes import Tier
-from infinity.storage.leftovers import MARK_NBYTES
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import PartSpec, Store
 pool = PinnedPool({"a": (8192, 1)}, protect=True)
@@ -892,7 +891,6 @@ def test_a_full_file_system_is_refused_at_the_start() -> None:
 _RUN = """
 import sys
 from infinity.core.sizes import Tier
-from infinity.storage.leftovers import MARK_NBYTES
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import PartSpec, Store
 pool = PinnedPool({"a": (1 << 20, 4)})

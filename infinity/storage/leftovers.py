@@ -98,7 +98,7 @@ def reclaim(directories: Iterable[str]) -> None:
 
 
 def dead_nbytes(directory: str) -> int:
-    """Return the bytes that killed runs hold in `directory`, as far as this user may see: they count as free."""
+    """Return the bytes that killed runs hold in `directory`, as far as this user sees: they count as free."""
     with contextlib.suppress(OSError):
         return sum(each.nbytes for each in arenas(directory) if each.state == "dead")
     return 0
