@@ -13,7 +13,7 @@ import click
 from infinity.core.errors import InfinityError
 from infinity.version import __version__
 
-from .ending import end_on_signals, let_go_of_streams, print_anything, say_ended
+from .ending import close_on_signals, end_on_signals, let_go_of_streams, print_anything, say_ended
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
@@ -61,6 +61,7 @@ class _Verbs(click.Group):
             return None
         module, attribute, _ = VERBS[cmd_name]
         command: click.Command = getattr(importlib.import_module(module), attribute)
+        close_on_signals()
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

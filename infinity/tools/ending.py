@@ -30,10 +30,25 @@ class Ended(KeyboardInterrupt):
 
 
 def end_on_signals() -> None:
-    """Have SIGTERM and SIGHUP raise `Ended`, once. One that is ignored (nohup) or handled stays so."""
+    """Have SIGTERM and SIGHUP end this process. One that is ignored (nohup) or handled stays so.
+
+    Until `close_on_signals` at once: nothing is open yet, and an exception amid the imports of others would
+    become one of theirs.
+    """
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_at_once)
+
+
+def close_on_signals() -> None:
+    """From now on they raise `Ended`, once."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end_at_once:
             signal.signal(number, _end)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(say_ended(Ended(number)))
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -76,7 +91,7 @@ def let_go_of_streams() -> None:
     """Write out what stdout and stderr still hold, at the end. Where nobody listens any more that is dropped:
     Python would end with another exit code."""
     for number in _SIGNALS:
-        if signal.getsignal(number) in (_end, _ignore):  # nothing is open any more
+        if signal.getsignal(number) in (_end_at_once, _end, _ignore):  # nothing is open any more
             signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         try:
