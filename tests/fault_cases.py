@@ -95,6 +95,8 @@ WRITE_FAULTS = [
     ("elsewhere", 4096),
 ]
 _SETUP_OPS = ("mkdir", "create", "truncate", "fallocate")
+#: The first of these in each directory are of the arena's mark: set-up, too.
+_MARKED = ("write", "fsync")
 SETUP_FAULTS = [
     (op, number)
     for op, numbers in {
@@ -102,6 +104,8 @@ SETUP_FAULTS = [
         "create": (errno.EIO, errno.EACCES, errno.EDQUOT),
         "truncate": (errno.EIO,),
         "fallocate": (errno.ENOSPC, errno.EIO, errno.EOPNOTSUPP),
+        "write": (errno.ENOSPC, errno.EIO),
+        "fsync": (errno.EIO,),
     }.items()
     for number in numbers
 ]
@@ -157,7 +161,7 @@ def _late(backend: str, op: str, kind: str, value: int, repeat: str) -> bool:
 def allowed(injection: Injection) -> set[str]:
     """Return how a run may end: "ok", which means the same bits, and names of errors."""
     op, kind, value, repeat = injection.op, injection.kind, injection.value, injection.repeat
-    if op in _SETUP_OPS:
+    if op in _SETUP_OPS or _of_the_mark(injection):
         return {"ok"} if value == errno.EOPNOTSUPP else {"DirectoryError"}
     if injection.means == "strace":
         return _allowed_calls(injection)
@@ -181,6 +185,10 @@ def allowed(injection: Injection) -> set[str]:
     if kind == "elsewhere" and op == "read":  # there may be the same bytes, or none
         return {"CorruptionError", "ShortTransferError", "ok"}
     return {"CorruptionError", "ok"}
+
+
+def _of_the_mark(injection: Injection) -> bool:
+    return injection.op in _MARKED and injection.nth <= injection.directories
 
 
 def _allowed_calls(injection: Injection) -> set[str]:
@@ -270,7 +278,9 @@ def all_injections(counts: Mapping[str, Mapping[str, int]]) -> list[Injection]:
                 for kind, value in faults:
                     for nth in range(1, seen[op] + 1):
                         for repeat in ("once", "good"):
-                            found.append(_injection(run, backend, "fuse", op, kind, nth, repeat, value))
+                            fault = _injection(run, backend, "fuse", op, kind, nth, repeat, value)
+                            if not _of_the_mark(fault):
+                                found.append(fault)
             for op, value in SETUP_FAULTS:
                 found.append(_injection(run, backend, "fuse", op, "error", 1, "once", value))
             for call, kind, repeats in CALLS[backend]:
@@ -287,7 +297,7 @@ def thorough(injections: list[Injection], seed: int) -> list[Injection]:
     for k, i in enumerate(injections):
         if i.means == "fuse" and i.run == "store":
             number = i.nth + BACKENDS.index(i.backend) + len(i.kind) + seed
-            keep = i.repeat == ("once", "good")[number % 2] or i.op in _SETUP_OPS
+            keep = i.repeat == ("once", "good")[number % 2] or i.op in _SETUP_OPS or _of_the_mark(i)
         elif i.means == "fuse":
             keep = (k + seed) % 61 == 0
         else:

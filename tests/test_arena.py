@@ -23,6 +23,7 @@ from infinity.core.sizes import Tier
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
 from infinity.storage.layout import Layout, PartSpec
+from infinity.storage.leftovers import MARK_NBYTES, mark
 
 MIB = 1 << 20
 
@@ -65,12 +66,13 @@ def test_the_file_is_ours_alone_preallocated_and_zero(tmp_path: Path) -> None:
     arena = Arena(str(tmp_path), 3 * MIB + 1, rank=2)
     found = os.stat(arena.path)
     assert arena.path == str(tmp_path / "infinity" / "rank2.arena")
-    assert found.st_size == arena.nbytes == 3 * MIB + 4096
+    assert arena.nbytes == 3 * MIB + 4096
+    assert found.st_size == arena.nbytes + MARK_NBYTES
     assert found.st_blocks * 512 >= arena.nbytes
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert stat.S_IMODE(os.stat(tmp_path / "infinity").st_mode) == 0o700
     assert not os.get_inheritable(arena.fd)
-    assert Path(arena.path).read_bytes() == bytes(arena.nbytes)
+    assert Path(arena.path).read_bytes() == bytes(arena.nbytes) + mark(arena.nbytes)
     arena.close()
     assert not os.path.exists(arena.path)
     arena.close()
@@ -112,7 +114,7 @@ def test_below_a_file_is_missing(tmp_path: Path) -> None:
 def test_too_large_is_refused_with_both_figures_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="not enough free space") as raised:
         Arena(str(tmp_path), 1 << 60)
-    assert str(1 << 60) in str(raised.value.expected)
+    assert str((1 << 60) + MARK_NBYTES) in str(raised.value.expected)
     assert "bytes) free" in str(raised.value.found)
     assert raised.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
@@ -264,7 +266,7 @@ def test_what_a_killed_run_left_is_emptied_and_reused(tmp_path: Path) -> None:
     path = tmp_path / "infinity" / "rank0.arena"
     assert b"stale" in path.read_bytes()
     arena = Arena(str(tmp_path), MIB)
-    assert path.read_bytes() == bytes(MIB)
+    assert path.read_bytes() == bytes(MIB) + mark(MIB)
     arena.close()
 
 
@@ -380,7 +382,7 @@ def test_a_file_system_without_fallocate_works_with_a_warning(
     monkeypatch.setattr(arena_module, "_fallocate", lambda fd, nbytes: errno.EOPNOTSUPP)
     with pytest.warns(UserWarning, match="cannot reserve space"):
         arena = Arena(str(tmp_path), MIB)
-    assert os.stat(arena.path).st_size == MIB
+    assert os.stat(arena.path).st_size == MIB + MARK_NBYTES
     arena.close()
 
 

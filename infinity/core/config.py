@@ -7,12 +7,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 Placement = Mapping[Tier, float]
 _PLACED = ("parameters", "optimizer_state", "gradients")
@@ -188,6 +189,8 @@ class Config:
                 cure='activations="host", or leave activation_memory out',
             )
         if self.device is not None:
+            import torch
+
             try:
                 kind = torch.device(self.device).type
             except RuntimeError:

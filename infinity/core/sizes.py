@@ -8,11 +8,12 @@ from __future__ import annotations
 import enum
 import math
 import re
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:  # `infinity doctor` reads this where there is no torch
+    import torch
 
 KiB: Final = 1 << 10
 MiB: Final = 1 << 20
@@ -41,11 +42,8 @@ class Tier(str, enum.Enum):
         return self.value
 
 
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+#: Compute dtypes, and torch's names for them.
+_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ALIASES: Final[dict[str, str]] = {
     "float32": "fp32",
     "float": "fp32",
@@ -63,10 +61,8 @@ _UNITS: Final[dict[str, int]] = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name (``fp32``, ``bf16``, ``fp16``) of a compute dtype."""
-    for name, value in DTYPES.items():
-        if value is dtype:
-            return name
-    return str(dtype).removeprefix("torch.")
+    word = str(dtype).removeprefix("torch.")
+    return _ALIASES.get(word, word)
 
 
 def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
@@ -76,17 +72,16 @@ def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
     Raises:
         ConfigError: `value` names no supported compute dtype.
     """
-    if isinstance(value, torch.dtype):
-        if value in DTYPES.values():
-            return value
-    elif isinstance(value, str):
-        word = value.removeprefix("torch.").lower()
-        word = _ALIASES.get(word, word)
-        if word in DTYPES:
-            return DTYPES[word]
+    word = str(value).removeprefix("torch.").lower()
+    word = _ALIASES.get(word, word)
+    if word in _DTYPES:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, _DTYPES[word])
+        return dtype
     raise ConfigError(
         f"unknown {'compute dtype' if name == 'dtype' else name}",
-        expected=", ".join(DTYPES),
+        expected=", ".join(_DTYPES),
         found=repr(value),
         cure=f'{name}="fp32", "bf16" or "fp16"',
     )

@@ -84,6 +84,7 @@ class Ring:
 
     Attributes:
         backend, reason: which backend was taken, and why.
+        block_bytes, queue_depth, threads: as given.
 
     Raises:
         BackendError: the backend is unknown or does not work here.
@@ -106,6 +107,7 @@ class Ring:
         self.name = name
         self.path = path
         self.deadline = deadline
+        self.block_bytes, self.queue_depth, self.threads = block_bytes, queue_depth, threads
         self._pid = os.getpid()
         self._closed = False
         self._handle: Any = None
@@ -126,7 +128,7 @@ class Ring:
                 expected="block_bytes a multiple of 4096 up to 1 GiB, queue_depth and threads from 1 to "
                 f"{lib.AIO_MAX_DEPTH}, deadline > 0",
                 found=f"{block_bytes=}, {queue_depth=}, {threads=}, {deadline=}",
-                cure="block_bytes=1048576, queue_depth=32, threads=4, deadline=120.0",
+                cure="block_bytes=1048576, queue_depth=32",
             )
         if error < 0:
             raise TransferError(
@@ -363,18 +365,31 @@ def open_ring(
     delay_seed: int | None,
 ) -> Ring:
     """Return the ring of `folder`: what is ``auto`` or None is what `infinity tune` found for the
-    drive, else a default."""
+    drive, else a default. What worked when it was measured may be forbidden here, or may never have worked:
+    then it is as if nothing was found."""
     found = tuned(folder)
-    settings: dict[str, Any] = {
-        "path": folder,
-        "block_bytes": block_bytes or (found.block_bytes if found else BLOCK_BYTES),
-        "queue_depth": queue_depth or (found.queue_depth if found else QUEUE_DEPTH),
-        "threads": found.threads if found else 4,
-        "deadline": deadline,
-        "delay_seed": delay_seed,
-    }
-    if found and backend == "auto" and not os.environ.get("INFINITY_AIO"):
-        # What worked when it was measured may be forbidden here: then it is as if nothing was.
-        with contextlib.suppress(BackendError):
-            return Ring(name, backend=found.backend, **settings)
-    return Ring(name, backend=backend, **settings)
+    if found is not None:
+        free = backend == "auto" and not os.environ.get("INFINITY_AIO")
+        with contextlib.suppress(BackendError, ConfigError, TransferError):
+            ring = Ring(
+                name,
+                path=folder,
+                backend=found.backend if free else backend,
+                block_bytes=block_bytes or found.block_bytes,
+                queue_depth=queue_depth or found.queue_depth,
+                deadline=deadline,
+                threads=found.threads,
+                delay_seed=delay_seed,
+            )
+            if free:
+                ring.reason = "as infinity tune found"
+            return ring
+    return Ring(
+        name,
+        path=folder,
+        backend=backend,
+        block_bytes=block_bytes or BLOCK_BYTES,
+        queue_depth=queue_depth or QUEUE_DEPTH,
+        deadline=deadline,
+        delay_seed=delay_seed,
+    )

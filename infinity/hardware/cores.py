@@ -21,13 +21,14 @@ import os
 import platform
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from infinity.core.errors import StorageError
 
 from .probe import NumaNode, cgroups_of, drive_of, gpu_numa_node, numa_nodes, pci_address
+
+if TYPE_CHECKING:
+    import torch
 
 #: mbind of each architecture (its unistd.h); Linux numbers it, libc has no name for it.
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
@@ -137,6 +138,8 @@ def node_for(device: torch.device, directories: Iterable[str]) -> int | None:
         return None
     own = None
     if device.type == "cuda":
+        import torch
+
         own = gpu_numa_node(pci_address(torch.cuda.get_device_properties(device)))
     drives = []
     for directory in directories:

@@ -197,6 +197,7 @@ class DirectoryFacts(NamedTuple):
     writable: bool
     direct: bool | None  #: whether files there take O_DIRECT; None: no file can be made
     alignment: int | None  #: of O_DIRECT's offsets; 0: none; None: the kernel does not say
+    refusal: int | None = None  #: the error number with which a file cannot be made there
 
 
 def describe_directory(path: str) -> DirectoryFacts:
@@ -210,10 +211,11 @@ def describe_directory(path: str) -> DirectoryFacts:
     system = os.statvfs(path)
     direct: bool | None = None
     alignment: int | None = None
+    refusal: int | None = None
     try:
         fd, direct = nameless_file(path)
-    except OSError:
-        pass
+    except OSError as error:
+        refusal = error.errno
     else:
         try:
             alignment = _alignment(fd)
@@ -228,6 +230,7 @@ def describe_directory(path: str) -> DirectoryFacts:
         writable=direct is not None,
         direct=direct,
         alignment=alignment,
+        refusal=refusal,
     )
 
 
@@ -284,13 +287,14 @@ def mount_of(path: str) -> Mount | None:
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= len(best.point)):
             kind, source, *more = right.split()
-            options = (*left.split()[5].split(","), *(more[0].split(",") if more else ()))
+            own = re.split(r"(?<!\\),", more[0]) if more else []  # a comma of a path is escaped
+            options = (*left.split()[5].split(","), *own)
             best = Mount(point, kind, _unescape(source), tuple(dict.fromkeys(options)))
     return best
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text).replace("\\,", ",")
 
 
 def drive_of(path: str) -> Drive | None:
@@ -342,9 +346,11 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the CUDA devices that torch sees."""
-    import torch
-
+    """Return the CUDA devices that torch sees; none, where there is no torch."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: a library that torch loads
+        return ()
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts: Any = torch.cuda.get_device_properties(index)
@@ -371,6 +377,6 @@ def gpu_numa_node(pci: str | None, root: Path = Path("/sys/bus/pci/devices")) ->
 def _text(file: Path) -> str | None:
     """Return what a file of /proc or /sys says, without spaces around; None if it does not."""
     try:
-        return file.read_text(errors="replace").strip("\0 \t\n") or None
+        return os.fsdecode(file.read_bytes()).strip("\0 \t\n") or None
     except OSError:
         return None

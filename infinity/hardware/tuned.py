@@ -13,6 +13,7 @@ import datetime
 import json
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from infinity.core.sizes import ALIGNMENT
 from .probe import drive_of, mount_of
 
 _VERSION: Final = 1
+_MOST: Final = 1 << 20  # bytes of the file
+_LARGEST: Final = {"block_bytes": 1 << 30, "queue_depth": 4096, "threads": 256}
 _log = logging.getLogger("infinity.tuned")
 
 
@@ -90,9 +93,9 @@ def bandwidths(paths: Sequence[str]) -> list[float] | None:
             entry = _read().get(drive_key(path))
         except OSError:
             return None
-        measured = entry.get("measured") if isinstance(entry, dict) else None
-        value = measured.get("score_bytes_per_second") if isinstance(measured, dict) else None
-        if not isinstance(value, (int, float)) or not 0 < value < 1e15:
+        kept = _kept(entry)
+        value: Any = kept["measured"].get("score_bytes_per_second") if kept is not None else None
+        if type(value) not in (int, float) or not 1e4 < value < 1e14:
             return None
         found.append(float(value))
     return found
@@ -107,7 +110,7 @@ def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) ->
     file = settings_file()
     temporary = None
     try:
-        devices = _read()
+        devices = {key: kept for key, entry in _read().items() if (kept := _kept(entry)) is not None}
         devices[drive_key(path)] = {
             **settings._asdict(),
             "measured": dict(measured),
@@ -138,10 +141,10 @@ def _read() -> dict[str, Any]:
     """Return drive key → entry; nothing if there is no file, or none that can be used."""
     file = settings_file()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(_text_of(file))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _log.warning("%s cannot be read (%s) and counts as empty", file, error)
         return {}
     if not isinstance(content, dict) or content.get("version") != _VERSION:
@@ -151,12 +154,37 @@ def _read() -> dict[str, Any]:
     return drives if isinstance(drives, dict) else {}
 
 
+def _text_of(file: Path) -> str:
+    """Return what a file says: a small, regular one, or nothing that could take for ever."""
+    fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as opened:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST:
+            raise ValueError(f"not a file of at most {_MOST} bytes")
+        return opened.read(_MOST).decode("utf-8")
+
+
 def _parse(entry: object) -> TunedSettings | None:
     if not isinstance(entry, dict):
         return None
-    values = [entry.get(name) for name in ("block_bytes", "queue_depth", "threads")]
-    if not all(type(value) is int and 0 < value <= 1 << 30 for value in values):
+    values = [entry.get(name) for name in _LARGEST]
+    in_range = zip(values, _LARGEST.values(), strict=True)
+    if not all(type(value) is int and 0 < value <= most for value, most in in_range):
         return None
     if entry["block_bytes"] % ALIGNMENT or not isinstance(entry.get("backend"), str):
         return None
     return TunedSettings(entry["block_bytes"], entry["queue_depth"], entry["backend"], entry["threads"])
+
+
+def _kept(entry: object) -> dict[str, Any] | None:
+    """Return what of an entry goes into the file again: its settings and its figures; None: damaged."""
+    settings = _parse(entry)
+    if settings is None or not isinstance(entry, dict):
+        return None
+    measured, when = entry.get("measured"), entry.get("when")
+    figures = {}
+    for name, value in measured.items() if isinstance(measured, dict) else ():
+        parts = value.values() if isinstance(value, dict) else (value,)
+        if all(type(part) in (int, float, str) for part in parts):
+            figures[name] = value
+    return {**settings._asdict(), "measured": figures, "when": when if isinstance(when, str) else None}

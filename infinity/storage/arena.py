@@ -12,8 +12,8 @@ the path: both are compared. A child after a fork closes its copies of the descr
 keep the lock of a parent that died.
 
 [Note: no arena is left behind] An arena that serves one run only is unlinked at `close`. What a
-killed run leaves is locked by nobody; the next run of the same rank in that directory empties it
-and takes its space, whatever its own size.
+killed run leaves is locked by nobody (`leftovers.py`); the next run in that directory takes its space,
+whatever its own size. A file that has the arena's name and is none of ours is refused as it is.
 
 [Note: a key never becomes a path] The names in the directory are ours: a constant and the rank's
 number. Nothing that a user, a model or a checkpoint names becomes part of a path.
@@ -31,13 +31,15 @@ import struct
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Final
 
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.hardware.aio import DirectFile
 
-SUBDIRECTORY: Final = "infinity"
+from .leftovers import MARK_NBYTES, SUBDIRECTORY, mark, why_foreign
+
 _ATTEMPTS: Final = 10
 _STATX_DIOALIGN: Final = 0x2000
 _AT_EMPTY_PATH: Final = 0x1000
@@ -49,7 +51,7 @@ _LOCK_SECONDS: Final = 2.0
 
 
 class Arena:
-    """An open, locked arena of `nbytes` zeros.
+    """An open, locked arena of `nbytes` zeros, and a page behind them that says whose it is.
 
     Args:
         directory: what the user named; it must exist.
@@ -62,7 +64,7 @@ class Arena:
 
     Raises:
         DirectoryError: the directory is missing, no directory, read-only, closed to us, full or in
-            use by another run, or something else stands where the arena belongs.
+            use by another run, or something else stands where the arena belongs; that is left as it is.
     """
 
     def __init__(self, directory: str, nbytes: int, *, rank: int = 0) -> None:
@@ -74,6 +76,7 @@ class Arena:
         self.direct = True
         self._pid = os.getpid()
         self._folder = -1
+        self._ours = False  # locked, and seen to be an arena or empty
         try:
             self._check_directory()
             self._folder = self._open_folder()
@@ -81,12 +84,12 @@ class Arena:
             self._allocate()
             self.file = DirectFile(self.path, self.fd, direct=self.direct)
         except OSError as error:
-            self._close_descriptors()
+            self._abandon()
             if isinstance(error, DirectoryError):
                 raise
             raise self._refused(error) from error
         except BaseException:
-            self._close_descriptors()
+            self._abandon()
             raise
         _arenas.add(self)
 
@@ -137,11 +140,17 @@ class Arena:
             if not stat.S_ISREG(held.st_mode):
                 raise self._in_the_way(self.path, "a regular file of our own", errno.EEXIST)
             self._lock()
+            held = os.fstat(self.fd)
             try:
                 there = os.stat(self.name, dir_fd=self._folder, follow_symlinks=False)
             except FileNotFoundError:
                 there = None
             if there is not None and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                with self._buffered():
+                    why = why_foreign(held, self.fd)
+                if why:
+                    raise self._in_the_way(self.path, "an arena of ours, or nothing", errno.EEXIST, why)
+                self._ours = True
                 return
             os.close(self.fd)
             self.fd = -1
@@ -189,29 +198,42 @@ class Arena:
 
     def _allocate(self) -> None:
         """Take the space. What was there is gone before: a fresh extent reads as zeros."""
-        try:
-            self._check_space(self._folder, os.fstat(self.fd).st_blocks * 512)
-            os.ftruncate(self.fd, 0)
-            number = _fallocate(self.fd, self.nbytes)
-            if number in _UNSUPPORTED:
-                # posix_fallocate would write every block instead, which can take an hour.
-                warnings.warn(
-                    f"{self.directory}: the file system cannot reserve space (fallocate); "
-                    "the disk may turn out to be full during the run",
-                    stacklevel=4,
-                )
-                os.ftruncate(self.fd, self.nbytes)
-            elif number:
-                raise OSError(number, os.strerror(number))
-        except BaseException:
-            self._unlink()
-            raise
+        self._check_space(self._folder, os.fstat(self.fd).st_blocks * 512)
+        os.ftruncate(self.fd, 0)
+        with self._buffered():
+            left = memoryview(mark(self.nbytes))
+            while left:
+                moved = os.pwritev(self.fd, [left], self.nbytes + MARK_NBYTES - len(left))
+                if not moved:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                left = left[moved:]
+            os.fsync(self.fd)  # or after a power failure the size would be there and the mark not
+        number = _fallocate(self.fd, self.nbytes + MARK_NBYTES)
+        if number in _UNSUPPORTED:
+            # posix_fallocate would write every block instead, which can take an hour.
+            warnings.warn(
+                f"{self.directory}: the file system cannot reserve space (fallocate); "
+                "the disk may turn out to be full during the run",
+                stacklevel=4,
+            )
+        elif number:
+            raise OSError(number, os.strerror(number))
         if not self.direct:
             warnings.warn(
                 f"{self.directory}: the file system has no direct I/O (O_DIRECT); transfers go "
                 "through the page cache, which takes host memory outside the budget",
                 stacklevel=4,
             )
+
+    @contextlib.contextmanager
+    def _buffered(self) -> Iterator[None]:
+        """Read and write the mark without O_DIRECT: a short write can go on where it ended."""
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            yield
+        finally:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
 
     def _check_space(self, where: str | int, reclaimed: int) -> None:
         system = os.statvfs(where)
@@ -222,14 +244,15 @@ class Arena:
         if isinstance(where, str):
             with contextlib.suppress(OSError):  # none there
                 free += os.lstat(self.path).st_blocks * 512
-        if free < self.nbytes:
+        if free < self.nbytes + MARK_NBYTES:
             raise self._full(free)
 
     def _full(self, free: int) -> DirectoryError:
+        needed = self.nbytes + MARK_NBYTES
         return self._error(
             "has not enough free space",
             errno.ENOSPC,
-            expected=f"{format_size(self.nbytes)} ({self.nbytes} bytes)",
+            expected=f"{format_size(needed)} ({needed} bytes)",
             found=f"{format_size(free)} ({free} bytes) free",
             cure="free space, add a directory to the setting nvme, or place less on nvme",
         )
@@ -296,6 +319,12 @@ class Arena:
             found=found,
             cure=cure,
         )
+
+    def _abandon(self) -> None:
+        if self._ours:
+            with contextlib.suppress(OSError):  # what went wrong before is what is told
+                self._unlink()
+        self._close_descriptors()
 
     def _unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # someone removed it already

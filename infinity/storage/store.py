@@ -19,6 +19,7 @@ from infinity.hardware.tuned import bandwidths
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
 from .layout import ChunkSpec, DirectoryStats, Extent, Layout, PartSpec
+from .leftovers import reclaim
 from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
@@ -88,6 +89,7 @@ class Store:
         try:
             # Every directory is tried before anything large is taken.
             if any(self.layout.arena_nbytes):
+                reclaim(directories)
                 for directory, nbytes in zip(directories, self.layout.arena_nbytes, strict=True):
                     self._arenas.append(Arena(directory, nbytes, rank=rank))
             for index, arena in enumerate(self._arenas):

@@ -36,6 +36,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
+from infinity.storage.leftovers import reclaim
 
 #: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
 _LEAST_NBYTES: Final = 4096
@@ -70,6 +71,7 @@ def init(config: Config) -> Iterator[None]:
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
     """
+    reclaim(config.directories)  # what a killed run has left there is room for this one
     file = ScratchFile(config.directories[0] if config.directories else _temporary_directory())
     backing = _Backing(file)
     handle = register_module_parameter_registration_hook(backing.on_registration)

@@ -13,6 +13,7 @@ import click
 from infinity.core.errors import InfinityError
 from infinity.version import __version__
 
+from .ending import close_on_signals, end_on_signals, let_go_of_streams, print_anything, say_ended
 from .shown import error_as_dict, show_error
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
@@ -36,7 +37,16 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "Check that every placement and update mode gives the same bits here.",
     ),
     "doctor": ("infinity.tools.doctor", "doctor_command", "Look over this machine, and say what to change."),
+    "clean": ("infinity.tools.clean", "clean_command", "Remove what killed runs have left in a directory."),
 }
+
+
+#: Verbs that take settings of the engine as options.
+_WITH_OPTIONS: Final = ("train", "plan", "verify")
+
+
+class _Stopped(Exception):
+    """An interrupt, or a signal that ends a command: `__cause__`. click would make its own of it."""
 
 
 class _Verbs(click.Group):
@@ -52,7 +62,15 @@ class _Verbs(click.Group):
             return None
         module, attribute, _ = VERBS[cmd_name]
         command: click.Command = getattr(importlib.import_module(module), attribute)
+        close_on_signals()
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
@@ -67,7 +85,8 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt.
+    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
+    number for a signal.
 
     An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
     """
@@ -76,6 +95,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InfinityError as error:
+        if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
+            importlib.import_module("infinity.tools.dialect").say_in_options(error)
         if "--json" in arguments:
             click.echo(json.dumps({"error": error_as_dict(error)}))
         show_error(error)
@@ -83,13 +104,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return 2
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
+    except _Stopped as stopped:
+        return say_ended(stopped.__cause__)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return say_ended(error)
     except BrokenPipeError:
         return 141  # whoever read our output has gone; what a shell reports for that
 
 
 def main() -> None:
     """The entry point of `infinity` and `python -m infinity`."""
-    sys.exit(run())
+    print_anything()
+    end_on_signals()
+    code = run()
+    let_go_of_streams()
+    sys.exit(code)

@@ -62,6 +62,13 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
         found = [p for p in _walk(root) if p.suffix == ".py" and not _outside_stdlib(p.relative_to(root))]
     else:
         name = os.path.expanduser(os.fspath(source))
+        if not name:
+            raise DataError(
+                "the data has no name",
+                expected="a file, a directory or a glob",
+                found="''",
+                cure="name one with --data, or leave --data out for Python's standard library",
+            )
         path = Path(name)
         if path.is_file():
             if _is_binary(path):

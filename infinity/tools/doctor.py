@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
 
@@ -20,22 +20,14 @@ from infinity.core.sizes import GiB, MiB, format_size
 from infinity.hardware import cores, probe
 from infinity.version import __version__
 
-OK, WARNING, ERROR = "ok", "warning", "error"
+from .doctor_directory import ERROR, OK, WARNING, Finding, directory
+
 DISTRIBUTION: Final = "infinity-offload"
 _PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
 _OPTIONAL: Final = (("transformers", "hf"), ("matplotlib", "plot"))
 _LEAST_CONTEXTS: Final = 1024  # requests of Linux AIO that a few rings take
 _LEAST_LOCKED: Final = 64 * MiB
-_LEAST_FREE: Final = GiB
-
-
-class Finding(NamedTuple):
-    """One line. `status` is ok, warning or error; `cure` what to change, if anything."""
-
-    name: str
-    status: str
-    found: str
-    cure: str | None = None
+_TORCH_CURE: Final = "pip install torch"
 
 
 def versions() -> Iterator[Finding]:
@@ -46,13 +38,26 @@ def versions() -> Iterator[Finding]:
     yield Finding("system", OK if linux else ERROR, system, None if linux else "infinity runs on Linux")
     for name in _PACKAGES:
         try:
-            yield Finding(name, OK, importlib.metadata.version(name))
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, ERROR, "not installed", f"pip install {name}")
+            continue
+        why = _why_not_imported(name)
+        text = version if why is None else f"{version} is installed, but cannot be imported: {why}"
+        cure = None if why is None else f"pip install --force-reinstall {name}"
+        yield Finding(name, OK if why is None else ERROR, text, cure)
     for name, extra in _OPTIONAL:
         found = importlib.util.find_spec(name) is not None
         text = "installed" if found else f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')"
         yield Finding(name, OK, text)
+
+
+def _why_not_imported(name: str) -> str | None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever a package that is broken raises
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def package() -> Iterator[Finding]:
@@ -120,6 +125,8 @@ def native() -> Iterator[Finding]:
         yield Finding("native Adam", WARNING if slow else OK, text, cure)
     except InfinityError as error:
         yield Finding("native Adam", ERROR, str(error.found or error.what), error.cure)
+    except (ImportError, OSError) as error:  # torch, or what torch loads
+        yield Finding("native Adam", ERROR, f"cannot be tried: {error}", _TORCH_CURE)
 
 
 def _backend_cure(name: str, verdict: str) -> str | None:
@@ -147,7 +154,7 @@ def memory() -> Iterator[Finding]:
         "host memory",
         WARNING if few else OK,
         f"{format_size(available)} available",
-        "end other programs, or lower host_memory" if few else None,
+        "end other programs, or lower --host-memory" if few else None,
     )
     text = (
         "no limit"
@@ -223,16 +230,21 @@ def processors() -> Iterator[Finding]:
     )
 
 
-def _torch_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
+def _torch_threads() -> str:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return "as many as it likes, but it is not here,"
+    return str(torch.get_num_threads())
 
 
 def devices() -> Iterator[Finding]:
     """GPUs, and whether the engine's memory can be pinned for them."""
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("GPU", ERROR, f"cannot be looked for: {error}", _TORCH_CURE)
+        return
     if not torch.cuda.is_available():
         there = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
         text = "none that torch sees; the CPU computes"
@@ -260,78 +272,6 @@ def devices() -> Iterator[Finding]:
         yield Finding("pinning", OK, f"{format_size(mapping.nbytes)} of the engine's memory can be pinned")
     except InfinityError as error:
         yield Finding("pinning", ERROR, str(error.found), error.cure)
-
-
-def directory(path: str) -> Iterator[Finding]:
-    """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
-    try:
-        facts = probe.describe_directory(path)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        yield Finding(path, ERROR, reason, f"create it (mkdir -p {path}), or name another directory")
-        return
-    drive, mount = facts.drive, facts.mount
-    kind = mount.filesystem if mount is not None else "an unknown file system"
-    parts = [kind]
-    if drive is not None:
-        node = "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
-        parts.append(f"on {drive.name}{f' ({drive.model})' if drive.model else ''}{node}")
-    yield Finding(path, OK, " ".join(parts))
-    if not facts.writable:
-        yield Finding(
-            f"{path}: access", ERROR, "no file can be made", "name a directory that you may write to"
-        )
-        return
-    if kind in ("tmpfs", "ramfs"):
-        yield Finding(f"{path}: tier", WARNING, "it is memory, not a drive", "name a directory on a drive")
-    few = facts.free < _LEAST_FREE
-    text = f"{format_size(facts.free)} of {format_size(facts.total)}"
-    yield Finding(
-        f"{path}: free", WARNING if few else OK, text, "free space, or another drive" if few else None
-    )
-    aligned = facts.alignment is None or 0 < facts.alignment <= 4096
-    says = "" if facts.alignment is None else f", alignment {facts.alignment} B"
-    direct = bool(facts.direct) and aligned
-    yield Finding(
-        f"{path}: O_DIRECT",
-        OK if direct else WARNING,
-        f"works{says}" if direct else f"does not work{says}: every byte passes through the page cache",
-        None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
-    )
-    yield from _backends_of(path)
-    gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
-    if not gpus and drive is not None:
-        chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
-        if chosen is not None:
-            yield Finding(f"{path}: buffers", OK, f"those of a run with this drive prefer node {chosen}")
-    if drive is not None and drive.numa_node is not None and gpus:
-        near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
-        text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
-        yield Finding(
-            f"{path}: NUMA", OK if near else WARNING, text, None if near else "a drive near the GPU"
-        )
-
-
-def _backends_of(path: str) -> Iterator[Finding]:
-    try:
-        from infinity.hardware.aio import available_backends
-        from infinity.hardware.aio_probe import choose_backend
-        from infinity.hardware.tuned import tuned
-
-        chosen, reason = choose_backend("auto", path)
-        verdicts = available_backends(path).items()
-        refused = [f"{n}: {v}" for n, v in verdicts if v != "ok" and v not in reason and reason not in v]
-        text = f"auto takes {chosen} ({reason})" + (f"; {'; '.join(refused)}" if refused else "")
-        slower = chosen == "threads" and not reason.startswith("asked")
-        cure = "a local file system with O_DIRECT, or allow Linux AIO" if slower else None
-        yield Finding(f"{path}: backend", WARNING if slower else OK, text, cure)
-        found = tuned(path)
-        text = f"infinity tune {path} finds the settings for this drive (never run)"
-        if found is not None:
-            text = f"{found.backend}, {format_size(found.block_bytes)} × {found.queue_depth}"
-        yield Finding(f"{path}: tuned", OK, text)
-    except InfinityError as error:
-        yield Finding(f"{path}: backend", ERROR, f"{error.what}: {error.found}", error.cure)
 
 
 CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (

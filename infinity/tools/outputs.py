@@ -39,6 +39,10 @@ def check_outputs(
     for option, given, is_ours in outputs:
         if given is None:
             continue
+        if not given:
+            _refuse(
+                option, given, "the name of a file", "no name", f"name a file with {option}, or leave it out"
+            )
         path = os.path.expanduser(given)
         place = _identity(path) or os.path.realpath(path)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
 from infinity.planning.planner import Bandwidths, Plan, make_plan, step_bounds, wear
+from infinity.storage.leftovers import free_nbytes
 from infinity.training.activations import AHEAD, SMALLEST
 
 from .model import Activations
@@ -35,15 +35,11 @@ def config_for_planning(run: Run) -> Config:
 
 
 def free_bytes(directories: Sequence[str]) -> int | None:
-    """Return the bytes free on the file systems of `directories`; None if one of them is missing."""
-    free: dict[int, int] = {}
-    for directory in directories:
-        try:
-            system = os.statvfs(directory)
-            free[os.stat(directory).st_dev] = system.f_bavail * system.f_frsize
-        except OSError:
-            return None
-    return sum(free.values()) if free else None
+    """Return the bytes that arenas in `directories` may take together; None if one of them is missing."""
+    try:
+        return free_nbytes(directories) if directories else None
+    except OSError:
+        return None
 
 
 def plan_run(run: Run, config: Config, workload: Workload) -> Plan:

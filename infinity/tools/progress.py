@@ -85,7 +85,8 @@ class Reporter:
     def pause(self) -> None:
         """End the bar; lines still work."""
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):  # a terminal that has hung up
+                self._live.stop()
             self._live = None
 
     def line(self, text: str = "", style: str | None = None) -> None:

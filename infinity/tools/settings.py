@@ -388,11 +388,12 @@ def _default_text(option: Option) -> str:
 
 
 def _wrong(section: str, name: str, expected: str, found: object) -> None:
+    flags = [o.flags.split("/")[0] for o in OPTIONS if (o.section, o.name) == (section, name)]
     raise ConfigError(
         f"{name} in {section!r} cannot be used",
         expected=expected,
         found=repr(found),
-        cure=f"change {name.replace('_', '-')}",
+        cure=f"change {flags[0] if flags else name}",
     )
 
 

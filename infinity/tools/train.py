@@ -33,6 +33,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import GiB, Tier, format_size
 from infinity.planning.planner import Plan
+from infinity.storage.leftovers import reclaim
 from infinity.surface.calls import close, metrics
 from infinity.surface.engine import engine_of, wrap
 from infinity.surface.init import init
@@ -97,6 +98,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     config = run.config()
     workload = workload_of(run)
     _check_files(run)
+    reclaim(config.directories)  # before anything needs the space, and before bytes on disk are counted
     scratch = config.directories[0] if config.directories else None
     stream = open_stream(run.data.path, workload.tokenizer, directory=scratch)
     if stream.vocab > workload.vocab:
@@ -212,7 +214,8 @@ def _loop(
     except KeyboardInterrupt:
         report.pause()
         last = f", last loss {losses[-1]:.4f}" if losses else ""
-        report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
+        with contextlib.suppress(OSError):  # the terminal may be what has gone
+            report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
         raise
     _finish_updates(optimizer)
     end = metrics(optimizer)

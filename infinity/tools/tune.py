@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import click
 
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
 from infinity.hardware.tuned import TunedSettings, remember
@@ -182,7 +182,7 @@ def tune(directory: str, seconds: float, tell: Teller) -> tuple[Settings, dict[s
             f"{directory} has not the room to tune for",
             expected=f"{format_size(2 * window)} for the time that it takes, and a reserve",
             found=f"{format_size(nbytes)} usable",
-            cure="free space there, or set block_bytes and queue_depth by hand",
+            cure="free space there, or give runs --block-bytes and --queue-depth",
         )
     window = max([window, *(each for each in wanted if each <= nbytes // 2)])
     with Load(directory, nbytes, grain=min(_BLOCKS), window=window) as load:
@@ -212,33 +212,35 @@ def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="In all.")
 @click.option("--store/--no-store", default=True, help="Keep the result, so that auto uses it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_json: bool) -> None:
+def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_json: bool) -> int:
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
     They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
-    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes.
+    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
+    result cannot be kept; it is printed then, too.
     """
     places = list(dict.fromkeys(map(os.path.abspath, directories)))
     for directory in places:
         check_directory(directory)
-    results, kept = [], None
+    results, kept, lost = [], None, None
     with Teller(quiet=as_json) as tell:
         for directory in places:
             settings, measured = tune(directory, seconds / len(places), tell)
             if store:
-                kept = remember(
-                    directory,
-                    TunedSettings(
-                        settings.block_bytes, settings.queue_depth, settings.backend, settings.threads
-                    ),
-                    measured,
+                one = TunedSettings(
+                    settings.block_bytes, settings.queue_depth, settings.backend, settings.threads
                 )
+                try:
+                    kept = remember(directory, one, measured)
+                except DirectoryError as error:
+                    lost = error
             results.append((directory, settings, measured))
     yaml = as_yaml([(directory, settings) for directory, settings, _ in results])
     if as_json:
         rows = [{"path": d, **s._asdict(), "measured": m} for d, s, m in results]
-        click.echo(json.dumps({"tuned": rows, "yaml": yaml, "stored": str(kept) if kept else None}))
-        return
+        result = {"tuned": rows, "yaml": yaml, "stored": None if kept is None or lost else str(kept)}
+        click.echo(json.dumps(result))
+        return _not_kept(lost)
     console = wide_console()
     for directory, settings, measured in results:
         threads = f" with {settings.threads} threads" if settings.backend == "threads" else ""
@@ -249,7 +251,15 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
             f"(equal settings differ by {measured['noise']:.1%} here)",
             markup=False,
         )
-    if kept is not None:
+    if kept is not None and lost is None:
         console.print(f"kept in {kept}; aio_backend: auto uses it", markup=False)
     console.print()
     click.echo(yaml, nl=False)
+    return _not_kept(lost)
+
+
+def _not_kept(error: DirectoryError | None) -> int:
+    if error is None:
+        return 0
+    click.echo(f"error: {error}", err=True)
+    return 1

@@ -1,0 +1,65 @@
+"""`infinity clean`: removes what killed runs have left in a directory, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import click
+
+from infinity.core.errors import DirectoryError
+from infinity.core.sizes import format_size
+from infinity.storage.leftovers import Found, arenas
+
+_SAID = {"dead": "removed", "live": "kept: a run has it", "foreign": "kept"}
+
+
+@click.command("clean")
+@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
+    """Remove the arenas that killed runs have left in each DIR.
+
+    An arena that a run has, and whatever else is there, stays. The next run would take the space of what is
+    removed here by itself.
+    """
+    found: list[Found] = []
+    for directory in dict.fromkeys(map(os.path.abspath, directories)):
+        found += clean(directory)
+    if as_json:
+        rows = [
+            {"path": each.path, "bytes": each.nbytes, "removed": each.state == "dead", "why": each.why}
+            for each in found
+        ]
+        click.echo(json.dumps({"arenas": rows}))
+        return
+    for each in found:
+        why = f": {each.why}" if each.why else ""
+        click.echo(f"{each.path}, {format_size(each.nbytes)}: {_SAID[each.state]}{why}")
+    if not any(each.state == "dead" for each in found):
+        click.echo("nothing to remove")
+
+
+def clean(directory: str) -> list[Found]:
+    """Remove the dead arenas in `directory`; return everything there that has an arena's name.
+
+    Raises:
+        DirectoryError: the directory is missing, closed to this user or read-only.
+    """
+    try:
+        return arenas(directory, remove=True)
+    except OSError as error:
+        cures = {
+            errno.ENOENT: "correct the path",
+            errno.ENOTDIR: "name the directory that a run was given",
+            errno.EROFS: "mount the file system read-write",
+        }
+        raise DirectoryError(
+            f"{directory} cannot be cleaned",
+            errno=error.errno,
+            path=directory,
+            expected="a directory that runs were given, and permission to remove their arenas",
+            found=os.strerror(error.errno or 0),
+            cure=cures.get(error.errno or 0, "run it as the user whose run was killed"),
+        ) from error

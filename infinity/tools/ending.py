@@ -1,0 +1,102 @@
+"""How a command ends when somebody ends it, and how it speaks on a terminal that has few characters.
+
+SIGTERM and SIGHUP end a command as Ctrl-C does: what it has open is closed, and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Final
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+#: What stands for the characters that we print, where the terminal has them not.
+_PLAIN: Final = str.maketrans(
+    {"×": "x", "–": "-", "−": "-", "÷": "/", "µ": "u", "≥": ">=", "…": "...", "→": "->", "█": "#", "•": "*"}
+)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asks this process to end. `number`: which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def end_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this process. One that is ignored (nohup) or handled stays so.
+
+    Until `close_on_signals` at once: nothing is open yet, and an exception amid the imports of others would
+    become one of theirs.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_at_once)
+
+
+def close_on_signals() -> None:
+    """From now on they raise `Ended`, once."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end_at_once:
+            signal.signal(number, _end)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(say_ended(Ended(number)))
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for other in _SIGNALS:  # a hang-up comes with a second one: it must not disturb the closing
+        if signal.getsignal(other) is _end:
+            signal.signal(other, _ignore)
+    raise Ended(number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Python complains of a signal that came just before it is ignored; of this one it does not."""
+
+
+def say_ended(error: BaseException | None) -> int:
+    """Say on stderr what ended the command; return its exit code: 128 + the signal's number."""
+    number = error.number if isinstance(error, Ended) else signal.SIGINT
+    text = f"ended by {signal.Signals(number).name}" if isinstance(error, Ended) else "interrupted"
+    with contextlib.suppress(OSError):  # a terminal that has hung up hears nothing
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    return 128 + number
+
+
+def print_anything() -> None:
+    """Let stdout and stderr take every character: what their encoding has not is written in another way."""
+    codecs.register_error("infinity", _in_other_words)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="infinity")
+
+
+def _in_other_words(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError):
+        words = error.object[error.start : error.end].translate(_PLAIN)
+        return words.encode("ascii", "backslashreplace"), error.end
+    raise error
+
+
+def let_go_of_streams() -> None:
+    """Write out what stdout and stderr still hold, at the end. Where nobody listens any more that is dropped:
+    Python would end with another exit code."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) in (_end_at_once, _end, _ignore):  # nothing is open any more
+            signal.signal(number, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
