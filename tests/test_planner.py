@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import pytest
@@ -10,10 +9,12 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import GiB, MiB, Tier, parse_size
+from infinity.core.sizes import GiB, MiB, Tier
+from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget
+from infinity.planning.machine import Drive, Machine
 from infinity.planning.partition import ParamSpec
-from infinity.planning.planner import Bandwidths, Model, Plan, Problem, make_plan, step_bounds, wear
+from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 
 DIMENSION = 1024
 BLOCKS = 6
@@ -34,8 +35,17 @@ def config_of(places: str = "nvme", **changes: Any) -> Config:
     return Config(**{**settings, "device": "cpu", "chunk_elements": 1 << 19, **changes})
 
 
-def plan_of(config: Config, budget: Budget = ROOMY, **options: Any) -> Plan:
-    return make_plan(model_of(config.compute_dtype), config, budget, **{"staged": True, **options})
+def plan_of(
+    config: Config, budget: Budget = ROOMY, *, staged: bool = True, free: int | None = None, **options: Any
+) -> Plan:
+    """The plan on a machine that has what `budget` says, and more."""
+    machine = Machine(
+        host_memory=1 << 50,
+        device_memory=1 << 50 if staged else None,
+        drives=tuple(Drive(directory=d, free=free, system=d) for d in config.directories),
+    )
+    given = {"device_memory": budget.device, "host_memory": budget.host}
+    return Planner(model_of(config.compute_dtype)).plan(config.replace(**given), machine, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +132,6 @@ def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: b
         assert problem.tier is tier
 
 
-def apply_cure(config: Config, problem: Problem) -> Config:
-    """Return the configuration after the last alternative of a cure."""
-    words = shlex.split(problem.cure.replace("(a directory)", "").rpartition(", or ")[2])
-    changes: dict[str, Any] = {}
-    for name, value in zip(words[::2], words[1::2], strict=True):
-        key = name.removeprefix("--").replace("-", "_")
-        changes[key] = int(value) if value.isdigit() else value
-    return config.replace(**changes)
-
-
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize(
     "budget",
@@ -142,32 +142,61 @@ def apply_cure(config: Config, problem: Problem) -> Config:
     ],
 )
 @pytest.mark.parametrize("activations", ["device", "host"])
-def test_cures_cure(places: str, budget: Budget, activations: str) -> None:
+def test_changes_fit(places: str, budget: Budget, activations: str) -> None:
     config = config_of(places, dtype="bf16", activations=activations)
-    plan = plan_of(config, budget)
-    for problem in plan.problems:
-        changed = apply_cure(config, problem)
-        assert plan_of(changed, budget).fits, problem.cure
+    given = config.replace(device_memory=budget.device, host_memory=budget.host)
+    planner = Planner(model_of(torch.bfloat16))
+    machine = Machine(
+        host_memory=GiB, device_memory=GiB, drives=(Drive(directory="/nvme", free=GiB, system=0),)
+    )
+
+    def judge(change: Any) -> Plan:
+        return planner.plan(given.replace(**change), machine)
+
+    plan = judge({})
     if not plan.fits:
         with pytest.raises(BudgetError) as caught:
             plan.check()
         assert str(plan.problems[0].needed) in str(caught.value)
+    found = [c for c in (complete(change, judge) for change in of_config(given)) if c is not None]
+    assert found
+    for change in found:
+        assert judge(change).fits, as_options(change)
 
 
-def test_a_budget_that_only_a_larger_one_cures() -> None:
-    config = config_of(dtype="bf16")
-    [problem] = plan_of(config, Budget(device=MiB, host=GiB)).problems
-    assert problem.tier is Tier.DEVICE
-    size = problem.cure.split()[1]
-    assert plan_of(config, Budget(device=parse_size(size), host=GiB)).fits
+def test_budgets_are_lowered_for_activations() -> None:
+    """One sum: what the engine places on the device, and the activations beside it."""
+    planner = Planner(model_of(torch.bfloat16))
+    machine = Machine(host_memory=GiB, device_memory=20 * MiB)
+    config = config_of("host", dtype="bf16")
+
+    def judge(change: Any) -> Plan:
+        return planner.plan(config.replace(**change), machine, activations=lambda _: 12 * MiB)
+
+    [problem] = judge({"device_memory": "10MiB"}).problems
+    assert (problem.tier, problem.needed, problem.available) == (Tier.DEVICE, 22 * MiB, 20 * MiB)
+    assert complete({"device_memory": "10MiB"}, judge) == {"device_memory": "8MiB"}
+
+
+def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
+    planner = Planner(model_of(torch.float32))
+    config = config_of("host", dtype="fp32", device_memory="24MiB", host_memory="120MiB")
+    alone = planner.plan(config, Machine(host_memory=GiB, device_memory=None))
+    assert alone.fits
+    whole = alone.footprint.total(Tier.DEVICE) + alone.footprint.total(Tier.HOST)
+    for beside, fits in ((MiB, True), (MiB + 1, False)):
+        plan = planner.plan(
+            config, Machine(host_memory=whole + MiB, device_memory=None), activations=lambda _, n=beside: n
+        )
+        assert plan.fits is fits
 
 
 def test_a_full_drive_is_a_problem() -> None:
     config = config_of(dtype="bf16")
-    assert plan_of(config, nvme_free=18 * PARAMETERS).fits
-    [problem] = plan_of(config, nvme_free=18 * PARAMETERS - 1).problems
-    assert problem.tier is Tier.NVME
-    assert "--optimizer-state host" in problem.cure
+    needed = 18 * PARAMETERS + 4096  # and the arena's own page
+    assert plan_of(config, free=needed).fits
+    [problem] = plan_of(config, free=needed - 1).problems
+    assert (problem.tier, problem.needed) == (Tier.NVME, needed)
 
 
 def test_check_is_silent_when_all_fits() -> None:

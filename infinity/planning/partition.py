@@ -208,6 +208,8 @@ def assign(
 
 
 def _spread(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
+    if len(shares) == 1:
+        return list(shares) * len(sizes)
     given = dict.fromkeys(shares, 0)
     total = 0
     result = []
@@ -216,6 +218,24 @@ def _spread(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
         tier = max(shares, key=lambda t: (shares[t] * total - given[t], -list(Tier).index(t)))
         given[tier] += size
         result.append(tier)
+    return result
+
+
+def spread_over_directories(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Give each chunk (its bytes on NVMe) to the directory that is furthest behind its share, so that
+    every stretch of the chunks keeps all directories busy; return the directory of each. A chunk of 0
+    bytes counts to none."""
+    given = [0] * len(weights)
+    total = 0
+    result = [0] * len(sizes)
+    whole = sum(weights)
+    for number, size in enumerate(sizes):
+        if size == 0:
+            continue
+        total += size
+        chosen = max(range(len(weights)), key=lambda d: (weights[d] / whole * total - given[d], -d))
+        given[chosen] += size
+        result[number] = chosen
     return result
 
 
@@ -240,6 +260,17 @@ class ChunkPlan(NamedTuple):
     def copy_is_master(self) -> bool:
         """See [Note: the copy is the master]."""
         return len(self.state_sections) == 2
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes of its parts on NVMe, one version of each."""
+        parts = (
+            (self.copy_tier, self.copy_nbytes),
+            (self.spare_tier, self.copy_nbytes),
+            (self.state_tier, sum(self.state_sections)),
+            (self.gradient_tier, self.gradient_nbytes * self.gradient_slots),
+        )
+        return sum(nbytes for tier, nbytes in parts if tier is Tier.NVME)
 
 
 def plan_chunks(
