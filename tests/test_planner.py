@@ -11,10 +11,12 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
 from infinity.planning.cures import as_options, complete, of_config
-from infinity.planning.footprint import Budget
-from infinity.planning.machine import Drive, Machine
-from infinity.planning.partition import ParamSpec
+from infinity.planning.footprint import Budget, demand
+from infinity.planning.machine import Drive, Machine, on_drives
+from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
+from infinity.storage.layout import Layout
+from infinity.surface.checks import chunk_specs
 
 DIMENSION = 1024
 BLOCKS = 6
@@ -197,6 +199,32 @@ def test_a_full_drive_is_a_problem() -> None:
     assert plan_of(config, free=needed).fits
     [problem] = plan_of(config, free=needed - 1).problems
     assert (problem.tier, problem.needed) == (Tier.NVME, needed)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)])
+@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
+def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
+    config = config_of(dtype="bf16", **changes)
+    layouts = partition(model_of(torch.bfloat16).units, config.chunk_elements)
+    kinds = ("parameters", "optimizer_state", "gradients")
+    assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
+    plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
+    wanted = demand(layouts, plans, [(0,)], config, staged=True, weights=weights)
+    store = Layout(chunk_specs(plans), len(weights), weights=weights)
+    assert list(wanted.arenas) == store.arena_nbytes
+
+
+@pytest.mark.parametrize("free", [(100, 1000), (1000, 100), (1000, 1000)])
+def test_scratch_leaves_arenas_the_most_room(free: tuple[int, int]) -> None:
+    """It fits whenever the two drives together have the room beside their arenas."""
+    pages = 4096
+    for arena in range(0, 90, 9):
+        room = sum(free) - 2 * arena - 2
+        drives = tuple(Drive(directory=str(i), free=(f + 1) * pages, system=i) for i, f in enumerate(free))
+        machine = Machine(host_memory=GiB, device_memory=None, drives=drives)
+        standing = on_drives(machine, (arena * pages, arena * pages), [pages] * room)
+        assert all(s.needed <= (s.free or 0) for s in standing), arena
+        assert sum(s.scratch for s in standing) == room * pages
 
 
 def test_check_is_silent_when_all_fits() -> None:

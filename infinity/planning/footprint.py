@@ -210,8 +210,10 @@ def demand(
     fetch_slot = update_slot = gradient_slot = chunks_on_nvme = trainable_chunks = 0
     nvme = Tier.NVME
     # Nearly all chunks are alike: each kind is looked at once.
-    kinds = Counter((plans[c.id], c.numel, c.dtype, c.trainable) for unit in layouts for c in unit.chunks)
-    for (plan, numel, dtype, trainable), count in kinds.items():
+    kinds = Counter((id(plans[c.id]), c.numel, c.dtype, c.trainable) for u in layouts for c in u.chunks)
+    by_id = {id(p): p for p in plans}
+    for (kind, numel, dtype, trainable), count in kinds.items():
+        plan = by_id[kind]
         copy_nbytes, state_nbytes = plan.copy_nbytes * count, sum(plan.state_sections) * count
         gradient_nbytes = plan.gradient_nbytes * count
         add(plan.copy_tier, "parameters", copy_nbytes, versioned=trainable)
@@ -251,7 +253,8 @@ def demand(
 
     arenas: tuple[int, ...] = (sum(by_tier[nvme].values()),)
     if len(weights) > 1:
-        sizes = [p.nvme_nbytes for p in plans]
+        of_kind = {kind: p.nvme_nbytes for kind, p in by_id.items()}
+        sizes = [of_kind[id(p)] for p in plans]
         given = [0] * len(weights)
         for directory, size in zip(spread_over_directories(sizes, weights), sizes, strict=True):
             given[directory] += size

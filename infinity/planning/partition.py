@@ -233,7 +233,8 @@ def spread_over_directories(sizes: Sequence[int], weights: Sequence[float]) -> l
         if size == 0:
             continue
         total += size
-        chosen = max(range(len(weights)), key=lambda d: (weights[d] / whole * total - given[d], -d))
+        behind = [weight / whole * total - had for weight, had in zip(weights, given, strict=True)]
+        chosen = behind.index(max(behind))
         given[chosen] += size
         result[number] = chosen
     return result
@@ -278,28 +279,35 @@ def plan_chunks(
 ) -> tuple[ChunkPlan, ...]:
     """Return the parts of every chunk, by chunk id. `delayed`: updates are one step behind, which
     takes a second copy and a second gradient."""
+    made: dict[object, ChunkPlan] = {}  # nearly all chunks are alike
     plans = []
     for unit in layouts:
         copy_tier = assignment.copies[unit.index]
         for chunk in unit.chunks:
-            if not chunk.trainable:
-                plans.append(ChunkPlan(copy_tier, chunk.copy_nbytes, None, (), None, 0))
-                continue
-            state_tier = assignment.states[chunk.id]
-            shared = chunk.dtype is torch.float32 and copy_tier is state_tier
-            # What forward and backward use on the device must stay as it is beside an update.
-            shared = shared and not (delayed and copy_tier is Tier.DEVICE)
-            spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
-            plans.append(
-                ChunkPlan(
-                    copy_tier,
-                    chunk.copy_nbytes,
-                    state_tier,
-                    (chunk.section_nbytes,) * (2 if shared else 3),
-                    assignment.gradients[chunk.id],
-                    chunk.section_nbytes,
-                    spare_tier if delayed else None,
-                    2 if delayed else 1,
-                )
-            )
+            state_tier = assignment.states.get(chunk.id)
+            key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            if key not in made:
+                made[key] = _plan_chunk(chunk, *key[2:], delayed=delayed)
+            plans.append(made[key])
     return tuple(plans)
+
+
+def _plan_chunk(
+    chunk: Chunk, copy_tier: Tier, state_tier: Tier | None, gradient_tier: Tier | None, *, delayed: bool
+) -> ChunkPlan:
+    if state_tier is None:  # frozen
+        return ChunkPlan(copy_tier, chunk.copy_nbytes, None, (), None, 0)
+    shared = chunk.dtype is torch.float32 and copy_tier is state_tier
+    # What forward and backward use on the device must stay as it is beside an update.
+    shared = shared and not (delayed and copy_tier is Tier.DEVICE)
+    spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
+    return ChunkPlan(
+        copy_tier,
+        chunk.copy_nbytes,
+        state_tier,
+        (chunk.section_nbytes,) * (2 if shared else 3),
+        gradient_tier,
+        chunk.section_nbytes,
+        spare_tier if delayed else None,
+        2 if delayed else 1,
+    )

@@ -204,7 +204,8 @@ class Case:
                 return None
             return self.judge(change)
 
-        for fewer in self._recomputing():
+        bases = [base, {k: v for k, v in base.items() if k != "nvme"}] if "nvme" in base else [base]
+        for base, fewer in itertools.product(bases, self._recomputing()):
             found: list[tuple[Any, Change]] = []
             for change in self._placed({**base, **fewer}, judge):
                 whole = self._named(change, judge)
