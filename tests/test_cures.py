@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 from infinity.tools.cli import run
 
-from .test_arena import mounted
+from .test_arena import mounted, need_root
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 TEXT = "def f(x):\n    return x + 1\n\n" * 2000
@@ -154,6 +155,30 @@ def test_a_drive_without_room_for_the_model_as_it_is_built(
             else:
                 assert command(capsys, "plan", *arguments)[0] == 0
                 assert command(capsys, "train", *arguments, "--data", str(text))[0] == 0
+
+
+@pytest.mark.root
+def test_a_drive_with_just_the_room_on_ext4(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    """A file system that takes space for its own notes."""
+    need_root()
+    image, place = tmp_path / "image", tmp_path / "drive"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 * MiB)
+    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", "-m0", str(image)], check=True, timeout=20)
+    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True, timeout=20)
+    try:
+        arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", str(place)]
+        _, result = command(capsys, "plan", *arguments)
+        [there] = result["standing"]
+        with (place / "mine").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (there["free"] - there["needed"]) // 4096 * 4096)
+        assert command(capsys, "plan", *arguments)[0] == 0
+        assert command(capsys, "train", *arguments, "--data", str(text))[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
 
 
 @pytest.mark.root

@@ -12,7 +12,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
 from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget, demand
-from infinity.planning.machine import Drive, Machine, on_drives
+from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 from infinity.storage.layout import Layout
@@ -195,7 +195,7 @@ def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
 
 def test_a_full_drive_is_a_problem() -> None:
     config = config_of(dtype="bf16")
-    needed = 18 * PARAMETERS + 4096  # and the arena's own page
+    needed = 18 * PARAMETERS + BESIDE
     assert plan_of(config, free=needed).fits
     [problem] = plan_of(config, free=needed - 1).problems
     assert (problem.tier, problem.needed) == (Tier.NVME, needed)
@@ -219,8 +219,11 @@ def test_scratch_leaves_arenas_the_most_room(free: tuple[int, int]) -> None:
     """It fits whenever the two drives together have the room beside their arenas."""
     pages = 4096
     for arena in range(0, 90, 9):
-        room = sum(free) - 2 * arena - 2
-        drives = tuple(Drive(directory=str(i), free=(f + 1) * pages, system=i) for i, f in enumerate(free))
+        room = sum(free) - 2 * arena
+        drives = tuple(
+            Drive(directory=str(i), free=f * pages + BESIDE * bool(arena), system=i)
+            for i, f in enumerate(free)
+        )
         machine = Machine(host_memory=GiB, device_memory=None, drives=drives)
         standing = on_drives(machine, (arena * pages, arena * pages), [pages] * room)
         assert all(s.needed <= (s.free or 0) for s in standing), arena

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from infinity.core.config import Config
-from infinity.core.sizes import ALIGNMENT, ceil_to
+from infinity.core.sizes import ALIGNMENT, KiB, ceil_to
 
 from .footprint import Budget
 
 #: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
 LEAST_SCRATCH: Final = 4096
+#: What stands beside an arena: its own page, our folder, the file system's notes of both, and the file on
+#: which a backend is tried (infinity/hardware/aio_probe.py).
+BESIDE: Final = 256 * KiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +146,8 @@ def on_drives(machine: Machine, arenas: Sequence[int], scratch: Sequence[int]) -
             free[chosen] -= ceil_to(nbytes, ALIGNMENT)
             taken[chosen] += ceil_to(nbytes, ALIGNMENT)
     whole = [0] * len(drives)
-    if any(arenas):  # each directory has an arena then, with a page of its own
-        whole = [ceil_to(nbytes, ALIGNMENT) + ALIGNMENT for nbytes in arenas]
+    if any(arenas):  # each directory has an arena then
+        whole = [ceil_to(nbytes, ALIGNMENT) + BESIDE for nbytes in arenas]
     return [
         Standing(d.directory, sum(whole[i] for i in g), t, d.free)
         for d, g, t in zip(firsts, groups, taken, strict=True)
