@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 from infinity.core.errors import ConfigError
 from infinity.tools.cli import VERBS, cli, run
@@ -97,8 +98,17 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    places = ("--parameters", "nvme", "--optimizer-state", "host:0.5,nvme:0.5", "--gradients", "host")
+def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    places = (
+        "--nvme",
+        str(tmp_path),
+        "--parameters",
+        "nvme",
+        "--optimizer-state",
+        "host:0.5,nvme:0.5",
+        "--gradients",
+        "host",
+    )
     code, result = plan(capsys, *places, "--steps", "1000", "--nvme-write", "2")
     assert code == 0
     assert result["fits"]
@@ -119,10 +129,10 @@ def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
-def test_plan_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
-    budgets = ["--device-memory", "20GiB", "--host-memory", "2GiB"]
-    code = run(["plan", "--json", "--device", "cuda", "--preset", "13b", *everything, *budgets])
+    machine = ["--machine", str(EXAMPLE), "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]
+    code = run(["plan", "--json", "--preset", "13b", *everything, *machine])
     result = json.loads(capsys.readouterr().out)
     assert code == 0
     assert result["parameters"] == pytest.approx(13e9, rel=0.01)
@@ -130,6 +140,15 @@ def test_plan_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) 
     assert sum(result["nvme"].values()) == pytest.approx(18 * result["parameters"], rel=1e-3)
 
 
+def test_a_device_that_is_not_here_must_be_described(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        return
+    for verb, cure in (("plan", "--machine FILE"), ("train", "--device cpu")):
+        assert run([verb, "--json", *SMALL, "--device", "cuda"]) == 2
+        assert cure in json.loads(capsys.readouterr().out)["error"]["cure"]
+
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 FILE = """
 model: {preset: 10m, layers: 3}
 data: {path: /some/where}

@@ -28,7 +28,7 @@ from infinity.hardware import medium, probe
 from infinity.hardware.aio import open_ring
 from infinity.hardware.tuned import TunedSettings, bandwidths, drive_key, remember, settings_file, tuned
 from infinity.storage.arena import Arena
-from infinity.storage.leftovers import MARK_NBYTES, arenas, free_nbytes, mark
+from infinity.storage.leftovers import MARK_NBYTES, arenas, dead_nbytes, mark
 from infinity.surface.engine import engine_of
 from infinity.tools.cli import run
 from infinity.tools.dialect import in_options
@@ -183,7 +183,7 @@ def test_a_killed_run_and_the_same_command_again(
         left = os.stat(arena).st_blocks * 512
         system = os.statvfs(drive)
         assert system.f_bavail * system.f_frsize < left  # it would not fit beside what is there
-        assert free_nbytes([drive]) > left
+        assert dead_nbytes(drive) == left
 
         assert run(["plan", *command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["fits"]

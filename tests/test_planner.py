@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import pytest
@@ -10,10 +9,14 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import GiB, MiB, Tier, parse_size
-from infinity.planning.footprint import Budget
-from infinity.planning.partition import ParamSpec
-from infinity.planning.planner import Bandwidths, Model, Plan, Problem, make_plan, step_bounds, wear
+from infinity.core.sizes import GiB, MiB, Tier
+from infinity.planning.cures import as_options, complete, of_config
+from infinity.planning.footprint import Budget, demand
+from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
+from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
+from infinity.storage.layout import Layout
+from infinity.surface.checks import chunk_specs
 
 DIMENSION = 1024
 BLOCKS = 6
@@ -34,8 +37,17 @@ def config_of(places: str = "nvme", **changes: Any) -> Config:
     return Config(**{**settings, "device": "cpu", "chunk_elements": 1 << 19, **changes})
 
 
-def plan_of(config: Config, budget: Budget = ROOMY, **options: Any) -> Plan:
-    return make_plan(model_of(config.compute_dtype), config, budget, **{"staged": True, **options})
+def plan_of(
+    config: Config, budget: Budget = ROOMY, *, staged: bool = True, free: int | None = None, **options: Any
+) -> Plan:
+    """The plan on a machine that has what `budget` says, and more."""
+    machine = Machine(
+        host_memory=1 << 50,
+        device_memory=1 << 50 if staged else None,
+        drives=tuple(Drive(directory=d, free=free, system=d) for d in config.directories),
+    )
+    given = {"device_memory": budget.device, "host_memory": budget.host}
+    return Planner(model_of(config.compute_dtype)).plan(config.replace(**given), machine, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +134,6 @@ def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: b
         assert problem.tier is tier
 
 
-def apply_cure(config: Config, problem: Problem) -> Config:
-    """Return the configuration after the last alternative of a cure."""
-    words = shlex.split(problem.cure.replace("(a directory)", "").rpartition(", or ")[2])
-    changes: dict[str, Any] = {}
-    for name, value in zip(words[::2], words[1::2], strict=True):
-        key = name.removeprefix("--").replace("-", "_")
-        changes[key] = int(value) if value.isdigit() else value
-    return config.replace(**changes)
-
-
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize(
     "budget",
@@ -142,32 +144,90 @@ def apply_cure(config: Config, problem: Problem) -> Config:
     ],
 )
 @pytest.mark.parametrize("activations", ["device", "host"])
-def test_cures_cure(places: str, budget: Budget, activations: str) -> None:
+def test_changes_fit(places: str, budget: Budget, activations: str) -> None:
     config = config_of(places, dtype="bf16", activations=activations)
-    plan = plan_of(config, budget)
-    for problem in plan.problems:
-        changed = apply_cure(config, problem)
-        assert plan_of(changed, budget).fits, problem.cure
+    given = config.replace(device_memory=budget.device, host_memory=budget.host)
+    planner = Planner(model_of(torch.bfloat16))
+    machine = Machine(
+        host_memory=GiB, device_memory=GiB, drives=(Drive(directory="/nvme", free=GiB, system=0),)
+    )
+
+    def judge(change: Any) -> Plan:
+        return planner.plan(given.replace(**change), machine)
+
+    plan = judge({})
     if not plan.fits:
         with pytest.raises(BudgetError) as caught:
             plan.check()
         assert str(plan.problems[0].needed) in str(caught.value)
+    found = [c for c in (complete(change, judge) for change in of_config(given)) if c is not None]
+    assert found
+    for change in found:
+        assert judge(change).fits, as_options(change)
 
 
-def test_a_budget_that_only_a_larger_one_cures() -> None:
-    config = config_of(dtype="bf16")
-    [problem] = plan_of(config, Budget(device=MiB, host=GiB)).problems
-    assert problem.tier is Tier.DEVICE
-    size = problem.cure.split()[1]
-    assert plan_of(config, Budget(device=parse_size(size), host=GiB)).fits
+def test_budgets_are_lowered_for_activations() -> None:
+    """One sum: what the engine places on the device, and the activations beside it."""
+    planner = Planner(model_of(torch.bfloat16))
+    machine = Machine(host_memory=GiB, device_memory=20 * MiB)
+    config = config_of("host", dtype="bf16")
+
+    def judge(change: Any) -> Plan:
+        return planner.plan(config.replace(**change), machine, activations=lambda _: 12 * MiB)
+
+    [problem] = judge({"device_memory": "10MiB"}).problems
+    assert (problem.tier, problem.needed, problem.available) == (Tier.DEVICE, 22 * MiB, 20 * MiB)
+    assert complete({"device_memory": "10MiB"}, judge) == {"device_memory": "8MiB"}
+
+
+def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
+    planner = Planner(model_of(torch.float32))
+    config = config_of("host", dtype="fp32", device_memory="24MiB", host_memory="120MiB")
+    alone = planner.plan(config, Machine(host_memory=GiB, device_memory=None))
+    assert alone.fits
+    whole = alone.footprint.total(Tier.DEVICE) + alone.footprint.total(Tier.HOST)
+    for beside, fits in ((MiB, True), (MiB + 1, False)):
+        plan = planner.plan(
+            config, Machine(host_memory=whole + MiB, device_memory=None), activations=lambda _, n=beside: n
+        )
+        assert plan.fits is fits
 
 
 def test_a_full_drive_is_a_problem() -> None:
     config = config_of(dtype="bf16")
-    assert plan_of(config, nvme_free=18 * PARAMETERS).fits
-    [problem] = plan_of(config, nvme_free=18 * PARAMETERS - 1).problems
-    assert problem.tier is Tier.NVME
-    assert "--optimizer-state host" in problem.cure
+    needed = 18 * PARAMETERS + BESIDE
+    assert plan_of(config, free=needed).fits
+    [problem] = plan_of(config, free=needed - 1).problems
+    assert (problem.tier, problem.needed) == (Tier.NVME, needed)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)])
+@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
+def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
+    config = config_of(dtype="bf16", **changes)
+    layouts = partition(model_of(torch.bfloat16).units, config.chunk_elements)
+    kinds = ("parameters", "optimizer_state", "gradients")
+    assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
+    plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
+    wanted = demand(layouts, plans, [(0,)], config, staged=True, weights=weights)
+    store = Layout(chunk_specs(plans), len(weights), weights=weights)
+    assert list(wanted.arenas) == store.arena_nbytes
+
+
+@pytest.mark.parametrize("free", [(100, 1000), (1000, 100), (1000, 1000)])
+def test_scratch_leaves_arenas_the_most_room(free: tuple[int, int]) -> None:
+    """It fits whenever the two drives together have the room beside their arenas."""
+    pages = 4096
+    for arena in range(0, 90, 9):
+        room = sum(free) - 2 * arena
+        drives = tuple(
+            Drive(directory=str(i), free=f * pages + BESIDE * bool(arena), system=i)
+            for i, f in enumerate(free)
+        )
+        machine = Machine(host_memory=GiB, device_memory=None, drives=drives)
+        standing = on_drives(machine, (arena * pages, arena * pages), [pages] * room)
+        assert all(s.needed <= (s.free or 0) for s in standing), arena
+        assert sum(s.scratch for s in standing) == room * pages
 
 
 def test_check_is_silent_when_all_fits() -> None:

@@ -564,7 +564,7 @@ def test_a_directory_that_is_missing(
         changes = {"init_from": str(gpt2), "layers": None, "width": None, "heads": None}
     with pytest.raises(DirectoryError) as caught:
         train(read_run(None, settings(text, nvme + "/not/here", **changes)))
-    assert "make it" in str(caught.value)
+    assert "mkdir -p" in str(caught.value)
 
 
 def test_a_terminal_gets_a_bar(

@@ -160,7 +160,7 @@ class Config:
                 f"{on_nvme[0]} is placed on NVMe, but no directory is named",
                 expected="a directory on an NVMe drive",
                 found="nvme=None",
-                cure=f'nvme="/path/on/a/drive", or {on_nvme[0]}="host"',
+                cure='nvme="/path/on/a/drive", or ' + ", ".join(f'{n}="host"' for n in on_nvme),
             )
         if self.update not in UPDATES:
             raise ConfigError(
@@ -305,7 +305,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _directories(value: Any) -> tuple[str, ...]:
-    if value is None:
+    if value is None or value == ():  # which is what None becomes
         return ()
     if isinstance(value, (str, os.PathLike)):
         value = (value,)

@@ -20,6 +20,7 @@ get half of what is left then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
 
-from .partition import ChunkPlan, UnitLayout
+from .partition import ChunkPlan, UnitLayout, spread_over_directories
 
 #: What the fetch quota aims at; more hides no more of a drive's latency.
 _FETCH_TARGET = 64 * MiB
@@ -84,6 +85,84 @@ class Budget:
     host: int
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What a run takes whatever its budgets are. Bytes, unless it says otherwise.
+
+    Attributes:
+        placed: by tier and purpose: the state, with the versions that a chunk has there.
+        durable: on NVMe by purpose, with two versions of what is written.
+        least, most: the leases that a run cannot do without, and the slots that are of use.
+        working: copies of the units that are needed at once; `away`: of all that are not resident.
+        gradients: in flight on the device.
+        read, written: NVMe, in a step of one backward; `again`: (read, written) of each further one.
+        link: between host and device: of each backward, and of each step.
+        host_elements: parameters that the CPU updates.
+        arenas: of each directory.
+        largest: name of the largest unit, and bytes of its copy.
+    """
+
+    placed: Mapping[Tier, Mapping[str, int]]
+    durable: Mapping[str, int]
+    least: Mapping[str, Quota]
+    most: Mapping[str, int]
+    working: int
+    away: int
+    gradients: int
+    read: int
+    written: int
+    again: tuple[int, int]
+    link: tuple[int, int]
+    host_elements: int
+    arenas: tuple[int, ...]
+    largest: tuple[str, int]
+    units: int
+    chunks: int
+
+    def least_budget(self, config: Config) -> Budget:
+        """Return the smallest budgets with which the run can begin; neither depends on the other."""
+        return Budget(
+            device=sum(self._on_device().values()),
+            host=sum(self.placed[Tier.HOST].values())
+            + sum(q.nbytes for q in self.least.values())
+            + ceil_to(int(config.activation_memory or 0), ALIGNMENT),
+        )
+
+    def _on_device(self) -> dict[str, int]:
+        more = {"units in use": self.working, "gradients in flight": self.gradients}
+        return {**self.placed[Tier.DEVICE], **{k: v for k, v in more.items() if v}}
+
+    def check(self, config: Config, budget: Budget) -> None:
+        """Raise `BudgetError` if the run cannot begin within `budget`: it names the bytes needed and had,
+        and every budget that is too small as it must be."""
+        least = self.least_budget(config)
+        short = [t for t in (Tier.HOST, Tier.DEVICE) if getattr(least, t) > getattr(budget, t)]
+        if not short:
+            return
+        needed, given = getattr(least, short[0]), getattr(budget, short[0])
+        if short[0] is Tier.HOST:
+            parts = dict(self.placed[Tier.HOST])
+            parts.update({f"{k} leases": q.nbytes for k, q in self.least.items() if q.nbytes})
+            if config.activation_memory:
+                parts["activations"] = int(config.activation_memory)
+        else:
+            parts = self._on_device()
+        named = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items())
+        if short[0] is Tier.DEVICE and self.working:
+            named += f" (the largest unit is {self.largest[0]!r}, {format_size(self.largest[1])})"
+        raise BudgetError(
+            f"the run does not fit the {short[0]} memory that it was given",
+            expected=f"{short[0]}_memory of at least {format_size(needed)} ({needed} bytes): {named}",
+            found=f"{format_size(given)} ({given} bytes)",
+            cure=", ".join(f'{t}_memory="{whole_mebibytes(getattr(least, t))}"' for t in short),
+        )
+
+
+def whole_mebibytes(nbytes: int) -> str:
+    """Return a size as a setting says it: whole MiB, no fewer than `nbytes`."""
+    return f"{-(-nbytes // MiB)}MiB"
+
+
 def footprint(
     layouts: Sequence[UnitLayout],
     plans: Sequence[ChunkPlan],
@@ -92,139 +171,167 @@ def footprint(
     budget: Budget,
     *,
     staged: bool,
-    slots: int = 1,
 ) -> Footprint:
-    """Return what a run takes.
+    """Return what a run takes within `budget`. See `demand` for the arguments.
+
+    Raises:
+        BudgetError: the run cannot fit; names the tier, the bytes needed and had, and the cure.
+    """
+    wanted = demand(layouts, plans, working_sets, config, staged=staged)
+    return within(wanted, config, budget, staged=staged)
+
+
+def demand(
+    layouts: Sequence[UnitLayout],
+    plans: Sequence[ChunkPlan],
+    working_sets: Sequence[Sequence[int]],
+    config: Config,
+    *,
+    staged: bool,
+    weights: Sequence[float] = (),
+) -> Demand:
+    """Return what a run takes whatever its budgets are.
 
     Args:
         working_sets: indices of the units that are needed at the same time, one entry for each
             moment of the schedule.
         staged: whether what moves between host and device needs pinned leases (a device of its
             own), or is copied directly (device memory is host memory).
-        slots: versions of a chunk on NVMe.
-
-    Raises:
-        BudgetError: the run cannot fit; names the tier, the bytes needed and had, and the cure.
+        weights: of the NVMe directories, as the store spreads chunks over them.
     """
     by_tier: dict[Tier, dict[str, int]] = {t: {} for t in Tier}
+    durable: dict[str, int] = {}
 
-    def add(tier: Tier | None, purpose: str, nbytes: int) -> None:
+    def add(tier: Tier | None, purpose: str, nbytes: int, *, versioned: bool = True) -> None:
         if tier is not None and nbytes:
             by_tier[tier][purpose] = by_tier[tier].get(purpose, 0) + nbytes
+            if tier is Tier.NVME:
+                durable[purpose] = durable.get(purpose, 0) + nbytes * (2 if versioned else 1)
 
-    read = written = 0
+    read = written = read_again = written_again = link_each = link_once = on_host = 0
     fetch_slot = update_slot = gradient_slot = chunks_on_nvme = trainable_chunks = 0
-    for unit in layouts:
-        for chunk in unit.chunks:
-            plan = plans[chunk.id]
-            state_nbytes = sum(plan.state_sections)
-            versions = slots if chunk.trainable else 1
-            nvme = Tier.NVME
-            add(plan.copy_tier, "parameters", plan.copy_nbytes * (versions if plan.copy_tier is nvme else 1))
-            add(
-                plan.state_tier,
-                "optimizer state",
-                state_nbytes * (versions if plan.state_tier is nvme else 1),
-            )
-            add(plan.spare_tier, _SPARE, plan.copy_nbytes)
-            add(plan.gradient_tier, "gradients", plan.gradient_nbytes * plan.gradient_slots)
-            if plan.copy_tier is nvme:
-                chunks_on_nvme += 1
-                fetch_slot = max(fetch_slot, plan.copy_nbytes)
-                read += 2 * plan.copy_nbytes
-            if not chunk.trainable:
-                continue
-            trainable_chunks += 1
-            need = lease_nbytes(plan, staged=staged)
-            update_slot = max(update_slot, need)
-            if plan.copy_tier is nvme:
-                written += plan.copy_nbytes
-                read += plan.copy_nbytes if plan.copy_is_master else 0
-            if plan.state_tier is nvme:
-                read += state_nbytes
-                written += state_nbytes
-            if plan.gradient_tier is nvme:
-                read += chunk.copy_nbytes
-                written += chunk.copy_nbytes
-            if plan.gradient_tier is nvme or staged or chunk.dtype is not torch.float32:
-                gradient_slot = max(gradient_slot, plan.gradient_nbytes)
+    nvme = Tier.NVME
+    # Nearly all chunks are alike: each kind is looked at once.
+    kinds = Counter((id(plans[c.id]), c.numel, c.dtype, c.trainable) for u in layouts for c in u.chunks)
+    by_id = {id(p): p for p in plans}
+    for (kind, numel, dtype, trainable), count in kinds.items():
+        plan = by_id[kind]
+        copy_nbytes, state_nbytes = plan.copy_nbytes * count, sum(plan.state_sections) * count
+        gradient_nbytes = plan.gradient_nbytes * count
+        add(plan.copy_tier, "parameters", copy_nbytes, versioned=trainable)
+        add(plan.state_tier, "optimizer state", state_nbytes)
+        add(plan.spare_tier, _SPARE, copy_nbytes, versioned=False)
+        add(plan.gradient_tier, "gradients", gradient_nbytes * plan.gradient_slots, versioned=False)
+        if plan.copy_tier is nvme:
+            chunks_on_nvme += count
+            fetch_slot = max(fetch_slot, plan.copy_nbytes)
+            read += 2 * copy_nbytes
+            read_again += 2 * copy_nbytes
+        if plan.copy_tier is not Tier.DEVICE:
+            link_each += 2 * copy_nbytes
+        if not trainable:
+            continue
+        trainable_chunks += count
+        update_slot = max(update_slot, lease_nbytes(plan, staged=staged))
+        if plan.copy_tier is nvme:
+            written += copy_nbytes
+            read += copy_nbytes if plan.copy_is_master else 0
+        if plan.state_tier is nvme:
+            read += state_nbytes
+            written += state_nbytes
+        if plan.gradient_tier is nvme:
+            read += copy_nbytes
+            written += copy_nbytes
+            # From the second backward on they are read and written in fp32, where they accumulate.
+            read_again += gradient_nbytes
+            written_again += gradient_nbytes
+        if plan.gradient_tier is not Tier.DEVICE:
+            link_each += copy_nbytes
+        if plan.state_tier is not Tier.DEVICE:
+            on_host += numel * count
+            link_once += copy_nbytes if plan.copy_tier is Tier.DEVICE else 0
+        if plan.gradient_tier is nvme or staged or dtype is not torch.float32:
+            gradient_slot = max(gradient_slot, plan.gradient_nbytes)
 
-    fixed = sum(by_tier[Tier.HOST].values())
-    least = {
-        name: Quota(slot, LEAST_SLOTS[name] if slot else 0)
-        for name, slot in (("fetch", fetch_slot), ("update", update_slot), ("gradient", gradient_slot))
-    }
-    most = {
-        "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_slot)) if fetch_slot else 0,
-        "update": _update_slots(config, update_slot, trainable_chunks),
-        "gradient": _GRADIENT_SLOTS if gradient_slot else 0,
-    }
+    arenas: tuple[int, ...] = (sum(by_tier[nvme].values()),)
+    if len(weights) > 1:
+        of_kind = {kind: p.nvme_nbytes for kind, p in by_id.items()}
+        sizes = [of_kind[id(p)] for p in plans]
+        given = [0] * len(weights)
+        for directory, size in zip(spread_over_directories(sizes, weights), sizes, strict=True):
+            given[directory] += size
+        arenas = tuple(given)
+    resident = {u.index for u in layouts if u.copy_nbytes and plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
+    big = max(layouts, key=lambda u: u.copy_nbytes)
+    return Demand(
+        placed=by_tier,
+        durable=durable,
+        least={
+            name: Quota(slot, LEAST_SLOTS[name] if slot else 0)
+            for name, slot in (("fetch", fetch_slot), ("update", update_slot), ("gradient", gradient_slot))
+        },
+        most={
+            "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_slot)) if fetch_slot else 0,
+            "update": _update_slots(config, update_slot, trainable_chunks),
+            "gradient": _GRADIENT_SLOTS if gradient_slot else 0,
+        },
+        working=max(
+            (sum(layouts[u].copy_nbytes for u in set(s) if u not in resident) for s in working_sets),
+            default=0,
+        ),
+        away=sum(u.copy_nbytes for u in layouts if u.index not in resident),
+        # One unit's gradients are on their way while the next one's arrive.
+        gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]),
+        read=read,
+        written=written,
+        again=(read_again, written_again),
+        link=(link_each, link_once),
+        host_elements=on_host,
+        arenas=arenas,
+        largest=(big.name, big.copy_nbytes),
+        units=len(layouts),
+        chunks=len(plans),
+    )
+
+
+def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> Footprint:
+    """Return what a run takes within `budget`.
+
+    Raises:
+        BudgetError: see `Demand.check`.
+    """
+    wanted.check(config, budget)
+    room = budget.host - wanted.least_budget(config).host
+    host = dict(wanted.placed[Tier.HOST])
     activations = ceil_to(int(config.activation_memory or 0), ALIGNMENT)
-    needed = fixed + sum(q.nbytes for q in least.values()) + activations
-    if needed > budget.host:
-        raise BudgetError(
-            "the run does not fit the host memory that it was given",
-            expected=f"host_memory of at least {format_size(needed)} ({needed} bytes): "
-            + ", ".join(
-                [f"{k} {format_size(v)}" for k, v in by_tier[Tier.HOST].items()]
-                + [f"{k} leases {format_size(q.nbytes)}" for k, q in least.items() if q.nbytes]
-                + ([f"activations {format_size(activations)}"] if activations else [])
-            ),
-            found=f"{format_size(budget.host)} ({budget.host} bytes)",
-            cure="raise host_memory, or lower activation_memory"
-            if needed - activations <= budget.host
-            else _host_cure(by_tier[Tier.HOST], fixed > budget.host),
-        )
-    room = budget.host - needed
     if config.activations == "host" and config.activation_memory is None:
         activations = min(_ACTIVATIONS_MOST, room // _ACTIVATIONS_SHARE) // ALIGNMENT * ALIGNMENT
         room -= activations
     if activations:
-        by_tier[Tier.HOST]["activations"] = activations
-    quotas = _grow(least, most, room)
+        host["activations"] = activations
+    quotas = _grow(wanted.least, wanted.most, room)
     for name, quota in quotas.items():
         if quota.nbytes:
-            by_tier[Tier.HOST][f"{name} leases"] = quota.nbytes
+            host[f"{name} leases"] = quota.nbytes
 
-    resident = {u.index for u in layouts if u.copy_nbytes and plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
-    working = max(
-        (sum(layouts[u].copy_nbytes for u in set(s) if u not in resident) for s in working_sets),
-        default=0,
-    )
-    # One unit's gradients are on their way while the next one's arrive.
-    gradients = sum(sorted(u.gradient_nbytes for u in layouts)[-2:])
-    device = by_tier[Tier.DEVICE]
-    if working:
-        device["units in use"] = working
-    if gradients:
-        device["gradients in flight"] = gradients
-    needed = sum(device.values())
-    if needed > budget.device:
-        raise BudgetError(
-            "the run does not fit the device memory that it was given",
-            expected=f"device_memory of at least {format_size(needed)} ({needed} bytes): "
-            + ", ".join(f"{k} {format_size(v)}" for k, v in device.items()),
-            found=f"{format_size(budget.device)} ({budget.device} bytes)",
-            cure=_device_cure(device, layouts, working, budget.device),
-        )
-    away = sum(u.copy_nbytes for u in layouts if u.index not in resident)
-    left = budget.device - needed
+    device = wanted._on_device()
+    left = budget.device - sum(device.values())
     if staged and config.device_memory is None and config.prefetch_memory is None:
         left //= 2  # activations come on top, and there is no more than this budget
-    prefetch = min(left, max(0, away - working))
+    prefetch = min(left, max(0, wanted.away - wanted.working))
     if config.prefetch_memory is not None:
         prefetch = min(prefetch, int(config.prefetch_memory))
     if prefetch:
         device["units fetched ahead"] = prefetch
     return Footprint(
         device=device,
-        host=by_tier[Tier.HOST],
-        nvme=by_tier[Tier.NVME],
+        host=host,
+        nvme=wanted.placed[Tier.NVME],
         quotas={n: q for n, q in quotas.items() if q.nbytes},
-        working_nbytes=working,
+        working_nbytes=wanted.working,
         prefetch_nbytes=prefetch,
-        nvme_read_per_step=read,
-        nvme_written_per_step=written,
+        nvme_read_per_step=wanted.read,
+        nvme_written_per_step=wanted.written,
         activation_nbytes=activations,
     )
 
@@ -261,25 +368,3 @@ def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dic
                 room -= quota.slot_nbytes
                 growing = True
     return {n: Quota(q.slot_nbytes, slots[n]) for n, q in least.items()}
-
-
-def _host_cure(host: Mapping[str, int], state_alone: bool) -> str:
-    if state_alone:
-        largest = max(host, key=lambda k: host[k])
-        if largest == _SPARE:
-            return 'raise host_memory, or take update="overlap", which needs no second copy'
-        setting = largest.replace(" ", "_")
-        return f'raise host_memory, or place more elsewhere: {setting}="nvme"'
-    return "raise host_memory, or lower chunk_elements (the leases are a few chunks each)"
-
-
-def _device_cure(device: Mapping[str, int], layouts: Sequence[UnitLayout], working: int, budget: int) -> str:
-    placed = {k: v for k, v in device.items() if k in ("parameters", "optimizer state", "gradients")}
-    if placed:
-        largest = max(placed, key=lambda k: placed[k])
-        return f'raise device_memory, or place {largest} elsewhere: {largest.replace(" ", "_")}="host"'
-    big = max(layouts, key=lambda u: u.copy_nbytes)
-    return (
-        f"raise device_memory, or cut the largest unit ({big.name!r}, {format_size(big.copy_nbytes)}) "
-        "into smaller ones with units=[...]"
-    )

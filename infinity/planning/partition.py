@@ -208,6 +208,8 @@ def assign(
 
 
 def _spread(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
+    if len(shares) == 1:
+        return list(shares) * len(sizes)
     given = dict.fromkeys(shares, 0)
     total = 0
     result = []
@@ -216,6 +218,25 @@ def _spread(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tier]:
         tier = max(shares, key=lambda t: (shares[t] * total - given[t], -list(Tier).index(t)))
         given[tier] += size
         result.append(tier)
+    return result
+
+
+def spread_over_directories(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Give each chunk (its bytes on NVMe) to the directory that is furthest behind its share, so that
+    every stretch of the chunks keeps all directories busy; return the directory of each. A chunk of 0
+    bytes counts to none."""
+    given = [0] * len(weights)
+    total = 0
+    result = [0] * len(sizes)
+    whole = sum(weights)
+    for number, size in enumerate(sizes):
+        if size == 0:
+            continue
+        total += size
+        behind = [weight / whole * total - had for weight, had in zip(weights, given, strict=True)]
+        chosen = behind.index(max(behind))
+        given[chosen] += size
+        result[number] = chosen
     return result
 
 
@@ -241,34 +262,52 @@ class ChunkPlan(NamedTuple):
         """See [Note: the copy is the master]."""
         return len(self.state_sections) == 2
 
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes of its parts on NVMe, one version of each."""
+        parts = (
+            (self.copy_tier, self.copy_nbytes),
+            (self.spare_tier, self.copy_nbytes),
+            (self.state_tier, sum(self.state_sections)),
+            (self.gradient_tier, self.gradient_nbytes * self.gradient_slots),
+        )
+        return sum(nbytes for tier, nbytes in parts if tier is Tier.NVME)
+
 
 def plan_chunks(
     layouts: Sequence[UnitLayout], assignment: Assignment, *, delayed: bool = False
 ) -> tuple[ChunkPlan, ...]:
     """Return the parts of every chunk, by chunk id. `delayed`: updates are one step behind, which
     takes a second copy and a second gradient."""
+    made: dict[object, ChunkPlan] = {}  # nearly all chunks are alike
     plans = []
     for unit in layouts:
         copy_tier = assignment.copies[unit.index]
         for chunk in unit.chunks:
-            if not chunk.trainable:
-                plans.append(ChunkPlan(copy_tier, chunk.copy_nbytes, None, (), None, 0))
-                continue
-            state_tier = assignment.states[chunk.id]
-            shared = chunk.dtype is torch.float32 and copy_tier is state_tier
-            # What forward and backward use on the device must stay as it is beside an update.
-            shared = shared and not (delayed and copy_tier is Tier.DEVICE)
-            spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
-            plans.append(
-                ChunkPlan(
-                    copy_tier,
-                    chunk.copy_nbytes,
-                    state_tier,
-                    (chunk.section_nbytes,) * (2 if shared else 3),
-                    assignment.gradients[chunk.id],
-                    chunk.section_nbytes,
-                    spare_tier if delayed else None,
-                    2 if delayed else 1,
-                )
-            )
+            state_tier = assignment.states.get(chunk.id)
+            key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            if key not in made:
+                made[key] = _plan_chunk(chunk, *key[2:], delayed=delayed)
+            plans.append(made[key])
     return tuple(plans)
+
+
+def _plan_chunk(
+    chunk: Chunk, copy_tier: Tier, state_tier: Tier | None, gradient_tier: Tier | None, *, delayed: bool
+) -> ChunkPlan:
+    if state_tier is None:  # frozen
+        return ChunkPlan(copy_tier, chunk.copy_nbytes, None, (), None, 0)
+    shared = chunk.dtype is torch.float32 and copy_tier is state_tier
+    # What forward and backward use on the device must stay as it is beside an update.
+    shared = shared and not (delayed and copy_tier is Tier.DEVICE)
+    spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
+    return ChunkPlan(
+        copy_tier,
+        chunk.copy_nbytes,
+        state_tier,
+        (chunk.section_nbytes,) * (2 if shared else 3),
+        gradient_tier,
+        chunk.section_nbytes,
+        spare_tier if delayed else None,
+        2 if delayed else 1,
+    )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, Tier
+from infinity.planning.partition import spread_over_directories
 
 _REGIONS: Final = ("copy", "state", "gradient")
 
@@ -180,8 +181,6 @@ def _check(number: int, name: str, spec: PartSpec) -> None:
 
 
 def _spread(sizes: Sequence[int], directories: int, weights: Sequence[float] | None) -> npt.NDArray[np.int16]:
-    """Give each chunk to the directory that is furthest behind its share, so that every stretch of
-    the chunks keeps all directories busy."""
     shares = [1.0] * directories if weights is None else [float(w) for w in weights]
     if len(shares) != directories or not all(math.isfinite(w) and w > 0 for w in shares):
         raise ConfigError(
@@ -189,15 +188,4 @@ def _spread(sizes: Sequence[int], directories: int, weights: Sequence[float] | N
             expected=f"{directories} numbers > 0",
             found=str(weights),
         )
-    given = [0] * directories
-    total = 0
-    result = np.zeros(len(sizes), np.int16)
-    whole = sum(shares)
-    for number, size in enumerate(sizes):
-        if size == 0:
-            continue
-        total += size
-        chosen = max(range(directories), key=lambda d: (shares[d] / whole * total - given[d], -d))
-        given[chosen] += size
-        result[number] = chosen
-    return result
+    return np.array(spread_over_directories(sizes, shares), np.int16)

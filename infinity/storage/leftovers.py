@@ -104,22 +104,6 @@ def dead_nbytes(directory: str) -> int:
     return 0
 
 
-def free_nbytes(directories: Iterable[str]) -> int:
-    """Return the bytes that arenas in `directories` may take together: what is free for this user on each
-    file system, and what killed runs have left in them.
-
-    Raises:
-        OSError: a directory is missing, or closed to this user.
-    """
-    free: dict[int, int] = {}
-    left = 0
-    for directory in directories:
-        system = os.statvfs(directory)
-        free[os.stat(directory).st_dev] = system.f_bavail * system.f_frsize
-        left += dead_nbytes(directory) - MARK_NBYTES
-    return max(0, sum(free.values()) + left)
-
-
 def _look(folder: int, name: str, path: str, remove: bool) -> Found | None:
     """Return what is at `name`, or None: it went meanwhile."""
     try:

@@ -77,7 +77,8 @@ class HostMapping:
                 "the system refused host memory",
                 expected=f"{format_size(nbytes)} ({nbytes} bytes)",
                 found=os.strerror(error.errno),
-                cure="lower host_memory, or place more on nvme",
+                cure=f"free as much memory, or let this process have {-(-nbytes // 1024)} KiB more "
+                "(`ulimit -v`, or the memory limit of its cgroup)",
             ) from error
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

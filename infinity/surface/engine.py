@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config
-from infinity.core.errors import ClosedError, StorageError, WrapError
+from infinity.core.errors import BudgetError, ClosedError, DirectoryError, StorageError, WrapError
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.hardware import cpu_adam
@@ -42,9 +42,10 @@ from infinity.training.unit import ParamUnit
 from infinity.training.update import Updater
 from infinity.training.visit import Places
 
-from .checks import budget_of, check_model, chunk_specs, param_specs, threads_of
+from .checks import budget_here, check_model, chunk_specs, param_specs, threads_of
 from .closing import Reaper, wait_for_dropped
 from .init import release as release_scratch
+from .refusal import add_cure
 from .state_dict import install
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -74,16 +75,22 @@ class Engine:
 
         members, scopes = discover(model, config.units)
         specs = param_specs(model, members, groups, config.compute_dtype)
-        layouts = partition([(m.name, s) for m, s in zip(members, specs, strict=True)], config.chunk_elements)
+        units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
+        layouts = partition(units, config.chunk_elements)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
         )
         plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
-        self.budget = budget_of(config, device)
-        self.footprint: Footprint = footprint(
-            layouts, plans, [s.working_set for s in scopes], config, self.budget, staged=device.staged
-        )
+        self.budget = budget_here(config, device)
+        sets = [s.working_set for s in scopes]
+        try:
+            self.footprint: Footprint = footprint(
+                layouts, plans, sets, config, self.budget, staged=device.staged
+            )
+        except BudgetError as error:
+            add_cure(error, units, sets, config, device)
+            raise
         with contextlib.ExitStack() as undo:
             pool = PinnedPool(
                 {n: (q.slot_nbytes, q.slots) for n, q in self.footprint.quotas.items()},
@@ -93,7 +100,8 @@ class Engine:
                 keep=LEAST_SLOTS,
             )
             undo.callback(pool.close)
-            store = Store(
+            make_store = functools.partial(
+                Store,
                 chunk_specs(plans),
                 directories=config.directories,
                 pool=pool,
@@ -106,6 +114,11 @@ class Engine:
                 recorder=self.recorder,
                 node=node,
             )
+            try:
+                store = make_store()
+            except DirectoryError as error:
+                add_cure(error, units, sets, config, device)
+                raise
             undo.callback(store.close)
             self.shelter = Shelter(device.carry, staged=device.staged)
             undo.callback(self.shelter.close)

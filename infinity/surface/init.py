@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
+import shlex
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -36,10 +38,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
+from infinity.hardware.tuned import bandwidths
+from infinity.planning.machine import LEAST_SCRATCH, roomiest
 from infinity.storage.leftovers import reclaim
 
-#: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
-_LEAST_NBYTES: Final = 4096
 _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -62,18 +64,18 @@ def init(config: Config) -> Iterator[None]:
     """Build a model whose parameters never stand whole in anonymous memory.
 
     Values and the state of the random generators after the block are those of an ordinary
-    construction. Parameters on the CPU, of any dense dtype, are kept in a nameless scratch file in
-    the first NVMe directory, or in the directory for temporary files when `config` names none;
-    `wrap` takes them over and gives the file's space back. `AutoModelForCausalLM.from_pretrained`
-    works inside the block. A tensor that shared its bytes with a parameter before the parameter was
-    registered no longer does; where it is a parameter too, `wrap` refuses the two.
+    construction. Parameters on the CPU, of any dense dtype, are kept in nameless scratch files in
+    the NVMe directories, each where there is most room, or in the directory for temporary files when
+    `config` names none; `wrap` takes them over and gives the files' space back.
+    `AutoModelForCausalLM.from_pretrained` works inside the block. A tensor that shared its bytes
+    with a parameter before the parameter was registered no longer does; where it is a parameter too, `wrap`
+    refuses the two.
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
     """
     reclaim(config.directories)  # what a killed run has left there is room for this one
-    file = ScratchFile(config.directories[0] if config.directories else _temporary_directory())
-    backing = _Backing(file)
+    backing = _Backing(config.directories or (temporary_directory(),))
     handle = register_module_parameter_registration_hook(backing.on_registration)
     before = os.environ.get(_HF_ONE_BY_ONE)
     os.environ[_HF_ONE_BY_ONE] = "1"
@@ -136,7 +138,9 @@ class ScratchFile:
                 path=directory,
                 expected="a writable directory",
                 found=os.strerror(error.errno or 0),
-                cure="make it, or name another in nvme=",
+                cure=f"mkdir -p {shlex.quote(directory)}"
+                if error.errno == errno.ENOENT
+                else "name a directory in nvme= that this user may write to",
             ) from error
         self._close = weakref.finalize(self, _close, self.fd)
 
@@ -144,6 +148,11 @@ class ScratchFile:
     def allocated(self) -> int:
         """Bytes on disk."""
         return os.fstat(self.fd).st_blocks * 512
+
+    def free(self) -> float:
+        """Return the bytes free for this user on its file system."""
+        system = os.fstatvfs(self.fd)
+        return float(system.f_bavail * system.f_frsize) if system.f_blocks else math.inf
 
     def new_extent(
         self, nbytes: int, source: tuple[StorageWeakRef, int] | None = None
@@ -166,9 +175,10 @@ class ScratchFile:
                 path=self.directory,
                 offset=offset,
                 nbytes=length,
-                expected=f"{length} more bytes",
+                expected=f"{length} more bytes: room for the whole model as it is built",
                 found=f"{os.strerror(error.errno or 0)}, after {offset} bytes",
-                cure="make room, or name another directory first in nvme=",
+                cure="name a directory in nvme= (without one: in TMPDIR) that has room for the model as "
+                "it is built, and for what is placed there",
             ) from error
         self.end = offset + length
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -239,10 +249,17 @@ _extents: dict[int, ScratchExtent] = {}
 
 
 class _Backing:
-    """Moves parameters into `file` as they are registered."""
+    """Moves parameters into scratch files in `directories` as they are registered."""
 
-    def __init__(self, file: ScratchFile) -> None:
-        self.file = file
+    def __init__(self, directories: Sequence[str]) -> None:
+        self._files: dict[int, ScratchFile] = {}  # one on each file system
+        self._weights: dict[int, float] = {}
+        weights = (bandwidths(directories) if len(directories) > 1 else None) or [1.0] * len(directories)
+        for directory, weight in zip(directories, weights, strict=True):
+            file = ScratchFile(directory)
+            system = os.stat(directory).st_dev
+            self._files.setdefault(system, file)
+            self._weights[system] = self._weights.get(system, 0.0) + weight
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._untrimmed = 0
         # Bytes that were moved already. A weak reference keeps the storage's identity from being
@@ -271,7 +288,7 @@ class _Backing:
         if data.is_quantized or data.is_conj() or data.is_neg():
             return
         nbytes = span_elements(data) * data.element_size()
-        if nbytes < _LEAST_NBYTES or scratch_extent(data) is not None:
+        if nbytes < LEAST_SCRATCH or scratch_extent(data) is not None:
             return
         begin = int(data.storage_offset()) * data.element_size()
         with torch.no_grad(), torch.device("cpu"):
@@ -284,11 +301,18 @@ class _Backing:
         room = self._moved[key][1].tensor() if key in self._moved else None
         if room is None:
             weak = StorageWeakRef(source)
-            extent, room = self.file.new_extent(nbytes, (weak, begin))
+            extent, room = self._file().new_extent(nbytes, (weak, begin))
             room.copy_(torch.empty(0, dtype=torch.uint8).set_(source, begin, (nbytes,), (1,)))
             self._moved[key] = (weak, extent)
             self._trim(nbytes)
         return room.untyped_storage()
+
+    def _file(self) -> ScratchFile:
+        files = list(self._files.values())
+        if len(files) == 1:
+            return files[0]
+        free = [file.free() for file in files]
+        return files[roomiest(free, list(self._weights.values()))]
 
     def _trim(self, nbytes: int) -> None:
         # glibc seldom finds room for torch's aligned blocks among those that were freed, so the
@@ -329,7 +353,7 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def _temporary_directory() -> str:
+def temporary_directory() -> str:
     """Return $TMPDIR, or /var/tmp (which is on a disk where /tmp may be memory), or Python's."""
     if not os.environ.get("TMPDIR"):
         persistent = Path("/var/tmp")

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 

@@ -4,83 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from infinity.core.config import Config
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
-from infinity.planning.planner import Bandwidths, Plan, make_plan, step_bounds, wear
-from infinity.storage.leftovers import free_nbytes
-from infinity.training.activations import AHEAD, SMALLEST
+from infinity.planning.machine import Machine
+from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
-from .model import Activations
-from .settings import Run, RunCommand, read_run, run_options
-from .workload import Workload, resolve_budget, workload_of
+from .case import Case, changed, command
+from .machine import load_machine
+from .settings import RunCommand, read_run, run_options
 
-#: Stands for a drive that is not there yet.
-_NO_DIRECTORY = "(a directory on an NVMe drive)"
-
-
-def config_for_planning(run: Run) -> Config:
-    """Return the engine's configuration; a drive need not be named to be planned for."""
-    try:
-        return run.config()
-    except ConfigError:
-        if run.engine.get("nvme"):
-            raise
-        return run.config(nvme=[_NO_DIRECTORY])
+#: TB that a drive is rated for where nobody says.
+_ENDURANCE = 600.0
 
 
-def free_bytes(directories: Sequence[str]) -> int | None:
-    """Return the bytes that arenas in `directories` may take together; None if one of them is missing."""
-    try:
-        return free_nbytes(directories) if directories else None
-    except OSError:
-        return None
+def shares_of(machine: Machine) -> list[float]:
+    """Return the share of the traffic that each drive has: chunks are spread by their bytes."""
+    weights = [d.weight for d in machine.drives]
+    return [w / sum(weights) for w in weights]
 
 
-def plan_run(run: Run, config: Config, workload: Workload) -> Plan:
-    """Return the plan of a run on this machine, within its budgets."""
-    budget, staged = resolve_budget(config)
-    train = run.train
-    made = workload.activations(config, train.batch, train.sequence, train.recompute)
-    return make_plan(
-        workload.planned(config),
-        config,
-        budget,
-        staged=staged,
-        accumulation=train.accumulation,
-        inputs=made.inputs,
-        nvme_free=free_bytes(config.directories),
-    )
+def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
+    """Return what the hardware does: as `given`, else as the machine is described. Of all drives together:
+    the one whose share takes longest decides."""
+    found: dict[str, float | None] = {"link": machine.link, "dram": machine.dram, "tflops": machine.tflops}
+    for name, rates in (
+        ("nvme_read", [d.read for d in machine.drives]),
+        ("nvme_write", [d.write for d in machine.drives]),
+    ):
+        known = [r for r in rates if r is not None]
+        if known and len(known) == len(rates):
+            found[name] = min(r / s for r, s in zip(known, shares_of(machine), strict=True))
+    said = {k: v for k, v in dataclasses.asdict(given).items() if v is not None}
+    return Bandwidths(**{**found, **said})
 
 
-def activations_on_device(run: Run, config: Config, workload: Workload, plan: Plan) -> Activations:
-    """Return the activations that are on the device, where some of them wait on the host."""
-    train = run.train
-    made = workload.activations(config, train.batch, train.sequence, train.recompute)
-    moved = min(made.inputs, plan.footprint.activation_nbytes) if made.largest >= SMALLEST else 0
-    # Of those that move, one is in use while the next ones come (or the last ones go).
-    away = max(0, moved - (1 + AHEAD) * made.largest)
-    return made._replace(saved=made.saved - away, peak=made.peak - away)
+def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -> Wear:
+    """Return what a run means for its drives; the one that wears out first decides. `endurance`: TB that
+    each is rated for; None: as the machine is described."""
+    rated = [endurance or d.endurance or _ENDURANCE for d in machine.drives]
+    most = min((r / s for r, s in zip(rated, shares_of(machine), strict=True)), default=_ENDURANCE)
+    return wear(plan.traffic, steps=steps, tbw=most, drives=1)
 
 
-def plan_as_dict(
-    run: Run,
-    config: Config,
-    plan: Plan,
-    activations: Activations,
-    *,
-    tbw: float,
-    bandwidths: Bandwidths,
-) -> dict[str, Any]:
+def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> dict[str, Any]:
     """Return everything that `infinity plan` says, as values that JSON has. Sizes are in bytes."""
+    run, config = case.run, case.config
     train = run.train
     tokens = train.tokens_per_step
-    worn = wear(plan.traffic, steps=train.steps, tbw=tbw, drives=len(config.directories))
+    activations = case.activations(run, config, plan.footprint.activation_nbytes)
     bounds = step_bounds(plan, bandwidths, tokens=tokens, recompute=train.recompute)
     taken = plan.footprint
     return {
@@ -95,11 +70,13 @@ def plan_as_dict(
         "nvme": dict(taken.nvme),
         "nvme_durable": dict(plan.durable_nvme),
         "activations": activations._asdict(),
+        "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
         "per_step": {
             "tokens": tokens,
             "nvme_read": plan.traffic.nvme_read,
             "nvme_written": plan.traffic.nvme_written,
             "link": plan.traffic.link,
+            "host": plan.traffic.host,
         },
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
         "bounds_seconds": bounds,
@@ -111,7 +88,16 @@ def plan_as_dict(
 @click.command("plan", cls=RunCommand)
 @run_options
 @click.option(
-    "--endurance-tbw", type=float, default=600.0, show_default=True, help="TB a drive is rated for."
+    "--machine",
+    "machine_file",
+    metavar="FILE",
+    help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
+)
+@click.option(
+    "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
+)
+@click.option(
+    "--endurance-tbw", type=float, help=f"TB a drive is rated for. [as described, or {_ENDURANCE:.0f}]"
 )
 @click.option("--nvme-read", type=float, help="GB/s of all drives together, for bounds on a step's time.")
 @click.option("--nvme-write", type=float, help="GB/s of all drives together.")
@@ -121,7 +107,9 @@ def plan_as_dict(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def plan_command(
     config_file: str | None,
-    endurance_tbw: float,
+    machine_file: str | None,
+    fit: bool,
+    endurance_tbw: float | None,
     nvme_read: float | None,
     nvme_write: float | None,
     link: float | None,
@@ -134,34 +122,32 @@ def plan_command(
 
     Takes the arguments of `infinity train`. Exit code 1 when the run does not fit.
     """
-    run = read_run(config_file, given)
-    config = config_for_planning(run)
-    workload = workload_of(run)
-    plan = plan_run(run, config, workload)
-    activations = activations_on_device(run, config, workload, plan)
-    result = plan_as_dict(
-        run,
-        config,
-        plan,
-        activations,
-        tbw=endurance_tbw,
-        bandwidths=Bandwidths(nvme_read, nvme_write, link, dram, tflops),
-    )
+    machine = None if machine_file is None else load_machine(machine_file)
+    said = Bandwidths(nvme_read, nvme_write, link, dram, tflops)
+    case = Case(read_run(config_file, given), machine)
+    found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
+    if found is not None:
+        case = Case(changed(case.run, found), machine)
+    plan = case.plan()
+    worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
+    result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
+    if found is not None:
+        result["command"] = command(case.run)
     if as_json:
         click.echo(json.dumps(result))
     else:
-        show(workload.name, config, result, exact=run.model.init_from is None)
+        show(case, result)
     return 0 if plan.fits else 1
 
 
-def show(name: str, config: Config, result: Mapping[str, Any], *, exact: bool) -> None:
+def show(case: Case, result: Mapping[str, Any]) -> None:
     """Print a plan for a person."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     console.print(
-        f"{name}: {result['parameters']:,} parameters in {result['units']} units and "
+        f"{case.workload.name}: {result['parameters']:,} parameters in {result['units']} units and "
         f"{result['chunks']} chunks, {result['dtype']}"
     )
     table = Table("tier", "what for", "bytes", "", title="Memory and disk")
@@ -177,11 +163,15 @@ def show(name: str, config: Config, result: Mapping[str, Any], *, exact: bool) -
         durable = sum(result["nvme_durable"].values())
         table.add_row("nvme", "total with durable steps", f"{durable:,}", format_size(durable))
     activations = result["activations"]["peak"]
-    where = "activations" if exact else "activations (estimate)"
-    table.add_row("yours", f"{where}, on top of device memory", f"{activations:,}", format_size(activations))
+    where = "activations" if case.run.model.init_from is None else "activations (estimate)"
+    table.add_row("yours", f"{where}, on the device", f"{activations:,}", format_size(activations))
+    for there in result["standing"]:
+        if there["scratch"]:
+            what = f"the model as it is built, in {there['directory']}"
+            table.add_row("disk", what, f"{there['scratch']:,}", format_size(there["scratch"]))
     console.print(table)
     inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
-    if config.activations == "host" and not inputs:
+    if case.config.activations == "host" and not inputs:
         console.print("No block is recomputed, so no activation goes to the host (--recompute).")
     elif room and inputs > room:
         console.print(
@@ -199,21 +189,31 @@ def show(name: str, config: Config, result: Mapping[str, Any], *, exact: bool) -
     if worn["steps_rated"] is not None:
         console.print(
             f"{worn['steps']:,} steps write {worn['run_bytes'] / 1e12:,.3f} TB: {worn['share']:.2%} of the "
-            f"{worn['rated_bytes'] / 1e12:,.0f} TB that {max(len(config.directories), 1)} drive(s) are rated "
-            f"for, which last {worn['steps_rated']:,.0f} steps."
+            f"{worn['rated_bytes'] / 1e12:,.0f} TB that {max(len(case.config.directories), 1)} drive(s) are "
+            f"rated for, which last {worn['steps_rated']:,.0f} steps."
         )
     bounds = result["bounds_seconds"]
     if bounds:
         slowest = max(bounds, key=lambda k: bounds[k])
         parts = ", ".join(f"{k} {v:.3g} s" for k, v in sorted(bounds.items(), key=lambda kv: -kv[1]))
         console.print(f"A step takes at least {bounds[slowest]:.3g} s, for {slowest} ({parts}).")
+    if case.described is not None and not result["standing"]:
+        console.print(
+            f"Where the model is built ({format_size(sum(case.workload.scratch()))}) is not described: "
+            "not checked."
+        )
     for problem in result["problems"]:
         console.print(
             f"DOES NOT FIT {problem['tier']}: needs at least {format_size(problem['needed'])} "
-            f"({problem['needed']:,} bytes), has {format_size(problem['available'])}.\n"
-            f"  to change: {problem['cure']}",
+            f"({problem['needed']:,} bytes), has {format_size(problem['available'])}: {problem['what']}.",
             style="bold red",
             markup=False,
         )
+    if result["problems"]:
+        console.print(
+            f"  to change: {result['problems'][0]['cure']}", style="bold red", markup=False, soft_wrap=True
+        )
     if result["fits"]:
         console.print("It fits.", style="green")
+    if "command" in result:
+        console.print(result["command"], markup=False, soft_wrap=True)

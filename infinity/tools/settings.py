@@ -40,6 +40,9 @@ class ModelSettings:
     mlp: str | None = None
     positions: str | None = None
     tied: bool | None = None
+    kv_heads: int | None = None
+    inner: int | None = None
+    experts: int | None = None
     init_from: str | None = None
 
 
@@ -117,6 +120,11 @@ class Run:
     train: TrainSettings
     engine: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def default(cls) -> Run:
+        """Return the run that nothing is said of."""
+        return cls(ModelSettings(), DataSettings(), TrainSettings())
+
     def config(self, **changes: Any) -> Config:
         """Return the engine's configuration.
 
@@ -150,7 +158,11 @@ class Option(NamedTuple):
 
 _PLACE = "device, host, nvme, or shares such as host:0.3,nvme:0.7."
 OPTIONS: tuple[Option, ...] = (
-    Option("model", "preset", "str", "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters."),
+    Option(
+        *("model", "preset", "str"),
+        "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters, or a published shape such as "
+        "llama-3.1-8b, qwen2.5-72b, mixtral-8x7b (another name lists them all).",
+    ),
     Option("model", "layers", "int", "Number of blocks."),
     Option("model", "width", "int", "Width of the residual stream."),
     Option("model", "heads", "int", "Attention heads."),
@@ -159,6 +171,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", "mlp", "str", "gelu or swiglu."),
     Option("model", "positions", "str", "rotary or learned."),
     Option("model", "tied", "flag", "Use the embedding as the head.", "--tied/--untied"),
+    Option("model", "kv_heads", "int", "Heads of keys and values; default: as many as heads."),
+    Option("model", "inner", "int", "Width of the MLP; default: four times the width, SwiGLU 8/3 times."),
+    Option("model", "experts", "int", "MLPs in each block, of which a token passes two."),
     Option("model", "init_from", "str", "A Hugging Face directory (config, safetensors, tokenizer)."),
     Option("data", "path", "str", "A file, directory or glob; default: Python's standard library.", "--data"),
     Option("data", "validation", "float", "Share of the text that is kept for validation."),

@@ -40,15 +40,15 @@ from infinity.surface.init import init
 from infinity.surface.trace import is_trace, trace
 from infinity.training.optimizer import OffloadOptimizer
 
+from .case import Case
 from .data import Corpus, find_files, open_stream
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .outputs import check_outputs, is_log
-from .plan import activations_on_device, plan_run
 from .progress import Reporter, finite
 from .sample import generate
 from .settings import Run, RunCommand, TrainSettings, read_run, run_options
 from .shown import error_as_dict
-from .workload import Workload, param_groups, workload_of
+from .workload import Workload, param_groups
 
 _VALIDATION_BATCHES = 4
 _PROMPT = "def "
@@ -95,11 +95,11 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         DataError: the text or the model cannot be read.
     """
     train = run.train
-    config = run.config()
-    workload = workload_of(run)
+    case = Case(run, planning=False)
+    config, workload = case.config, case.workload
     _check_files(run)
     reclaim(config.directories)  # before anything needs the space, and before bytes on disk are counted
-    scratch = config.directories[0] if config.directories else None
+    scratch = config.directories[0] if config.directories and not case.unnamed else None
     stream = open_stream(run.data.path, workload.tokenizer, directory=scratch)
     if stream.vocab > workload.vocab:
         raise ConfigError(
@@ -109,7 +109,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             cure="use the tokenizer that belongs to the model",
         )
     corpus = Corpus(stream, train.sequence, seed=train.seed, validation=run.data.validation)
-    plan = plan_run(run, config, workload)
+    plan = Case(run, planning=False).plan()  # with the tokens on the drive, where there are some
     plan.check()
     before = bytes_on_disk(config.directories)
     give_back_freed_memory()
@@ -135,7 +135,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
                     raise
                 report.incomplete.append(error)  # of the trace: what was trained is told all the same
             report.end_log()
-            measured = _measure(run, config, workload, model, optimizer, plan, trained, peak, on_disk)
+            measured = _measure(config, model, optimizer, plan, trained, peak, on_disk)
             report.pause()
             fell = _summary(report, trained)
             _table(report, measured)
@@ -318,9 +318,7 @@ def _summary(report: Reporter, trained: _Trained) -> bool:
 
 
 def _measure(
-    run: Run,
     config: Config,
-    workload: Workload,
     model: nn.Module,
     optimizer: OffloadOptimizer,
     plan: Plan,
@@ -336,7 +334,7 @@ def _measure(
     """
     taken = plan.footprint
     figures = metrics(optimizer)
-    activations = activations_on_device(run, config, workload, plan).peak
+    activations = plan.activations
     device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
     leases = sum(q.nbytes for q in taken.quotas.values())
     rows: list[tuple[str, int, int]] = []

@@ -5,6 +5,8 @@ Each can say what planning needs to know without being built, and be built.
 
 from __future__ import annotations
 
+import functools
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,15 +16,17 @@ from torch.nn import functional as F
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
-from infinity.hardware.device import open_device
-from infinity.planning.footprint import Budget
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
-from infinity.surface.checks import budget_of, param_specs
+from infinity.surface.checks import param_specs
 from infinity.training.discover import discover
 
-from .model import GPT, Activations, GPTShape, activations_of, shape_from, units_of
+from .model import GPT, Activations, GPTShape, activations_of, idle_of, shape_from, units_of
 from .settings import ModelSettings, Run
+
+_DIMENSIONS = (
+    *("layers", "width", "heads", "vocab", "mlp", "positions", "tied", "kv_heads", "inner", "experts"),
+)
 
 
 class Workload(Protocol):
@@ -35,6 +39,9 @@ class Workload(Protocol):
 
     def planned(self, config: Config) -> Model:
         """Return what planning needs to know; nothing is built."""
+
+    def scratch(self) -> list[int]:
+        """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """Return the activations of one forward and backward, in bytes."""
@@ -57,8 +64,7 @@ class BuiltIn:
     def __init__(self, settings: ModelSettings, sequence: int) -> None:
         shape = shape_from(
             settings.preset,
-            **{n: getattr(settings, n) for n in ("layers", "width", "heads", "vocab", "mlp", "positions")},
-            tied=settings.tied,
+            **{n: getattr(settings, n) for n in _DIMENSIONS},
             context=settings.context if settings.context is not None else max(1024, sequence),
         )
         if shape.vocab < 256:
@@ -84,10 +90,17 @@ class BuiltIn:
             for name, params in units_of(self.shape)
         ]
         alone = [(i,) for i in range(len(units))]
-        return Model(units, [*alone, (0,)] if self.shape.tied else alone)
+        return Model(units, [*alone, (0,)] if self.shape.tied else alone, idle_of(self.shape))
+
+    def scratch(self) -> list[int]:
+        """See `Workload`. A tied head is made, too, before it goes."""
+        shapes = [s for _, params in units_of(self.shape) for _, s in params]
+        if self.shape.tied:
+            shapes.append((self.shape.vocab, self.shape.width))
+        return [math.prod(s) * torch.get_default_dtype().itemsize for s in shapes]
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
-        """See `Workload`; exact (see [Note: activations])."""
+        """See `Workload`; exact without experts (see [Note: activations])."""
         return activations_of(self.shape, batch, sequence, config.compute_dtype.itemsize, recompute=recompute)
 
     def build(self, recompute: bool) -> nn.Module:
@@ -156,12 +169,22 @@ class HuggingFace:
         _check_context(self.context, sequence)
         self.name = f"{self.hf_config.model_type} from {directory}"
 
-    def planned(self, config: Config) -> Model:
-        """See `Workload`. The model's structure is made on the meta device, without values."""
+    @functools.cached_property
+    def _structure(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return planned_from(AutoModelForCausalLM.from_config(self.hf_config), config)
+            model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config)
+        return model
+
+    def planned(self, config: Config) -> Model:
+        """See `Workload`. The model's structure is made on the meta device, without values."""
+        return planned_from(self._structure, config)
+
+    def scratch(self) -> list[int]:
+        """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
+        dtype = getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
+        return [p.numel() * dtype.itemsize for p in self._structure.parameters()]
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
@@ -246,31 +269,6 @@ def planned_from(model: nn.Module, config: Config) -> Model:
     specs = param_specs(model, members, groups, config.compute_dtype)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
     return Model(units, [s.working_set for s in scopes])
-
-
-def resolve_budget(config: Config) -> tuple[Budget, bool]:
-    """Return the budgets in bytes, and whether the device has a memory of its own.
-
-    A CUDA device that this machine does not have can be planned for if both budgets are named.
-
-    Raises:
-        ConfigError: the device is not here and a budget is not named.
-    """
-    wanted = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        if config.device_memory is None or config.host_memory is None:
-            raise ConfigError(
-                "what a device that is not here has must be named",
-                expected="--device-memory and --host-memory",
-                found=f"--device {wanted}, and no CUDA device",
-                cure="--device-memory 20GiB --host-memory 48GiB, or --device cpu",
-            )
-        return Budget(device=int(config.device_memory), host=int(config.host_memory)), True
-    device = open_device(config.device)
-    try:
-        return budget_of(config, device), device.staged
-    finally:
-        device.close()
 
 
 def _group(ndim: int) -> int:

@@ -1,0 +1,191 @@
+"""What to change where a run does not fit: changes that were tried, in the words of whoever asked.
+
+A *change* is settings by name that replace those given. It is printed only if the whole run, planned with
+it, fits every tier at once; so none leads to another refusal. ``DIR`` in one stands for a directory on a
+drive that is not named yet; how much must be free there is said behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from infinity.core.config import Config
+from infinity.core.sizes import SPAN, MiB, Tier, format_size
+
+from .footprint import whole_mebibytes
+from .planner import KINDS, Plan, Problem
+
+Change = Mapping[str, Any]
+#: Returns the plan of a run with a change; None where the change contradicts the run.
+Judge = Callable[[Change], "Plan | None"]
+#: A directory that is not named yet.
+DIRECTORY: Final = "DIR"
+
+
+def as_options(change: Change) -> str:
+    """Return a change as options on the command line."""
+    words: list[str] = []
+    for name, value in change.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+            continue
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            words += [flag, shlex.quote(str(placement_text(one)))]
+    return " ".join(words)
+
+
+def as_settings(change: Change) -> str:
+    """Return a change as arguments of `Config`."""
+    words = []
+    for name, value in change.items():
+        if isinstance(value, (tuple, list)):
+            value = value[0] if len(value) == 1 else list(value)
+        words.append(f"{name}={_quoted(value)}")
+    return ", ".join(words)
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_quoted, value)) + "]"
+    return (
+        '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
+    )
+
+
+def placement_text(value: Any) -> Any:
+    """Return a split as the command line writes it: ``host:0.3,nvme:0.7``; anything else as it is."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{tier}:{share:g}" for tier, share in value.items())
+    return value
+
+
+def complete(change: Change, judge: Judge) -> Change | None:
+    """Return `change` with the budgets that it needs to fit; None if it cannot."""
+    plan = judge(change)
+    if plan is None or plan.fits:
+        return None if plan is None else change
+    for budgets in _budgets(plan):
+        more = {**change, **budgets}
+        plan = judge(more)
+        if plan is not None and plan.fits:
+            return more
+    return None
+
+
+def _budgets(plan: Plan) -> Iterator[Change]:
+    least = {f"{t}_memory": whole_mebibytes(getattr(plan.least, t)) for t in (Tier.HOST, Tier.DEVICE)}
+    short = {f"{p.tier}_memory" for p in plan.problems if p.needed == getattr(plan.least, p.tier, None)}
+    if short:
+        yield {name: size for name, size in least.items() if name in short}
+    if plan.least.device <= plan.room.device:  # less is fetched ahead, so that activations find room
+        yield {"device_memory": f"{plan.room.device // MiB}MiB"}
+    if plan.least.host <= plan.room.host:
+        yield {"host_memory": f"{plan.room.host // MiB}MiB"}
+    yield least
+
+
+def placements(config: Config) -> Iterator[Change]:
+    """Yield every placement on whole tiers, those that change least first, faster tiers preferred."""
+    tiers = list(Tier)
+    options = []
+    for chosen in itertools.product(tiers, repeat=len(KINDS)):
+        changed = {
+            kind: tier.value
+            for kind, tier in zip(KINDS, chosen, strict=True)
+            if dict(config.placements[kind]) != {tier: 1.0}
+        }
+        options.append((len(changed), sum(tiers.index(Tier(t)) for t in changed.values()), changed))
+    options.sort(key=lambda option: option[:2])
+    for _, _, changed in options:
+        yield changed
+
+
+def of_config(config: Config) -> Iterator[Change]:
+    """Yield the changes of settings of the engine that may let a run fit."""
+    yield from placements(config)
+    if config.update == "delayed":  # it takes a second copy
+        for placed in placements(config):
+            yield {**placed, "update": "overlap"}
+    size = config.chunk_elements // 2 // SPAN * SPAN
+    while size >= max(SPAN, config.chunk_elements >> _SMALLER):
+        # Many small chunks are slow to plan: with them only the two ends are tried.
+        yield {"chunk_elements": size}
+        yield {**dict.fromkeys(KINDS, Tier.NVME.value), "chunk_elements": size}
+        size = size // 4 // SPAN * SPAN
+
+
+#: Chunks are cut to no less than this power of two smaller.
+_SMALLER: Final = 6
+
+
+def cure(
+    problems: Iterable[Problem],
+    changes: Iterable[Change],
+    judge: Judge,
+    speak: Callable[[Change], str],
+    room_needed: Callable[[Change], int],
+) -> str:
+    """Return what to change so that everything fits: one alternative of budgets alone, one of other
+    settings, and one of another drive, as far as there are such.
+
+    Args:
+        changes: without budgets, in the order in which they are preferred; one may name `DIRECTORY`.
+        room_needed: returns the bytes that must be free in `DIRECTORY` with a change.
+    """
+    found = []
+    budgets = complete({}, judge)
+    if budgets:
+        found.append(speak(budgets))
+    changes = [*_fewer_activations(judge({})), *(c for c in changes if c)]
+    here = [c for c in changes if DIRECTORY not in c.get("nvme", ())]
+    elsewhere = [c for c in changes if DIRECTORY in c.get("nvme", ())]
+    first = _first(here, judge, budgets_too=not budgets)
+    if first is not None:
+        found.append(speak(first))
+    if not found or any(p.tier is Tier.NVME for p in problems):
+        more = _first(elsewhere, judge, budgets_too=True)
+        if more is not None:
+            found.append(f"{speak(more)} (DIR with {whole_mebibytes(room_needed(more))} free)")
+    return ", or ".join(found) if found else _hopeless(changes, judge, speak)
+
+
+def _fewer_activations(plan: Plan | None) -> Iterator[Change]:
+    """Yield the `activation_memory` that host memory leaves, where one that was named is too much."""
+    for problem in plan.problems if plan is not None else ():
+        if plan is not None and problem.tier is Tier.HOST and problem.needed == plan.least.host:
+            left = plan.footprint.activation_nbytes - (problem.needed - problem.available)
+            if left >= MiB:
+                yield {"activation_memory": f"{left // MiB}MiB"}
+
+
+def _first(changes: list[Change], judge: Judge, *, budgets_too: bool) -> Change | None:
+    for change in changes:
+        plan = judge(change)
+        if plan is not None and plan.fits:
+            return change
+    if budgets_too:
+        for change in changes:
+            found = complete(change, judge)
+            if found is not None:
+                return found
+    return None
+
+
+def _hopeless(changes: list[Change], judge: Judge, speak: Callable[[Change], str]) -> str:
+    """Return what there would have to be, with the change that needs least of the scarcest tier."""
+    best: tuple[float, str] | None = None
+    for change in changes:
+        plan = judge({**change, "device_memory": None, "host_memory": None})
+        if plan is None or plan.fits:
+            continue
+        worst = max(plan.problems, key=lambda p: p.needed / max(p.available, 1))
+        ratio = worst.needed / max(worst.available, 1)
+        if best is None or ratio < best[0]:
+            where = "on NVMe" if worst.tier is Tier.NVME else f"of {worst.tier} memory"
+            has = f"{format_size(worst.needed)} {where}, and there are {format_size(worst.available)}"
+            best = ratio, f"no setting is enough: even with {speak(change)} it needs {has}"
+    return best[1] if best else "no setting is enough"
