@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -10,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from infinity.core.errors import ParameterError, WrapError
+from infinity.core.errors import ReleasedParameterError, WrapError
 
-from .param import any_sharded, sharded_of
+from .param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
     "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; a "
@@ -51,13 +53,34 @@ def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
 
 def refuse_copies(name: str, *_: Any) -> NoReturn:
     """Raise the error of `copy.deepcopy`, `pickle` and `torch.save` of what `wrap` returned, a `name`."""
-    raise ParameterError(
+    raise ReleasedParameterError(
         f"a {name} that is wrapped cannot be copied or pickled: its values are not in it",
         expected="`state_dict()`, which has them",
         found="copy.deepcopy, pickle or torch.save of the object itself",
         cure="save or copy its `state_dict()` and load that into one that is built anew; or make the model "
         "plain again, `infinity.unwrap(model)`, and copy that",
     )
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module whose parameters are all on the device, as inside `gathered`; without our hooks."""
+    if any(isinstance(p, ReleasedParameter) for p in module.parameters()):
+        refuse_copies(type(module).__name__)
+    mine = module.__dict__
+    ours = {name: mine.pop(name) for name in _OURS if name in mine}
+    hooks = {name: mine[name] for name in _HOOKS if name in mine}
+    for name, entries in hooks.items():
+        mine[name] = OrderedDict((key, hook) for key, hook in entries.items() if not _is_ours(hook))
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        mine.update(ours)
+        mine.update(hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    home = getattr(getattr(hook, "hook", hook), "__module__", None)  # torch wraps some
+    return str(home).startswith(f"{__name__.partition('.')[0]}.")
 
 
 class _Trap:
@@ -74,6 +97,11 @@ class _Trap:
 
 
 _DDP = "_ddp_params_and_buffers_to_ignore"
+_OURS = ("__reduce_ex__", "__deepcopy__", _DDP)
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -85,8 +113,8 @@ def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], No
     ]
     modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
     for module in modules:
-        for name in ("__reduce_ex__", "__deepcopy__"):
-            module.__dict__[name] = functools.partial(refuse_copies, type(module).__name__)
+        module.__dict__["__reduce_ex__"] = functools.partial(refuse_copies, type(module).__name__)
+        module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     before = model.__dict__.get(_DDP)
     model.__dict__[_DDP] = _Trap()
 
