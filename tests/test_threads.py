@@ -129,3 +129,38 @@ def test_the_turn_of_a_thread_that_has_ended_is_free() -> None:
     turn.enter("mine")
     assert turn.mine
     turn.leave("mine")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(where: str, tmp_path: Path) -> None:
+    this = case("gpt")
+    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, **NVME))
+    module = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt  # torch calls no hook at the end of a forward that this ends
+
+    if where == "forward":
+        handle = module.register_forward_pre_hook(stop)
+    else:
+        handle = module.weight.register_post_accumulate_grad_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        this.loss(model, this.batches[0]).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            this.loss(model, this.batches[0]).backward()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert failed == []
+    optimizer.step()
+    infinity.close(optimizer)

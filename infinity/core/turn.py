@@ -11,6 +11,7 @@ its number, and what an interrupt left of it goes when that thread comes back, e
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -94,14 +95,15 @@ class Turn:
         self._guests[threading.get_ident()] -= 1
 
     def _wait(self, who: int) -> None:
-        until = time.monotonic() + self._limit
+        until, stale = time.monotonic() + self._limit, 0
         while (holder := self._holder.setdefault("", who)) != who:
-            before = self._spans | self._lasting
             self._bell.wait(lambda: not self._holder, POLL)
             if self._holder.get("") != holder:
                 continue
-            if not (before or self._spans or self._lasting) or not _lives(holder):
-                # An interrupt came between two lines of `enter`; or the thread ended inside of a span.
+            stale = 0 if self._lasting or _is_inside(holder) else stale + 1
+            if stale > 1 or not _lives(holder):
+                # It has left what it began (a backward that raised), was interrupted between two lines of
+                # `enter`, or has ended.
                 self._spans.clear()
                 self._lasting.clear()
                 self._holder.clear()
@@ -112,6 +114,20 @@ class Turn:
                     found=f"{_name(holder)} is inside a forward, a backward, a `gathered` block or a call",
                     cure="use the model and its optimizer from one thread, or have that thread end it first",
                 )
+
+
+#: Parts of the names of torch's functions inside of which a thread has a span that `reset` ends.
+_CALLS: Final = ("_call_impl", "_engine_run_backward", "state_dict")
+
+
+def _is_inside(ident: int) -> bool:
+    """Return whether a thread is inside of a forward, a backward or a state dict."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None:
+        if any(name in frame.f_code.co_name for name in _CALLS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _lives(ident: int) -> bool:
