@@ -22,6 +22,7 @@
     │   └── CorruptionError              bytes read differ from the bytes written (CRC mismatch)
     ├── BackendError (RuntimeError)      an I/O backend is unknown or does not work here
     ├── ClosedError (RuntimeError)       the engine or one of its parts was closed, or forked
+    ├── ThreadError (RuntimeError)       another thread uses the model, and does not end
     └── DataError (ValueError)           training data or a model directory cannot be used
 
 A message says what was expected, what was found and what to change (`cure`).
@@ -49,6 +50,7 @@ __all__ = [
     "ShortTransferError",
     "StateDictError",
     "StorageError",
+    "ThreadError",
     "TransferError",
     "WrapError",
 ]
