@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import pty
@@ -105,6 +106,8 @@ def python(
 def started(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """A child process that does not outlive the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    if "preexec_fn" not in more:  # whoever runs these tests may have been told to ignore it (nohup)
+        pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     with subprocess.Popen([sys.executable, "-u", *arguments], text=True, cwd=ROOT, **pipes) as child:
         try:
             yield child

@@ -468,7 +468,8 @@ class Program:
         if how == "model-state-dict":
             for name, held in self.world.model.state_dict().items():
                 if name in self.world.named():
-                    self.world.aliases[f"{key} {name}"] = (name, "state-dict", held, held.clone())
+                    then = self._copied(self.world.named()[name], held)
+                    self.world.aliases[f"{key} {name}"] = (name, "state-dict", held, then)
             return
         if how == "all":
             for name, p in self.world.named().items():
@@ -507,7 +508,12 @@ class Program:
                     "clone": lambda: p.detach().clone(),
                     "graph": lambda: p.view(-1)[:3],
                 }[how]()
-        self.world.aliases[key] = (name, how, held, _now(held, p))
+        then = self._copied(p, held) if how == "state-dict" else _now(held, p)
+        self.world.aliases[key] = (name, how, held, then)
+
+    def _copied(self, p: Any, held: torch.Tensor) -> torch.Tensor:
+        """What a state dict has if it is a copy: the newest values, of the two versions that there may be."""
+        return held.clone() if self.world.offloaded else self.world.newest(p)
 
     def do_read(self, key: str, flush: bool) -> None:
         """What an alias shows: in torch, the parameter as it is now."""
