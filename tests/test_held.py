@@ -146,13 +146,14 @@ def test_frozen_and_unchanged_units_are_not_fetched_again(tmp_path: Path) -> Non
     for block in list(model.blocks)[1:]:
         block.requires_grad_(False)
     model, optimizer = wrapped(tmp_path, model)
-    for step in range(4):
-        before = infinity.metrics(optimizer)["fetch/units"]
+    fetched = []
+    for step in range(6):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step:
-            assert infinity.metrics(optimizer)["fetch/units"] - before <= 2, step  # block 0 and the head
+        fetched.append(infinity.metrics(optimizer)["fetch/units"])
+    # Block 0 and the head, once per step; those of the next step may be on their way already, or not yet.
+    assert fetched[-1] - fetched[0] <= 2 * 5 + 2, fetched
     infinity.close(model)
 
 

@@ -825,8 +825,10 @@ def test_cures_are_in_the_words_of_who_asked(
     command = ["train", *small, "--optimizer-state", "nvme"]
     assert run([*command, "--json"]) == 2
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["error"]["cure"] == "--nvme DIR, or --optimizer-state host"
-    assert "to change: --nvme DIR, or --optimizer-state host" in shown.err
+    cure = json.loads(shown.out)["error"]["cure"]
+    assert "--nvme DIR" in cure
+    assert "nvme=" not in cure
+    assert f"to change: {cure}" in shown.err
     assert run([*command, "--nvme", nvme]) == 0
     assert run([*command, "--optimizer-state", "host"]) == 0
     capsys.readouterr()
