@@ -6,7 +6,8 @@ in. So a thread that saves or evaluates beside the one that trains finds nothing
 forward itself starts (a block whose children run side by side) are its *guests* and do not wait.
 
 No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
-its number, and what an interrupt left of it goes when that thread comes back, ends, or holds no span.
+its number. What an error or an interrupt left of it goes when that thread comes back, or when another one
+waits and finds it ended, or inside of nothing any more.
 """
 
 from __future__ import annotations
