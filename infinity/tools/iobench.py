@@ -23,6 +23,7 @@ from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import BACKENDS, available_backends
+from infinity.hardware.medium import MEMORY, medium_of
 from infinity.hardware.probe import DirectoryFacts, available_host_memory, describe_directory
 from infinity.version import __version__
 
@@ -204,7 +205,7 @@ def measure(request: Request, effort: Effort, tell: Teller) -> dict[str, Any]:
     cases, warnings = keep_what_fits(cases, nbytes)
     facts = [facts_as_dict(describe_directory(directory)) for directory in request.directories]
     for place in facts:
-        if not place["direct"] or place["filesystem"] in ("tmpfs", "ramfs"):
+        if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
     result: dict[str, Any] = {
         "benchmark": "io",
