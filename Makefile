@@ -23,6 +23,10 @@ THEIR_NEEDS := importlib_metadata==10.2.0 pillow==13.0.0 requests==2.34.2
 # Libraries that people train with; `make test-all` trains with them.
 ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datasets==5.2.0
 
+# Fused heads, also in a folder of their own: torch must not see triton anywhere else. Triton's interpreter
+# runs Liger's kernels on a CPU.
+HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -86,6 +90,8 @@ $(VENV)/.architectures: $(VENV)/.tools
 
 $(VENV)/.ecosystem: $(VENV)/.tools
 	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(ECOSYSTEM),'$(p)')
+	rm -rf $(VENV)/heads
+	$(BIN)/python -m pip install -q --target $(VENV)/heads --no-deps $(HEADS)
 	touch $@
 
 $(VENV)/.packages: $(VENV)/.python Makefile

@@ -206,3 +206,46 @@ def test_blocks_are_not_cut_into_pieces_by_their_wrapper(tmp_path: Path) -> None
         names.append([u.layout.name for u in infinity.surface.engine.engine_of(model).units])
         infinity.close(optimizer)
     assert names[0] == names[1]
+
+
+def test_a_function_without_graph_breaks_says_how_it_is_given_another_modules_weight(tmp_path: Path) -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight.T).square().mean()
+
+    class Fused(nn.Module):
+        def __init__(self, present: bool) -> None:
+            super().__init__()
+            self.body, self.head, self.present = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, VOCABULARY),
+                present,
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.body(x)
+            if not self.present:
+                return head(x, self.head.weight)  # type: ignore[no-any-return]
+            with infinity.gathered(self.head.weight):
+                return head(x, self.head.weight)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Fused(present=False)
+    x = torch.randn(2, WIDTH)
+    wanted = model(x).item()
+    torch._dynamo.reset()
+    model, optimizer = infinity.wrap(model, optimizer_of(model), config_for(tmp_path))
+    model.present = True
+    try:
+        loss = model(x)
+        assert loss.item() == pytest.approx(wanted, rel=1e-6)
+        loss.backward()
+        optimizer.step()
+        model.present = False
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            model(x)
+        if hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):  # before, it takes no reason
+            assert "with infinity.gathered(parameter)" in str(refused.value)
+    finally:
+        infinity.close(model)

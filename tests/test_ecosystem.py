@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -416,3 +419,25 @@ def test_a_run_with_adapters_fetches_no_frozen_unit(tmp_path: Path) -> None:
         assert infinity.metrics(optimizer)["fetch/units"] <= most
     finally:
         wrap.close()
+
+
+# -- heads that are fused with the loss ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("head", "tied"), [("liger", False), ("cut-cross-entropy", True)])
+def test_a_fused_head_is_given_the_weight_of_another_module(head: str, tied: bool, tmp_path: Path) -> None:
+    packages = Path(sys.prefix) / "heads"
+    if not packages.is_dir() and not os.environ.get("CI"):
+        pytest.skip("needs liger-kernel and cut-cross-entropy: `make test-all` installs them")
+    command = [sys.executable, "-m", "tests.fused_heads", head, str(packages), str(tmp_path)]
+    done = subprocess.run(
+        command + ["--tied"] * tied,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["engine"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["parameters"]

@@ -10,6 +10,14 @@ import torch
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+# torch.compile prints this as its reason, where a graph may not break.
+_REASON = (
+    "the engine looks at what is there now, at every call. With fullgraph=True: if a parameter of another "
+    "module is given to the function, call it inside `with infinity.gathered(parameter):`; else leave "
+    "fullgraph out"
+)
+
+
 def eager(function: _F) -> _F:
     """Keep torch.compile out of `function` and of all that it calls, also where torch's C++ calls it from a
     frame that is compiled. (It would take a version counter, say, for a constant.) What
@@ -22,4 +30,5 @@ def eager(function: _F) -> _F:
     code = function.__code__
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
