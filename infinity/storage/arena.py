@@ -262,8 +262,8 @@ class Arena:
             "is in use by another run",
             errno.EWOULDBLOCK,
             expected=f"{self.path} to be locked by nobody",
-            found="a lock that another process holds",
-            cure="wait for that run to end, or name another directory",
+            found="a lock that another process, or another model of this one, holds",
+            cure="wait for that run to end, `infinity.close` that model, or name another directory",
         )
 
     def _in_the_way(self, path: str, expected: str, number: int, found: str = "") -> DirectoryError:
