@@ -538,6 +538,30 @@ def a_vector_to_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
     return [model(batch()).detach(), *finish(model, optimizer, api)]
 
 
+@door()
+def data_of_other_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
+    """`p.data = q.data`: exchanged in a unit and across units, turned, and by blocks that are nested."""
+    found = []
+    first, second, third, *_ = (block.up.weight for block in model.blocks)
+    down = [block.down.weight for block in model.blocks]
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with api.gathered(model, write=True):
+                first.data, second.data, third.data = second.data, third.data, first.data
+                model.head.weight.data = model.head.weight.data.t()
+                third.data = second.data  # as they are at the end of the block
+                second.data = second.data.clone()
+        elif step == 1:
+            with api.gathered(first, write=True), api.gathered([second, *down], write=True):
+                first.data, second.data = second.data, first.data
+                down[0].data = down[1].data.flip(0)
+        found += [v.clone() for v in model.state_dict().values()]
+    return [*found, *finish(model, optimizer, api)]
+
+
 # -- parameters by name, and those of other units -----------------------------------------------
 
 

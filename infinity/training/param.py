@@ -329,6 +329,7 @@ class ShardedParam:
         # keeps them until a scope begins or ends); returns whether.
         self.on_use: Callable[[Sequence[int], bool], bool] | None = None
         self._accumulator: Any = None
+        self._place: tuple[int, tuple[int, ...]] = (0, ())  # in the unit's storage: first element, strides
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
@@ -349,7 +350,8 @@ class ShardedParam:
         held = storage.nbytes()
         # set_ would grow a storage that is too small for the shape; give it its size, then take
         # it back, which leaves the view's shape as it is.
-        view.set_(storage, byte_offset // self.spec.dtype.itemsize, self.spec.shape, tuple(reversed(strides)))
+        self._place = byte_offset // self.spec.dtype.itemsize, tuple(reversed(strides))
+        view.set_(storage, self._place[0], self.spec.shape, self._place[1])
         if storage.nbytes() != held:
             storage.resize_(held)
         with torch._C.DisableTorchFunctionSubclass():
@@ -379,10 +381,20 @@ class ShardedParam:
         with torch._C.DisableTorchFunctionSubclass():
             return int(self.param._use_count())  # type: ignore[attr-defined]
 
-    def lies_in(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether the parameter lies in `storage`."""
+    def in_place(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the parameter is where `bind` put it in `storage`: `p.data = t` may have made it
+        another part of the same."""
+        param = self.param
         with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
-            return bool(self.param.untyped_storage()._cdata == storage._cdata)
+            if param.untyped_storage()._cdata != storage._cdata:
+                return False
+            return (param.storage_offset(), param.stride()) == self._place
+
+    def own_data(self) -> None:
+        """Have data that were given to the parameter be nobody else's: what they were a view of is about to
+        be written."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.param.data = self.param.data.clone()
 
     def release(self) -> None:
         """Make every use of the values raise."""
@@ -415,7 +427,7 @@ class ShardedParam:
         if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
             found = f"{param.dtype}, shape {tuple(param.shape)}"
         else:
-            if type(param) is ReleasedParameter or self.lies_in(storage):
+            if type(param) is ReleasedParameter or self.in_place(storage):
                 return
             found = "other storage"
         raise ParameterChangedError(

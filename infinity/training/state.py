@@ -5,6 +5,7 @@ Everything here goes chunk by chunk through one lease, so that its host memory i
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from .param import ShardedParam
 from .unit import ParamState, ParamUnit
 from .visit import ChunkVisit, Places, visit
 
+#: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
+_EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -270,10 +273,15 @@ class States:
         """
         assert unit.state is ParamState.UNSHARDED
         before = [p.param._version for p in unit.params]
+        block = object()
+        _EDITED[block] = unit
         try:
             yield
         finally:
-            moved = {p.index for p in unit.params if not p.lies_in(unit.storage)}
+            for each in tuple(_EDITED.values()):
+                each.own_data()
+            _EDITED.pop(block, None)
+            moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
             refused = unit.rebind()
             edited = {p.index for p, v in zip(unit.params, before, strict=True) if p.param._version != v}
             self.adopt(unit, edited | moved | named)

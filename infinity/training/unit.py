@@ -151,13 +151,20 @@ class ParamUnit:
             stacklevel=5,
         )
 
+    def own_data(self) -> None:
+        """Before any unit is bound again: data that parameters were given may lie in what is written then,
+        as those of two parameters do that were exchanged."""
+        for sharded in self.params:
+            if not sharded.in_place(self.storage):
+                sharded.own_data()
+
     def rebind(self) -> list[ShardedParam]:
         """Make parameters that were given other data (`p.data = t`) views of the storage again, with the
         values of `t`, in their own dtype; return those whose data cannot be taken: of another shape. They
         are bound again too, with the values that they had."""
         refused = []
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
-            if sharded.lies_in(self.storage):
+            if sharded.in_place(self.storage):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 given, version = sharded.param.data, sharded.version
@@ -232,7 +239,7 @@ class ParamUnit:
         Raises:
             ParameterChangedError: a parameter was edited, which would be lost.
         """
-        edited = [p for p in self.params if p.current_version != p.version or not p.lies_in(self.storage)]
+        edited = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
         for param in self.params:
             param.release()
         self.state = ParamState.FETCHING

@@ -604,7 +604,16 @@ class Program:
             (p for p in params if p is not one and p.shape == one.shape and p.dtype == one.dtype), one
         )
         with self.world.gathered([one, other], write=True):
-            one.data += 0.5 * other.data
+            match pick % 3:
+                case 0:
+                    one.data += 0.5 * other.data
+                case 1:
+                    one.data, other.data = other.data, one.data
+                case 2:
+                    one.data = one.data.flip(0)
+                    other.data = (
+                        other.data.t() if other.dim() == 2 and len(set(other.shape)) == 1 else one.data
+                    )
 
     # -- state dicts
 
