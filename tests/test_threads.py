@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.core.errors import ThreadError
 from infinity.core.turn import Turn
+from infinity.surface.engine import engine_of
 
 from .models import case
 from .offloaded import config_for
@@ -164,3 +168,158 @@ def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(where: str
     assert failed == []
     optimizer.step()
     infinity.close(optimizer)
+
+
+class Branches(nn.Module):
+    """Each block's two halves are computed by threads that the forward starts."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def half(self, block: nn.Sequential, x: torch.Tensor, number: int, graph: bool) -> torch.Tensor:
+        rows = slice(4 * number, 4 * number + 4)
+        with torch.set_grad_enabled(graph):
+            match self.way:
+                case "weight":
+                    return nn.functional.linear(x, block[0].weight[rows])
+                case "part of a block":
+                    return block[0](x)[:, rows]  # type: ignore[no-any-return]
+                case _:
+                    return block(x)[:, rows]  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graph = torch.is_grad_enabled()
+        with ThreadPoolExecutor(2) as pool:
+            for block in self.blocks:
+                halves = pool.map(lambda i: self.half(block, x, i, graph), range(2))  # noqa: B023
+                x = x + torch.cat(list(halves), 1)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["weight", "part of a block", "block"])
+def test_threads_that_a_forward_starts_use_what_they_need(way: str, tmp_path: Path) -> None:
+    found = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Branches(way)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        if offloaded:
+            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, **NVME))
+        for step in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({n: v.clone() for n, v in model.state_dict().items()})
+    infinity.close(model)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> None:
+    """torch calls no hook after a SystemExit; the thread of a pool lives on."""
+    torch.manual_seed(0)
+    model = Branches("block")
+    inner = model.blocks[0][0]
+    adam = torch.optim.AdamW(model.parameters())
+    model = infinity.wrap(model, adam, config_for(tmp_path, **NVME))[0]
+    turn = engine_of(model).shelter.turn
+    x = torch.randn(4, 8)
+    inside, stop = threading.Event(), threading.Event()
+
+    def leave(*_: Any) -> None:
+        raise SystemExit
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        stop.wait(20)
+
+    def visit(*_: Any) -> None:
+        assert isinstance(pool.submit(model.blocks[0], x).exception(20), SystemExit)
+
+    with ThreadPoolExecutor(1) as pool:
+        gone = inner.register_forward_hook(leave)
+        within = model.register_forward_pre_hook(visit)
+        with torch.no_grad(), contextlib.suppress(SystemExit):
+            model(x)
+        gone.remove()
+        within.remove()
+        waits = model.head.register_forward_hook(wait)
+        training = threading.Thread(target=lambda: model(x), daemon=True)
+        training.start()
+        assert inside.wait(20)
+        # That thread again, from outside of any forward: it waits, as any other does.
+        evaluated = pool.submit(lambda: infinity.gradient(model.head.weight))
+        with pytest.raises(TimeoutError):
+            evaluated.result(0.3)
+        stop.set()
+        waits.remove()
+        assert evaluated.result(20) is None
+        training.join(20)
+    assert turn.holder == 0
+    infinity.close(model)
+
+
+def two_models(folder: Path) -> list[Any]:
+    models = []
+    for name in "ab":
+        (folder / name).mkdir()
+        model = Branches("block")
+        adam = torch.optim.AdamW(model.parameters())
+        models.append(infinity.wrap(model, adam, config_for(folder / name, **NVME))[0])
+    return models
+
+
+def test_two_threads_gather_two_models_in_either_order(tmp_path: Path) -> None:
+    models = two_models(tmp_path)
+    weights = [model.head.weight for model in models]
+    errors: list[BaseException] = []
+
+    def gather(params: list[nn.Parameter]) -> None:
+        try:
+            for _ in range(100):
+                with infinity.gathered(params):
+                    pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=gather, args=(p,), daemon=True) for p in (weights, weights[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert errors == []
+    for model in models:
+        infinity.close(model)
+
+
+def test_two_threads_that_wait_for_each_others_model_are_told(tmp_path: Path) -> None:
+    models = two_models(tmp_path)
+    both = threading.Barrier(2)
+    found: list[BaseException] = []
+
+    def nest(mine: Any, other: Any) -> None:
+        try:
+            with infinity.gathered(mine.head.weight):
+                both.wait(20)
+                with infinity.gathered(other.head.weight):
+                    pass
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=nest, args=p, daemon=True) for p in (models, models[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert found
+    assert all(isinstance(e, ThreadError) and "wait for each other" in str(e) for e in found)
+    with infinity.gathered([*models[0].parameters(), *models[1].parameters()]):
+        pass  # nothing is left
+    for model in models:
+        infinity.close(model)

@@ -3,11 +3,13 @@
 [Note: turns] A forward of the model, a backward, a `gathered` block, a state dict and every single call of
 the engine are *spans*. While a thread has one, other threads wait before theirs; between its spans they come
 in. So a thread that saves or evaluates beside the one that trains finds nothing half done. Threads that a
-forward itself starts (a block whose children run side by side) are its *guests* and do not wait.
+forward itself starts (a block whose children run side by side) are its *guests* and do not wait where they
+call modules or use parameters; for `gathered` and backwards of their own they wait like others.
 
 No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
 its number. What an error or an interrupt left of it goes when that thread comes back, or when another one
-waits and finds it ended, or inside of nothing any more.
+waits and finds it ended, or inside of nothing any more. A guest is one for as long as the frame that it
+joined in is on its stack: a thread's number is given to another when it ends.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Final
 
 from .errors import ThreadError
 from .waiting import POLL, Bell
 
+_PAUSE: Final = 1e-4
 #: Seconds that a thread waits for its turn.
 LIMIT: Final = 300.0
 
@@ -35,7 +38,7 @@ class Turn:
         self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
         self._spans: set[object] = set()  # that `reset` ends
         self._lasting: set[object] = set()
-        self._guests: Counter[int] = Counter()
+        self._guests: dict[int, list[FrameType]] = {}  # of each, the frames in which it joined
         self._bell = Bell()
 
     def enter(
@@ -45,11 +48,11 @@ class Turn:
         nothing for a guest, and for a span that is under way. `lasting`: `reset` leaves it.
 
         Raises:
-            ThreadError: another thread has had a span for `limit` seconds.
+            ThreadError: another thread has had a span for `limit` seconds, or waits for this one.
         """
         who = threading.get_ident() if who is None else who
         if self._holder.setdefault("", who) != who:
-            if not wait or self._guests[who]:
+            if not wait or self._is_guest(who):
                 return
             self._wait(who)
         (self._lasting if lasting else self._spans).add(span)
@@ -61,6 +64,8 @@ class Turn:
         if not (self._spans or self._lasting):
             self._holder.clear()
             self._bell.ring()
+            if any(turn is self for turn in tuple(_WAITING.values())):
+                time.sleep(_PAUSE)  # who comes back at once would be before who has waited
 
     def reset(self) -> None:
         """End what this thread has begun and nobody will end: a forward or a backward that raised."""
@@ -69,9 +74,14 @@ class Turn:
                 self.leave(span)
 
     @property
+    def holder(self) -> int:
+        """The number of the thread that has the turn; 0: none."""
+        return self._holder.get("", 0)
+
+    @property
     def mine(self) -> bool:
         """Whether this thread has the turn."""
-        return self._holder.get("") == threading.get_ident()
+        return self.holder == threading.get_ident()
 
     @contextmanager
     def span(self) -> Iterator[None]:
@@ -83,24 +93,55 @@ class Turn:
         finally:
             self.leave(span)
 
-    def join(self) -> bool:
-        """Make this thread a guest of the one that has the turn; return whether it was another one."""
+    def join(self, frame: FrameType) -> bool:
+        """Make this thread a guest of the one that has the turn until `part`, or until `frame` of its stack
+        has ended; return whether it was another one."""
         me = threading.get_ident()
         if self._holder.get("", me) == me:
             return False
-        self._guests[me] += 1
+        self._guests.setdefault(me, []).append(frame)
         return True
 
-    def part(self) -> None:
+    def part(self, frame: FrameType) -> None:
         """Undo `join`."""
-        self._guests[threading.get_ident()] -= 1
+        frames = self._guests.get(threading.get_ident(), [])
+        if frame in frames:
+            frames.remove(frame)
+
+    def _is_guest(self, who: int) -> bool:
+        joined = self._guests.get(who)
+        if not joined:
+            return False
+        frame = sys._current_frames().get(who)
+        while frame is not None:
+            if frame in joined:
+                return True
+            frame = frame.f_back
+        self._guests.pop(who, None)  # what it joined in was ended by an error that torch calls no hook for
+        return False
 
     def _wait(self, who: int) -> None:
-        until, stale = time.monotonic() + self._limit, 0
+        _WAITING[who] = self
+        try:
+            self._wait_long(who)
+        finally:
+            _WAITING.pop(who, None)
+
+    def _wait_long(self, who: int) -> None:
+        until, stale, circles = time.monotonic() + self._limit, 0, 0
         while (holder := self._holder.setdefault("", who)) != who:
             self._bell.wait(lambda: not self._holder, POLL)
             if self._holder.get("") != holder:
                 continue
+            circles = circles + 1 if _waits_for(holder, who) else 0
+            if circles > 1:
+                raise ThreadError(
+                    "two threads wait for each other",
+                    expected="threads that use several models to use them in one order",
+                    found=f"{_name(holder)} has this model and waits for one that {_name(who)} has",
+                    cure="have both gather all that they need in one `gathered`, or use one model after "
+                    "the other",
+                )
             stale = 0 if self._lasting or _is_inside(holder) else stale + 1
             if stale > 1 or not _lives(holder):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
@@ -113,12 +154,27 @@ class Turn:
                     "the model is in use by another thread",
                     expected=f"a turn within {self._limit:g} s",
                     found=f"{_name(holder)} is inside a forward, a backward, a `gathered` block or a call",
-                    cure="use the model and its optimizer from one thread, or have that thread end it first",
+                    cure="use the model and its optimizer from one thread, or have that thread end it first; "
+                    "what threads that a forward starts need inside `gathered`, gather before they start",
                 )
 
 
 #: Parts of the names of torch's functions inside of which a thread has a span that `reset` ends.
 _CALLS: Final = ("_call_impl", "_engine_run_backward", "state_dict")
+
+
+#: The turn that each thread waits for, by its number.
+_WAITING: dict[int, Turn] = {}
+
+
+def _waits_for(waiting: int, who: int) -> bool:
+    """Return whether a thread waits for `who`, or for one that does."""
+    for _ in range(len(_WAITING)):
+        turn = _WAITING.get(waiting)
+        waiting = turn.holder if turn is not None else 0
+        if waiting in (0, who):
+            return waiting == who
+    return False
 
 
 def _is_inside(ident: int) -> bool:

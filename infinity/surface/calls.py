@@ -14,7 +14,7 @@ from infinity.training import saved
 from infinity.training.optimizer import OffloadOptimizer
 from infinity.training.sharded_grad import ShardedGrad
 
-from .engine import engine_of
+from .engine import Engine, engine_of
 from .unwrap import restore
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -53,12 +53,18 @@ def gathered(
     if not params:
         yield
         return
-    engine = engine_of(params[0])
-    others = [p for p in params if p not in engine.params]
-    if others:  # of other models
-        with gathered([p for p in params if p in engine.params], write=write), gathered(others, write=write):
-            yield
-        return
+    of: dict[Engine, list[nn.Parameter]] = {}
+    for param in params:
+        of.setdefault(engine_of(param), []).append(param)
+    with contextlib.ExitStack() as stack:
+        # In one order, whoever asks: two threads must not each have a model that the other waits for.
+        for engine in sorted(of, key=id):
+            stack.enter_context(_gathered(engine, of[engine], write))
+        yield
+
+
+@contextlib.contextmanager
+def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     engine.check()
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})

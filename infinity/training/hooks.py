@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .discover import Scope
 from .eager import eager
 from .gradients import Gradients
 from .guard import Guard
+from .guests import Guests
 from .param import ShardedParam
 from .residency import Residency
 from .unit import ParamState, ParamUnit
@@ -48,7 +50,7 @@ class _Call:
         self.frame: object = None  # of hooks on saved tensors
         self.newest = newest  # the version that it used: [Note: two versions]
         self.thread = threading.get_ident()
-        self.guest = False  # of a forward of the root, in another thread: [Note: turns]
+        self.guest: FrameType | None = None  # its frame, in a thread of a forward's own: [Note: turns]
 
 
 class Hooks:
@@ -80,6 +82,7 @@ class Hooks:
         self._check = check
         self._on_backward = on_backward
         self._activations = activations
+        self._guests = Guests(residency)
         self._guard = Guard(scopes, params, residency.units)
         self._token = object()  # whose hooks on saved tensors are ours
         self._tasks: set[int] = set()  # backwards under way, inner ones included
@@ -121,6 +124,7 @@ class Hooks:
         if (log := self._recorder.log) is not None:
             log.settle()
         self._depth = 0
+        self._guests.release()
         for _, current in self._current:
             current.clear()
         self._root_frames.clear()
@@ -156,7 +160,7 @@ class Hooks:
             call = _Call(scope, self._residency.shows_newest)
             if not _in_backward():
                 if self._depth:
-                    call.guest = self._shelter.turn.join()
+                    call.guest = self._guests.join()
                 else:  # not called through the root
                     self._shelter.begin(call)
                     self._residency.show(not scope.module.training)
@@ -184,8 +188,8 @@ class Hooks:
             try:
                 left(call, output)
             finally:
-                if call.guest:
-                    self._shelter.turn.part()
+                self._guests.part(call.guest)
+                call.guest = None
                 self._shelter.turn.leave(call)
             return None
 
@@ -258,6 +262,7 @@ class Hooks:
         if not torch.is_grad_enabled() and not self._depth and not _in_backward():
             self._residency.schedule.end_cycle()
         if not self._depth:
+            self._guests.release()
             self._shelter.turn.leave(self)
         if self._output_dtype is None:
             return None
@@ -338,6 +343,8 @@ class Hooks:
         Return whether they are."""
         if not (_in_backward() or self._is_in_forward()):
             return False
+        if not _in_backward() and self._guests.use(tuple(dict.fromkeys(units))):
+            return True
         self._check()
         if address:  # and what was asked for just before: a kernel may take several
             self._addressed.update(self._wanted, units)

@@ -386,15 +386,8 @@ class ShardedParam:
         another part of the same."""
         param = self.param
         with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
-            if param.untyped_storage()._cdata != storage._cdata:
-                return False
-            return (param.storage_offset(), param.stride()) == self._place
-
-    def own_data(self) -> None:
-        """Have data that were given to the parameter be nobody else's: what they were a view of is about to
-        be written."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self.param.data = self.param.data.clone()
+            there = param.untyped_storage()._cdata == storage._cdata
+            return there and (param.storage_offset(), param.stride()) == self._place
 
     def release(self) -> None:
         """Make every use of the values raise."""

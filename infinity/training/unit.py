@@ -156,7 +156,8 @@ class ParamUnit:
         as those of two parameters do that were exchanged."""
         for sharded in self.params:
             if not sharded.in_place(self.storage):
-                sharded.own_data()
+                with torch._C.DisableTorchFunctionSubclass():
+                    sharded.param.data = sharded.param.data.clone()
 
     def rebind(self) -> list[ShardedParam]:
         """Make parameters that were given other data (`p.data = t`) views of the storage again, with the
