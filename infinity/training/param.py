@@ -382,8 +382,7 @@ class ShardedParam:
             return int(self.param._use_count())  # type: ignore[attr-defined]
 
     def in_place(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether the parameter is where `bind` put it in `storage`: `p.data = t` may have made it
-        another part of the same."""
+        """Return whether the parameter is where `bind` put it: `p.data = t` may move it in `storage`, too."""
         param = self.param
         with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
             there = param.untyped_storage()._cdata == storage._cdata
