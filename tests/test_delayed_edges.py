@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import subprocess
 import sys
@@ -495,3 +497,54 @@ def test_state_is_not_read_ahead_before_the_store_knows_of_its_write(
             monkeypatch.undo()
             found.append(masters_of(model))
     assert same(*found)
+
+
+@placements
+@pytest.mark.parametrize("warm", [True, False])
+def test_an_edit_inside_a_forward(warm: bool, placement: str, tmp_path: Path) -> None:
+    """With one version it is as in torch; with two it is refused, and the forward goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    reference = copy.deepcopy(model)
+    adam = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    settings = {"update": "delayed", "delay_warmup_steps": 40 if warm else 1, **PLACEMENTS[placement]}
+    config = config_for(tmp_path, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    model, optimizer = infinity.wrap(model, optimizer, config)
+    refused: list[ParameterError] = []
+
+    def edit(layer: Any, offloaded: bool) -> None:
+        try:
+            with (
+                torch.no_grad(),
+                infinity.gathered(layer, write=True) if offloaded else contextlib.nullcontext(),
+            ):
+                layer.weight.mul_(1.5)
+        except ParameterError as error:
+            refused.append(error)
+
+    found = []
+    with closing(optimizer):
+        for step in range(4):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            for trained, updates in ((reference, adam), (model, optimizer)):
+                later = trained[3] if step % 2 else trained[1]
+                hook = trained[1].register_forward_pre_hook(
+                    lambda *_, at=later, o=trained is model: edit(at, o)
+                )
+                loss = trained(x).square().mean()
+                hook.remove()
+                loss.backward()
+                updates.step()
+                updates.zero_grad()
+                found.append(loss.item())
+        assert len(refused) == (0 if warm else 2), refused
+        if warm:
+            assert found[1::2] == pytest.approx(found[::2], rel=1e-5)
+        else:
+            assert "infinity.flush" in str(refused[0])
+            infinity.flush(optimizer)  # what it says
+            hook = model[1].register_forward_pre_hook(lambda *_: edit(model[2], True))
+            model(x).mean().backward()
+            hook.remove()
+            assert len(refused) == 2

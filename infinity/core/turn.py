@@ -142,7 +142,7 @@ class Turn:
                     cure="have both gather all that they need in one `gathered`, or use one model after "
                     "the other",
                 )
-            stale = 0 if self._lasting or _is_inside(holder) else stale + 1
+            stale = 0 if self._lasting or is_inside(holder) else stale + 1
             if stale > 1 or not _lives(holder):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
                 # `enter`, or has ended.
@@ -177,7 +177,7 @@ def _waits_for(waiting: int, who: int) -> bool:
     return False
 
 
-def _is_inside(ident: int) -> bool:
+def is_inside(ident: int) -> bool:
     """Return whether a thread is inside of a forward, a backward or a state dict."""
     frame = sys._current_frames().get(ident)
     while frame is not None:

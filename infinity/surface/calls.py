@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from infinity.core.errors import ParameterError
 from infinity.core.sizes import GiB, Tier
 from infinity.training import saved
 from infinity.training.optimizer import OffloadOptimizer
@@ -63,14 +64,28 @@ def gathered(
         yield
 
 
+def _check_one_version(engine: Engine) -> None:
+    engine.updater.wait()
+    if engine.copies.any_newer():
+        raise ParameterError(
+            "an edit inside a forward would be of a newer version than the forward uses",
+            expected="`gathered(write=True)` outside of forwards, with delayed updates",
+            found="such a block in a forward, and an update that is not published",
+            cure="edit before the forward begins, or call `infinity.flush` before it",
+        )
+
+
 @contextlib.contextmanager
 def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     engine.check()
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
-    if write and engine.copies.two:
-        engine.optimizer.publish()  # an edit is of the newest, and what comes after it sees it
+    if write and engine.copies.two:  # an edit is of the newest, and what comes after it sees it
+        if engine.hooks.in_forward():
+            _check_one_version(engine)
+        else:
+            engine.optimizer.publish()
     with contextlib.ExitStack() as stack:
         stack.enter_context(engine.shelter.turn.span())
         # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 
 from infinity.core.spans import Recorder, now
+from infinity.core.turn import is_inside
 
 from . import inputs, saved
 from .activations import Activations
@@ -367,6 +368,10 @@ class Hooks:
         units, self._wanted = {*self._wanted, *self._addressed}, ()
         self._addressed.clear()
         self._residency.release(units, self)
+
+    def in_forward(self) -> bool:
+        """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
+        return self._is_in_forward() and is_inside(threading.get_ident())
 
     def _is_in_forward(self) -> bool:
         return bool(self._depth) or any(current for _, current in self._current)
