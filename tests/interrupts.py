@@ -181,6 +181,7 @@ class User:
                 self.adam.zero_grad()
             except Interrupt:
                 self.at += " " + "train"
+                self.check(torch.is_grad_enabled(), "grad mode is off")
                 self.adam.zero_grad()
         scale = 1.0
         if self.clip is not None:

@@ -145,8 +145,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.shelter.settle()
         return self._steps
 
-    @torch.no_grad()
-    @eager
+    @eager  # and without torch.no_grad: an interrupt inside of that leaves grad mode off
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, as torch's optimizer would.
 
