@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionError
+from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionError, WrapError
 from infinity.surface.engine import engine_of
 
 from .models import case
@@ -201,6 +201,54 @@ def test_edits_that_torch_does_not_count_are_found_when_asked_for(tmp_path: Path
     with pytest.raises(ParameterChangedError, match="edited"):
         model(batch())
     infinity.close(model)
+
+
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+def test_such_edits_of_parameters_on_the_device_are_found_too(update: str, tmp_path: Path) -> None:
+    """The next update would go on from the master. What the error says keeps the edit."""
+    settings = {"parameters": "device", "optimizer_state": "host", "gradients": "host", "dtype": "bf16"}
+    settings |= {"update": update, "delay_warmup_steps": 2}
+    model, optimizer = wrapped(tmp_path, Net(), check_edits=True, **settings)
+    weight = model.blocks[0].up.weight
+
+    def step(number: int) -> None:
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(4):
+        step(number)
+        with torch.no_grad():
+            weight.mul_(1.25)  # torch counts it: is kept
+        infinity.flush(optimizer) if update == "delayed" else None
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+    if update == "delayed":
+        infinity.flush(optimizer)
+    weight.data.mul_(0.5)
+    edited = weight.detach().clone()
+    model(batch()).square().mean().backward()
+    for refused in (optimizer.step, optimizer.state_dict, lambda: infinity.unwrap(model)):
+        with pytest.raises(ParameterChangedError, match="does not count"):
+            refused()
+    with infinity.gathered(weight, write=True):
+        pass
+    optimizer.step()
+    optimizer.zero_grad()
+    infinity.flush(optimizer)
+    assert float((weight.detach() - edited).abs().max()) < 0.02
+    infinity.unwrap(model)
+
+
+def test_gradients_from_before_wrap_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    adam = torch.optim.AdamW(model.parameters())
+    model(batch()).mean().backward()
+    with pytest.raises(WrapError, match=r"optimizer.zero_grad\(\)"):
+        infinity.wrap(model, adam, config_for(tmp_path))
+    adam.step()
+    adam.zero_grad()
+    infinity.close(infinity.wrap(model, adam, config_for(tmp_path))[1])
 
 
 def test_data_of_another_shape_is_refused_and_the_rest_is_kept(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ class Config:
             where the device is not the CPU.
         check_edits: look for edits of parameters that torch does not count (``p.data.copy_()``, numpy)
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
-            and after, and raises `ParameterChangedError`. For debugging: slow. Parameters that are placed
-            on the device are not looked at.
+            and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
+            each step, state dict of the optimizer and `unwrap`. For debugging: slow.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.

@@ -119,6 +119,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 cure="keep what the first `wrap` returned; or make it a plain model again first: "
                 "`infinity.unwrap(model)`",
             )
+        if param.grad is not None:
+            raise WrapError(
+                f"the parameter {name!r} has a gradient already",
+                expected="parameters without gradients",
+                found="one of a backward before `wrap`",
+                cure="call `optimizer.step()`, if it is to count, and `optimizer.zero_grad()` before `wrap`",
+            )
         if nn.parameter.is_lazy(param):
             raise WrapError(
                 f"the parameter {name!r} has no shape yet",

@@ -249,7 +249,6 @@ class Engine:
             data = [p.data for p in old]
             self.states.take_over(unit, moments)
             for param in old:
-                param.grad = None
                 optimizer.state.pop(param, None)
             for tensor in data:
                 release_scratch(tensor)
@@ -258,6 +257,9 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device.torch_device)
+        for unit in self.units:
+            if unit.resident:
+                unit.looked()
 
     def _room(self) -> int:
         return max(0, self.budget.host - self.footprint.total(Tier.HOST))

@@ -36,6 +36,7 @@ def restore(engine: _Engine) -> None:
         _check_closed(engine)
     else:
         _check_blocks(engine)
+        engine.states.check_unseen()
         engine.optimizer.publish()
         engine.states.adopt_edits()
     _check_room(engine)

@@ -189,6 +189,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = self._present()
         changing = {s.unit for s in present}
         self._residency.check_blocks(changing)
+        self._states.check_unseen()
         if self._fp16 and present and not self._scaled and self._gradients.backwards != self._backwards:
             raise PrecisionError(
                 "fp16 gradients of a loss that was not scaled",
@@ -398,6 +399,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _whole_state(self) -> dict[str, Any]:
         self._before_step()
         self._states.check_room()
+        self._states.check_unseen()
         self._states.check_edits()
         self._states.adopt_edits()
         try:

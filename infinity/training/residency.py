@@ -49,8 +49,7 @@ class Residency:
         self._recorder = recorder
         self._newest = False
         self.schedule = Schedule()
-        self.fetches = 0
-        self.hits = 0
+        self.fetches = self.hits = 0
         self.missed = 0  # units that were needed before their fetch had begun
         self.peak = 0  # bytes
         self._capacity = capacity
@@ -148,6 +147,7 @@ class Residency:
     def _suspend(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
         with self._suspending:
             self._suspended[unit.index] = wait
+            unit.changes()
             unit.suspend(functools.partial(self.resume, unit))
 
     @sheltered
@@ -173,8 +173,8 @@ class Residency:
 
     @sheltered
     def publish(self) -> list[ShardedParam]:
-        """Have forward and backward use the newest copies from now on; return the parameters that
-        changes. No update may be under way. See [Note: two versions]."""
+        """Have forward and backward use the newest copies from now on, with no update under way; return
+        the parameters that changes. See [Note: two versions]."""
         if not self._copies.any_newer():
             return []
         changed = [u for u in self.forward_order() if self._has_newer(u)]
@@ -242,6 +242,7 @@ class Residency:
             self._idle([unit])
             self._invalidate(unit)
         unit.newest = newest
+        unit.changes()
 
     @sheltered
     def release(self, indices: Iterable[int], user: object) -> None:

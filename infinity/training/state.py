@@ -157,7 +157,7 @@ class States:
         follows the master. A unit that is not resident must be off the device."""
         self._quiesce()
         sharded.step = int(values.get("step", 0))
-        resident = self._places.units[sharded.unit].resident
+        unit = self._places.units[sharded.unit]
         flat = {
             k: values[k].detach().reshape(-1)
             for k in ("exp_avg", "exp_avg_sq", "master")
@@ -172,10 +172,12 @@ class States:
                 elif key != "master":
                     target.zero_()
             if "master" in flat:
-                copy = _slice(here.device_copy if resident else here.copy, segment)
+                copy = _slice(here.device_copy if unit.resident else here.copy, segment)
                 new = _part(flat["master"], segment).to(copy)
                 changed = changed or not torch.equal(copy, new)
                 copy.copy_(new)
+        if changed and unit.resident:
+            unit.looked()
         if changed:
             bump([sharded])
 
@@ -215,6 +217,19 @@ class States:
                     expected="edits inside `with infinity.gathered(params, write=True):`",
                     found="an in-place edit of values that the last update has replaced",
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
+                )
+
+    def check_unseen(self) -> None:
+        """Raise if a resident parameter was edited where torch does not count it: the next update would go
+        on from the master, without the edit. Only with ``Config(check_edits=True)``."""
+        for unit in self._places.units:
+            if unit.resident and unit.is_edited_unseen():
+                raise ParameterChangedError(
+                    f"a parameter of unit {unit.layout.name!r} was edited where torch does not count it",
+                    expected="edits inside `with infinity.gathered(params, write=True):`",
+                    found="an edit through `p.data`, numpy or another alias",
+                    cure="edit inside such a block; to keep this edit, enter one with the parameter and "
+                    "leave it",
                 )
 
     @sheltered

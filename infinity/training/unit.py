@@ -74,7 +74,7 @@ class ParamUnit:
         self._fetcher: Fetcher | None = None
         self._warned = False
         self._look = look
-        self._sum = 0
+        self._sum: int | None = None  # of a resident unit: None while the engine changes it
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
         self._starts = [at for at, _ in places]
         self._order = [i for _, i in places]
@@ -216,8 +216,20 @@ class ParamUnit:
 
     def resume(self) -> None:
         """The update of a resident unit is over: its values may be used."""
+        if self._look and self._sum is None:
+            self._sum = self._checksum()
         for param in self.params:
             param.restore()
+
+    def changes(self) -> None:
+        """The engine is about to change the values."""
+        self._sum = None
+
+    def is_edited_unseen(self) -> bool:
+        """Return whether a resident unit was edited where torch does not count, if that is looked for."""
+        if self._sum is None or any(p.current_version != p.version for p in self.params):
+            return False
+        return self.resident and self._sum != self._checksum()
 
     def wait_loaded(self) -> None:
         """Wait until the values are there: the device does (on a CPU, the host). Raises what went wrong."""
