@@ -100,6 +100,18 @@ def train(
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+def imported() -> int:
+    """The anonymous memory of a process that has imported what the run needs."""
+    look = (
+        "import torch, infinity, infinity.tools.model;"
+        "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('RssAnon')))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", look], cwd=_ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(found.stdout) * 1024
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_host_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
     """Three sizes, everything on NVMe: the peak stays within the budgets plus activations, and
@@ -127,8 +139,8 @@ def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_state_eight_times_the_memory_gives_the_same_bits(tmp_path: Path) -> None:
-    """In a memory cgroup; the imports alone take most of its limit."""
-    limit = 448 * MIB
+    """In a memory cgroup; what torch takes when it is imported differs from build to build."""
+    limit = imported() + 300 * MIB
     layers, width = 96, 512
     arguments = [str(tmp_path), str(layers), str(width), "bf16", "40MiB", "40MiB", "nvme", "2", "0"]
     numel = 12 * width * width * layers
