@@ -1,8 +1,17 @@
-"""`python -m infinity`."""
+"""`infinity` and `python -m infinity`."""
 
 from __future__ import annotations
 
-from infinity.tools.cli import main
+from infinity.tools.ending import end_on_signals
+
+
+def main() -> None:
+    """The entry point. What it imports takes a while, in which it may be ended already."""
+    end_on_signals()
+    from infinity.tools.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -86,3 +86,15 @@ def assert_same(found: Run, wanted: Run) -> None:
         assert a.keys() == b.keys(), kind
         for name, value in b.items():
             assert torch.equal(a[name], value), (kind, name)
+
+
+def hooks_on_saved_tensors() -> bool:
+    """Whether hooks are pushed: what autograd saves has them then, and takes no others."""
+    x = torch.ones(1, requires_grad=True)
+    with torch.enable_grad():
+        saved = (x * x).grad_fn._raw_saved_self  # type: ignore[union-attr]
+    try:
+        saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    except RuntimeError:
+        return True
+    return False

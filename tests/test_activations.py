@@ -24,7 +24,7 @@ from infinity.training import activations
 from infinity.training.activations import Activations
 
 from .models import case
-from .offloaded import ON_HOST, assert_same, config_for, train_offloaded
+from .offloaded import ON_HOST, assert_same, config_for, hooks_on_saved_tensors, train_offloaded
 from .reference import two_groups
 
 FORMS = ["non-reentrant", "reentrant"]
@@ -36,7 +36,7 @@ NBYTES = WIDTH * ROWS * 4
 def _no_hooks_are_left() -> Iterator[None]:
     torch.set_num_threads(1)  # layers are small: on a busy machine threads only wait for each other
     yield
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not hooks_on_saved_tensors()
 
 
 @pytest.fixture
@@ -567,7 +567,7 @@ def _exceptions(model: Any) -> None:
         for handle in handles:
             handle.remove()
         engine_of(model).optimizer.zero_grad()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not hooks_on_saved_tensors()
     model(data()).square().mean().backward()
 
 
@@ -582,7 +582,7 @@ def _interrupted(model: Any) -> None:
         model(data())
     model.before = before
     model(data()).square().mean().backward()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not hooks_on_saved_tensors()
 
 
 def _own_hooks(model: Any) -> None:
@@ -670,7 +670,7 @@ def test_hooks_that_are_set_already_go_first(tmp_path: Path) -> None:
     checkpoint(model, x, use_reentrant=False).sum().backward()
     checkpoint(model, x, use_reentrant=True).sum().backward()
     assert offload.peak == 0, "what a recomputation saves is used at once"
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not hooks_on_saved_tensors()
     infinity.close(optimizer)
 
 

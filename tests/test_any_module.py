@@ -649,6 +649,7 @@ def test_copies_of_a_wrapped_model_say_what_to_do_instead(parameters: str, tmp_p
     assert_close([p.detach() for p in plain.parameters()], values(model))
     found = values(model)
     infinity.unwrap(model)  # the second
+    infinity.close(model)  # as in a `finally`
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert_close([p.detach() for p in copied.parameters()], found)
         train(copied, torch.optim.AdamW(copied.parameters()))

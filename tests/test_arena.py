@@ -203,10 +203,11 @@ def test_a_symbolic_link_in_place_of_the_arena_or_its_directory(tmp_path: Path) 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_something_else_in_place_of_the_arena(tmp_path: Path, make: Callable[[str], None]) -> None:
-    (tmp_path / "infinity").mkdir(0o700)
+    (tmp_path / "infinity").mkdir(0o755)
     make(str(tmp_path / "infinity" / "rank0.arena"))
     with pytest.raises(DirectoryError, match="something else"):
         Arena(str(tmp_path), MIB)
+    assert stat.S_IMODE(os.stat(tmp_path / "infinity").st_mode) == 0o755  # whoever made it knows why
 
 
 def test_a_file_in_place_of_the_subdirectory(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from infinity.core.errors import ConfigError
 from infinity.tools.cli import VERBS, cli, run
+from infinity.tools.model import GPTShape
 from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
 from infinity.tools.shown import show_error
 from infinity.version import __version__
@@ -203,6 +206,10 @@ def test_a_file_says_what_options_say_and_options_win(tmp_path: Path) -> None:
         ("train: {steps: 0}", "at least 1"),
         ("[1]", "list"),
         ("a: b: c", "YAML"),
+        ("train: {steps: 3, steps: 4}", "twice"),
+        ("train: {lr: .inf}", "finite"),
+        ("data: {validation: .nan}", "share"),
+        ("data: {validation: 1}", "share"),
     ],
 )
 def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> None:
@@ -211,6 +218,57 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         read_run(str(path), {})
     assert suggestion in str(caught.value)
+
+
+def test_more_layers_than_any_model_has() -> None:
+    with pytest.raises(ConfigError, match="from 1 to 10,000"):
+        GPTShape(layers=10**8, width=64, heads=2)
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_an_output_that_takes_no_more(form: list[str]) -> None:
+    """Exit code 1 says that a run does not fit; this is 2. Nobody to write to at all is no error."""
+    command = [sys.executable, "-m", "infinity", "plan", *form, *SMALL, "--device-memory", "1GiB"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "Error: the output cannot be written: No space left on device\n"
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_an_interrupt_while_it_begins() -> None:
+    """What is imported makes other errors of an exception."""
+    for delay in (0.15, 0.3, 0.6, 1.2):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN, *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(delay)
+        child.send_signal(signal.SIGINT)
+        error = child.communicate(timeout=120)[1]
+        assert (child.returncode, error) == (130, "interrupted\n"), delay
+
+
+_BEGIN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+from infinity.__main__ import main
+from infinity.tools.ending import end_on_signals
+end_on_signals()
+print(flush=True)
+sys.argv = ["infinity", "train", *sys.argv[1:], "--device-memory", "1GiB", "--steps", "100000"]
+main()
+"""
 
 
 def test_a_missing_file() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
+from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -261,18 +262,8 @@ class Config:
         Raises:
             ConfigError: the file is missing, is not YAML, or has a wrong setting.
         """
-        import yaml
-
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f"cannot read the configuration {os.fspath(path)!r}",
-                expected="a YAML file with a section `engine`",
-                found=str(error),
-                cure="name a readable YAML file",
-            ) from error
+        expected = "a YAML file with a section `engine`"
+        content = read_yaml(path, expected=expected, cure="name a readable YAML file")
         if content is None:
             content = {}
         if isinstance(content, Mapping) and isinstance(content.get("engine"), Mapping):

@@ -128,8 +128,6 @@ class Arena:
         if found.st_uid != os.geteuid():
             os.close(fd)
             raise self._in_the_way(folder, "a directory of our own", errno.EPERM, "another user's directory")
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            os.fchmod(fd, 0o700)
         return fd
 
     def _open_locked(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from infinity.core.errors import ParameterError
+from infinity.core.errors import ParameterError, WrapError
 from infinity.core.sizes import GiB, Tier
 from infinity.training import saved
 from infinity.training.optimizer import OffloadOptimizer
@@ -19,6 +20,8 @@ from .engine import Engine, engine_of
 from .unwrap import restore
 
 _Model = TypeVar("_Model", bound=nn.Module)
+#: Models and optimizers after `unwrap`.
+_PLAIN_AGAIN: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -212,15 +215,17 @@ def unwrap(model: _Model) -> _Model:
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(model)
+    optimizer = engine.optimizer
     restore(engine)
+    _PLAIN_AGAIN.update((model, optimizer))
     return model
 
 
 def close(thing: object) -> None:
     """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. A second call
-    does nothing. The values of parameters that are not placed on the device go with it: save
-    `state_dict()` before, or take `unwrap`, which closes, too, and keeps them. What such a model is used
-    for afterwards raises `ClosedError`.
+    does nothing, nor does one after `unwrap`. The values of parameters that are not placed on the device go
+    with it: save `state_dict()` before, or take `unwrap`, which closes, too, and keeps them. What such a
+    model is used for afterwards raises `ClosedError`.
 
     An update behind the last step is finished first, which takes as long as the drives take: each
     transfer has `io_deadline` seconds. In a ``finally`` that a KeyboardInterrupt passes, drives have half
@@ -231,4 +236,10 @@ def close(thing: object) -> None:
         StorageError: what is on NVMe could not be finished or removed; or an update behind the last
             step failed, and no call since has said so. It names the units without their update.
     """
-    engine_of(thing).close()
+    try:
+        engine = engine_of(thing)
+    except WrapError:
+        if thing in _PLAIN_AGAIN:  # `unwrap` has closed it
+            return
+        raise
+    engine.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,7 +16,14 @@ import click
 from infinity.core.errors import InfinityError
 from infinity.version import __version__
 
-from .ending import close_on_signals, end_on_signals, let_go_of_streams, print_anything, say_ended
+from .ending import (
+    close_on_signals,
+    end_on_signals,
+    ended,
+    let_go_of_streams,
+    print_anything,
+    say_ended,
+)
 from .shown import error_as_dict, show_error
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
@@ -40,6 +50,9 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "clean": ("infinity.tools.clean", "clean_command", "Remove what killed runs have left in a directory."),
 }
 
+
+#: What the system says of an output that takes no more.
+_OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 #: Verbs that take settings of the engine as options.
 _WITH_OPTIONS: Final = ("train", "plan", "verify")
@@ -110,12 +123,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return say_ended(error)
     except BrokenPipeError:
         return 141  # whoever read our output has gone; what a shell reports for that
+    except Exception as error:
+        if (came := ended()) is not None:  # an import, say, has made another error of it
+            return say_ended(came)
+        if isinstance(error, OSError) and error.errno in _OUTPUT:
+            return _lost(os.strerror(error.errno or 0))
+        raise
+
+
+def _lost(why: str) -> int:
+    with contextlib.suppress(OSError):
+        click.echo(f"Error: the output cannot be written: {why}", err=True)
+    return 2
 
 
 def main() -> None:
-    """The entry point of `infinity` and `python -m infinity`."""
+    """Run the command line of this process and end it."""
     print_anything()
     end_on_signals()
     code = run()
-    let_go_of_streams()
+    if not let_go_of_streams():
+        code = code or _lost("its file or device took no more")
     sys.exit(code)

@@ -272,7 +272,7 @@ class Corpus:
                     f"the text is too short for its {name} part",
                     expected=f"at least {sequence + 1} tokens (a sequence and the token after it)",
                     found=f"{end - begin} of {stream.length} tokens",
-                    cure="more --data, or a shorter --sequence",
+                    cure="more --data, a shorter --sequence, or another --validation (0: none)",
                 )
 
     def batch(

@@ -21,6 +21,10 @@ _PLAIN: Final = str.maketrans(
 )
 
 
+#: The signal that came: what an import or a library makes of its exception does not tell.
+_came: list[Ended] = []
+
+
 class Ended(KeyboardInterrupt):
     """A signal asks this process to end. `number`: which."""
 
@@ -30,32 +34,40 @@ class Ended(KeyboardInterrupt):
 
 
 def end_on_signals() -> None:
-    """Have SIGTERM and SIGHUP end this process. One that is ignored (nohup) or handled stays so.
+    """Have Ctrl-C, SIGTERM and SIGHUP end this process. One that is ignored (nohup) or handled stays so.
 
     Until `close_on_signals` at once: nothing is open yet, and an exception amid the imports of others would
     become one of theirs.
     """
-    for number in _SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:
+    for number in (*_SIGNALS, signal.SIGINT):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_at_once)
 
 
 def close_on_signals() -> None:
-    """From now on they raise `Ended`, once."""
+    """From now on they raise `Ended`, once; Ctrl-C raises KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in _SIGNALS:
         if signal.getsignal(number) is _end_at_once:
             signal.signal(number, _end)
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(say_ended(Ended(number)))
+    os._exit(say_ended(Ended(number) if number in _SIGNALS else None))
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     for other in _SIGNALS:  # a hang-up comes with a second one: it must not disturb the closing
         if signal.getsignal(other) is _end:
             signal.signal(other, _ignore)
-    raise Ended(number)
+    _came.append(Ended(number))
+    raise _came[0]
+
+
+def ended() -> Ended | None:
+    """Return the signal that has come, if one has."""
+    return _came[0] if _came else None
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -87,16 +99,20 @@ def _in_other_words(error: UnicodeError) -> tuple[str | bytes, int]:
     raise error
 
 
-def let_go_of_streams() -> None:
-    """Write out what stdout and stderr still hold, at the end. Where nobody listens any more that is dropped:
-    Python would end with another exit code."""
-    for number in _SIGNALS:
+def let_go_of_streams() -> bool:
+    """Write out what stdout and stderr still hold, at the end; return whether that could be done. Where
+    nobody listens any more it is dropped: Python would end with another exit code."""
+    written = True
+    for number in (*_SIGNALS, signal.SIGINT):
         if signal.getsignal(number) in (_end_at_once, _end, _ignore):  # nothing is open any more
             signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except OSError:
+            if stream is not None:  # closed before the start
+                stream.flush()
+        except OSError as error:
+            written = written and isinstance(error, BrokenPipeError)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
+    return written

@@ -16,6 +16,7 @@ import torch
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import parse_size
+from infinity.core.yaml_file import read_yaml
 from infinity.hardware.device import open_device
 from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
@@ -65,18 +66,8 @@ def load_machine(path: str) -> Machine:
     Raises:
         ConfigError: the file cannot be read, or says something that cannot be.
     """
-    import yaml
-
-    try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"cannot read {path!r}",
-            expected=f"a YAML or JSON file with {_EXAMPLE}",
-            found=str(error) or type(error).__name__,
-            cure="--machine FILE, with FILE one that can be read",
-        ) from error
+    cure = "--machine FILE, with FILE one that can be read"
+    content = read_yaml(path, expected=f"a YAML or JSON file with {_EXAMPLE}", cure=cure)
     sections = _section(path, "the file", content, _FILE)
     device = sections.get("device")
     device = None if device is None else _section(path, "device", device, _DEVICE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from infinity.core.sizes import ceil_to
 
 MLPS = ("gelu", "swiglu")
 POSITIONS = ("rotary", "learned")
+
+
+#: The largest dimension; the most layers, for a plan looks at each and is to answer at once.
+MOST: Final = (1 << 30, 10_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +62,16 @@ class GPTShape:
             value = getattr(self, name)
             if value is None and name in ("kv_heads", "inner"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not 1 <= value <= MOST[name == "layers"]
+            ):
                 raise ConfigError(
                     f"the model's {name} cannot be used",
-                    expected="an integer ≥ 1",
+                    expected=f"an integer from 1 to {MOST[name == 'layers']:,}",
                     found=repr(value),
-                    cure=f"--{name} 8",
+                    cure=f"--{name} {256 if name in ('vocab', 'context') else 8}",
                 )
         for name, known in (("mlp", MLPS), ("positions", POSITIONS)):
             if getattr(self, name) not in known:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ import click
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
+from infinity.core.yaml_file import read_yaml
 
 from .data import VALIDATION
 
@@ -53,6 +53,10 @@ class DataSettings:
     path: str | None = None
     validation: float = VALIDATION
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            _wrong("data", "validation", "a share of the text, from 0 to below 1", self.validation)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -82,8 +86,8 @@ class TrainSettings:
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
-            if value is not None and not value >= low:
-                _wrong("train", name, f"at least {low}", value)
+            if value is not None and not low <= value < math.inf:
+                _wrong("train", name, f"at least {low}, and finite", value)
         if self.schedule not in SCHEDULES:
             _unknown("schedule", self.schedule, SCHEDULES)
         for name in ("beta1", "beta2"):
@@ -333,18 +337,8 @@ def parse_placement(value: Any) -> Any:
 
 
 def _load(path: str) -> dict[str, dict[str, Any]]:
-    import yaml
-
-    try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            content = yaml.safe_load(file) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"cannot read {path!r}",
-            expected="a YAML file with the sections model, data, train and engine",
-            found=str(error),
-            cure="name a readable YAML file",
-        ) from error
+    expected = "a YAML file with the sections model, data, train and engine"
+    content = read_yaml(path, expected=expected, cure="name a readable YAML file") or {}
     known = [*_SECTIONS, "engine"]
     result: dict[str, dict[str, Any]] = {}
     for name, section in content.items() if isinstance(content, dict) else [(type(content).__name__, {})]:

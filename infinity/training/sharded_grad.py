@@ -122,8 +122,8 @@ class ShardedGrad(torch.Tensor):
             )
         raise GradientError(
             f"the gradient of {name!r} is in shards",
-            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_(), zero_(), or "
-            "metadata",
+            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
+            "tensor, zero_(), or metadata",
             found=str(func),
             cure="read it whole with `infinity.gradient(p)`; put another one there with "
             "`p.grad = g.to(p.device, p.dtype)`",

@@ -305,7 +305,8 @@ class States:
                     f"the parameter {refused[0].name!r} was given data that do not fit it",
                     expected=f"shape {refused[0].spec.shape}",
                     found="another shape; the parameter has the values that it had",
-                    cure="assign data of the same shape, or copy_() into the parameter",
+                    cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
+                    "`infinity.unwrap(model)`, change it, and wrap it again",
                 )
 
     @sheltered
