@@ -92,9 +92,11 @@ def hooks_on_saved_tensors() -> bool:
     """Whether hooks are pushed: what autograd saves has them then, and takes no others."""
     x = torch.ones(1, requires_grad=True)
     with torch.enable_grad():
-        saved = (x * x).grad_fn._raw_saved_self  # type: ignore[union-attr]
+        squared = x * x
     try:
-        saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        squared.grad_fn._raw_saved_self.register_hooks(  # type: ignore[union-attr]
+            lambda tensor: tensor, lambda tensor: tensor
+        )
     except RuntimeError:
         return True
     return False
