@@ -39,6 +39,8 @@ SMALLEST: Final = 64 * KiB
 #: Times the largest input; see [Note: ahead, in bytes].
 AHEAD: Final = 2
 _CHECKPOINT: Final = "torch.utils.checkpoint"
+#: What may stand between it and a pack hook; before torch 2.7 `eager` is a function around the hook.
+_BETWEEN: Final = ("torch.autograd.function", "torch._dynamo.eval_frame")
 
 
 class _Memory:
@@ -310,7 +312,7 @@ def _is_input_of_recomputation(frame: Any) -> bool:
     (in older versions in the `apply` of a function), the reentrant one in the `apply` of its function.
     What the layer saves is packed by other hooks, or not saved at all.
     """
-    while frame is not None and frame.f_globals.get("__name__") == "torch.autograd.function":
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == _CHECKPOINT
 
