@@ -609,11 +609,10 @@ class Program:
                     one.data += 0.5 * other.data
                 case 1:
                     one.data, other.data = other.data, one.data
-                case 2:
+                case 2:  # with torch, whatever is not copied would be one memory from then on
+                    square = other.dim() == 2 and len(set(other.shape)) == 1
                     one.data = one.data.flip(0)
-                    other.data = (
-                        other.data.t() if other.dim() == 2 and len(set(other.shape)) == 1 else one.data
-                    )
+                    other.data = other.data.t() if square else one.data.clone()
 
     # -- state dicts
 
