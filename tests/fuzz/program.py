@@ -612,7 +612,7 @@ class Program:
                 case 2:  # with torch, whatever is not copied would be one memory from then on
                     square = other.dim() == 2 and len(set(other.shape)) == 1
                     one.data = one.data.flip(0)
-                    other.data = other.data.t() if square else one.data.clone()
+                    other.data = other.data.t().contiguous() if square else one.data.clone()
 
     # -- state dicts
 
