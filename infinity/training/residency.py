@@ -174,7 +174,7 @@ class Residency:
     @sheltered
     def publish(self) -> list[ShardedParam]:
         """Have forward and backward use the newest copies from now on, with no update under way; return
-        the parameters that changes. See [Note: two versions]."""
+        the parameters that changed. See [Note: two versions]."""
         if not self._copies.any_newer():
             return []
         changed = [u for u in self.forward_order() if self._has_newer(u)]

@@ -293,8 +293,10 @@ class States:
         try:
             yield
         finally:
-            for each in tuple(_EDITED.values()):
-                each.own_data()
+            units = tuple(_EDITED.values())
+            written = {u.storage._cdata for u in units}
+            for each in units:
+                each.own_data(written)
             _EDITED.pop(block, None)
             moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
             refused = unit.rebind()

@@ -20,7 +20,7 @@ import enum
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -151,13 +151,15 @@ class ParamUnit:
             stacklevel=5,
         )
 
-    def own_data(self) -> None:
-        """Before any unit is bound again: data that parameters were given may lie in what is written then,
-        as those of two parameters do that were exchanged."""
+    def own_data(self, written: Collection[int]) -> None:
+        """Before any unit is bound again: copy what parameters were given of storages that are `written`
+        then (their addresses), as those of two parameters are that were exchanged."""
         for sharded in self.params:
             if not sharded.in_place(self.storage):
                 with torch._C.DisableTorchFunctionSubclass():
-                    sharded.param.data = sharded.param.data.clone()
+                    data = sharded.param.data
+                    if data.untyped_storage()._cdata in written:
+                        sharded.param.data = data.clone()
 
     def rebind(self) -> list[ShardedParam]:
         """Make parameters that were given other data (`p.data = t`) views of the storage again, with the
