@@ -55,7 +55,8 @@ class Traced:
         def rest() -> None:
             engine.quiesce()
             until = time.monotonic() + 30
-            while engine.store.unfinished:  # copies fetched ahead
+            # Copies fetched ahead: between two chunks of a unit no transfer is under way.
+            while not all(u.fetch is None or u.fetch.settled() for u in engine.units) or engine.store.unfinished:
                 assert time.monotonic() < until
                 time.sleep(0.001)
 
