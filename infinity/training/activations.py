@@ -171,7 +171,7 @@ class Activations:
         """Take over the input of a recomputed layer that `frame` saves; None: it stays as it is."""
         if self._closed or not _is_input_of_recomputation(frame):
             return None
-        self.seen += 1
+        self.seen += tensor.numel() > 0  # torch 2.6 saves an empty one of its own beside them
         copy = self._copy_of(tensor) if self._is_worth_it(tensor) else None
         if copy is None:
             return None
