@@ -56,7 +56,7 @@ class Traced:
             engine.quiesce()
             until = time.monotonic() + 30
             # Copies fetched ahead: between two chunks of a unit no transfer is under way.
-            while not all(u.fetch is None or u.fetch.settled() for u in engine.units) or engine.store.unfinished:
+            while engine.store.unfinished or any(u.fetch and not u.fetch.settled() for u in engine.units):
                 assert time.monotonic() < until
                 time.sleep(0.001)
 
