@@ -163,6 +163,23 @@ def test_no_placement_that_fits_is_faster(
     assert fitted
 
 
+def test_chunks_are_smaller_where_nothing_fits_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = machine(tmp_path, host={"memory": "16MiB", "bandwidth": 50})
+    case = ["--machine", path, *MODEL]
+    code, _ = plan(capsys, *case, "--chunk-elements", "1048576")
+    assert code == 1
+    code, best = plan(capsys, *case, "--chunk-elements", "1048576", "--fit")
+    assert code == 0
+    words = shlex.split(best["command"])
+    assert words[words.index("--chunk-elements") + 1] == "262144"
+    assert "--recompute" not in words
+    code, again = plan(capsys, "--machine", path, *words[2:])
+    assert code == 0
+    assert again == {k: v for k, v in best.items() if k != "command"}
+
+
 def test_the_command_trains_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("def f(x):\n    return x + 1\n\n" * 2000)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
-from infinity.core.sizes import Tier, parse_size
+from infinity.core.sizes import SPAN, Tier, parse_size
 from infinity.planning.cures import (
     DIRECTORY,
     Change,
@@ -145,11 +145,7 @@ class Case:
 
     def _changes(self) -> Iterator[Change]:
         config, train = self.config, self.run.train
-        engine = [
-            c
-            for c in of_config(config)
-            if self.planner.model.parameters <= c.get("chunk_elements", math.inf) * _MOST_CHUNKS
-        ]
+        engine = [c for c in of_config(config) if self._few_enough(c.get("chunk_elements", math.inf))]
         batches: list[Change] = [{}]
         batch, accumulation = train.batch, train.accumulation
         while batch % 2 == 0:
@@ -184,8 +180,8 @@ class Case:
 
     def fastest(self, bandwidths: Callable[[Machine], Bandwidths]) -> Change | None:
         """Return the change to the placement with which a step takes least by the plan's bounds, of all
-        that fit; None if none does. Activations are recomputed, and then moved to the host, only where
-        nothing fits without."""
+        that fit; None if none does. Chunks are smaller only where nothing fits without, and then
+        activations are recomputed, and then moved to the host."""
         base: dict[str, Any] = {}
         if self.described is not None:
             base = {"device": self.config.device or ("cuda" if self.described.staged else "cpu")}
@@ -205,15 +201,23 @@ class Case:
             return self.judge(change)
 
         bases = [base, {k: v for k, v in base.items() if k != "nvme"}] if "nvme" in base else [base]
-        for base, fewer in itertools.product(bases, self._recomputing()):
+        for base, fewer, smaller in itertools.product(bases, self._recomputing(), self._chunks()):
             found: list[tuple[Any, Change]] = []
-            for change in self._placed({**base, **fewer}, judge):
+            for change in self._placed({**base, **fewer, **smaller}, judge):
                 whole = self._named(change, judge)
                 if whole is not None:
                     found.append((self._rank(whole, bandwidths), whole))
             if found:
                 return min(found, key=lambda item: item[0])[1]
         return None
+
+    def _chunks(self) -> list[Change]:
+        """Return the size of chunks as it is, and smaller ones."""
+        sizes = (self.config.chunk_elements // by // SPAN * SPAN for by in (4, 16))
+        return [{}, *({"chunk_elements": size} for size in sizes if self._few_enough(size))]
+
+    def _few_enough(self, chunk_elements: float) -> bool:
+        return self.planner.model.parameters <= chunk_elements * _MOST_CHUNKS
 
     def _placed(self, base: Change, judge: Judge) -> Iterator[Change]:
         """Yield every placement on whole tiers, and of the state the most of it on the host, by tenths,
