@@ -15,6 +15,7 @@ import torch
 
 from infinity.hardware import cpu_adam
 
+from . import digests
 from .models import case
 from .offloaded import ON_HOST, assert_same, config_for, train_offloaded
 from .reference import Run, beyond, train_master, train_torch, two_groups
@@ -131,6 +132,7 @@ def test_placement_never_changes_results(name: str, tmp_path: Path) -> None:
         f.mkdir()
     available = cpu_adam.available_isas()
     first = offload(kind, training, VARIANTS["host"], folders[0])
+    assert digests.recorded(name) in (None, digests.digests(first))
     compare_with_torch(kind, training, first)
     for variant, folder in zip(variants, folders[1:], strict=True):
         settings = VARIANTS[variant]
