@@ -42,7 +42,7 @@ PACKAGES = ("torch", "transformers")
 
 def serve(tree: str, case: str, task_json: str) -> None:
     """Build the contestant; for each line take as many steps as it says."""
-    from infinity.tools import stepbench_child as child
+    from infinity.cli.bench import step_child as child
 
     if not Path(child.__file__ or "").resolve().is_relative_to(Path(tree).resolve()):
         sys.exit(f"Error: infinity of {child.__file__}, not of {tree}")
@@ -102,7 +102,7 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
     """Return the figures and all samples of one case."""
     import common
 
-    from infinity.tools.stepbench_case import Request, task_of
+    from infinity.cli.bench.step_case import Request, task_of
 
     request = Request(
         model=common.model_of(args),

@@ -23,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
-from infinity.tools.contest import Child, lines, tell  # noqa: E402
-from infinity.tools.measure import scratch  # noqa: E402
-from infinity.tools.stepbench_case import start  # noqa: E402
-from infinity.tools.stepbench_child import ADAMW, Model, Task  # noqa: E402
-from infinity.tools.stepbench_rounds import median, paired  # noqa: E402
+from infinity.cli.bench.contest import Child, lines, tell  # noqa: E402
+from infinity.cli.bench.step_case import start  # noqa: E402
+from infinity.cli.bench.step_child import ADAMW, Model, Task  # noqa: E402
+from infinity.cli.bench.step_rounds import median, paired  # noqa: E402
+from infinity.cli.measure import scratch  # noqa: E402
 
 __all__ = ["ADAMW", "Child", "Model", "Task", "lines", "median", "paired", "scratch", "start", "tell"]
 

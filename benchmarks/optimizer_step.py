@@ -45,8 +45,8 @@ class Engine:
         import torch
 
         import infinity
+        from infinity.api.engine import engine_of
         from infinity.hardware.aio import DirectFile, open_ring
-        from infinity.surface.engine import engine_of
 
         torch.set_num_threads(args.threads)
         task = common.model_of(args)

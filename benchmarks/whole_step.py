@@ -5,7 +5,7 @@
 
 It is `infinity bench step` at the size that the peers' figures are for, with transformers' GPT-2 and the
 figures that are wanted. What is measured, how contestants take turns, and what a bound is:
-infinity/tools/stepbench_rounds.py and stepbench_bound.py. `--modes` are its placements. Where DeepSpeed
+infinity/cli/bench/step_rounds.py and step_bound.py. `--modes` are its placements. Where DeepSpeed
 fails, its error is part of the result.
 
 With an update that goes on behind the next forward (--update overlap or delayed), a turn is a burst of
@@ -23,11 +23,11 @@ from typing import Any
 
 import common
 
+from infinity.cli.bench.step import clean
+from infinity.cli.bench.step_case import CONTESTANTS, PLACEMENTS, Request
+from infinity.cli.bench.step_rounds import measure
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
-from infinity.tools.stepbench import clean
-from infinity.tools.stepbench_case import CONTESTANTS, PLACEMENTS, Request
-from infinity.tools.stepbench_rounds import measure
 
 PACKAGES = ("torch", "transformers", "infinity-offload")
 #: By mode and update: least times as fast as a peer, and most times the bound.

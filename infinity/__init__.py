@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.calls import close, flush, gathered, gradient, metrics, unwrap
+    from .api.engine import wrap
+    from .api.init import init
+    from .api.trace import trace
     from .core.config import Config
     from .core.errors import InfinityError
-    from .surface.calls import close, flush, gathered, gradient, metrics, unwrap
-    from .surface.engine import wrap
-    from .surface.init import init
-    from .surface.trace import trace
 
 __all__ = [
     "Config",
@@ -35,10 +35,10 @@ __all__ = [
 _HOMES = {
     "Config": "core.config",
     "InfinityError": "core.errors",
-    "init": "surface.init",
-    "trace": "surface.trace",
-    "wrap": "surface.engine",
-    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "unwrap"), "surface.calls"),
+    "init": "api.init",
+    "trace": "api.trace",
+    "wrap": "api.engine",
+    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "unwrap"), "api.calls"),
 }
 
 

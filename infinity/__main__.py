@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from infinity.tools.ending import end_on_signals
+from infinity.cli.ending import end_on_signals
 
 
 def main() -> None:
     """The entry point. What it imports takes a while, in which it may be ended already."""
     end_on_signals()
-    from infinity.tools.cli import main as run
+    from infinity.cli.main import main as run
 
     run()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.surface.engine import engine_of
+from infinity.api.engine import engine_of
 
 from .models import Case
 from .reference import Groups, Run, all_parameters, batches_of

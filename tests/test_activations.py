@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import infinity
+from infinity.api.engine import engine_of
+from infinity.autograd import activations
+from infinity.autograd.activations import Activations
 from infinity.core.errors import BudgetError, ClosedError, ConfigError
 from infinity.core.sizes import GiB, KiB, MiB
-from infinity.surface.engine import engine_of
-from infinity.training import activations
-from infinity.training.activations import Activations
 
 from .models import case
 from .offloaded import ON_HOST, assert_same, config_for, hooks_on_saved_tensors, train_offloaded

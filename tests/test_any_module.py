@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import (
     ClosedError,
     GradientError,
@@ -30,7 +31,6 @@ from infinity.core.errors import (
     WrapError,
 )
 from infinity.core.sizes import MiB, Tier
-from infinity.surface.engine import engine_of
 
 from .cgroup import run_limited
 from .offloaded import config_for

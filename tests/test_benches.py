@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from infinity.cli.bench import io_fio
+from infinity.cli.bench.group import bench_group
+from infinity.cli.bench.io_load import PATTERNS, Load
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware import cpu_adam
-from infinity.tools import iobench_fio
-from infinity.tools.bench import bench_group
-from infinity.tools.iobench_load import PATTERNS, Load
 
 SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.05", "--repeats", "2"]
 
@@ -51,9 +51,9 @@ def fake_fio(folder: Path, body: str) -> None:
 
 @pytest.fixture
 def _fresh_fio() -> Iterator[None]:
-    iobench_fio.find_fio.cache_clear()
+    io_fio.find_fio.cache_clear()
     yield
-    iobench_fio.find_fio.cache_clear()
+    io_fio.find_fio.cache_clear()
 
 
 REPORT = """
@@ -111,8 +111,8 @@ def test_without_fio_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
-    if iobench_fio.find_fio() is None:
-        with pytest.raises(iobench_fio.FioFailed, match="not installed"):
+    if io_fio.find_fio() is None:
+        with pytest.raises(io_fio.FioFailed, match="not installed"):
             _run_real_fio("/dev/null", "read")
         return
     with Load(str(tmp_path), 32 * MiB, grain=64 * KiB, window=MiB) as mine:
@@ -121,13 +121,13 @@ def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
             assert result.rate > 0
             assert set(result.percentiles) == {"p50", "p99", "p99.9"}
         assert _run_real_fio(mine.name, "read", huge=True).rate > 0
-    with pytest.raises(iobench_fio.FioFailed):
+    with pytest.raises(io_fio.FioFailed):
         _run_real_fio(str(tmp_path / "missing"), "read")
     assert list(tmp_path.iterdir()) == []
 
 
-def _run_real_fio(name: str, pattern: str, *, huge: bool = False) -> iobench_fio.FioResult:
-    return iobench_fio.run_fio(
+def _run_real_fio(name: str, pattern: str, *, huge: bool = False) -> io_fio.FioResult:
+    return io_fio.run_fio(
         name,
         huge=huge,
         nbytes=32 * MiB,

@@ -14,11 +14,11 @@ import click
 import pytest
 import torch
 
+from infinity.cli.main import VERBS, cli, run
+from infinity.cli.model import GPTShape
+from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement, read_run
+from infinity.cli.shown import show_error
 from infinity.core.errors import ConfigError
-from infinity.tools.cli import VERBS, cli, run
-from infinity.tools.model import GPTShape
-from infinity.tools.settings import OPTIONS, TrainSettings, parse_placement, read_run
-from infinity.tools.shown import show_error
 from infinity.version import __version__
 
 
@@ -30,7 +30,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_imports_no_verb() -> None:
     code = (
-        "import sys; from infinity.tools.cli import run; assert run(['--help']) == 0; "
+        "import sys; from infinity.cli.main import run; assert run(['--help']) == 0; "
         f"assert not [m for m in sys.modules if m in {[v[0] for v in VERBS.values()]!r}]"
     )
     done = python("-c", code)
@@ -263,7 +263,7 @@ _BEGIN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from infinity.__main__ import main
-from infinity.tools.ending import end_on_signals
+from infinity.cli.ending import end_on_signals
 end_on_signals()
 print(flush=True)
 sys.argv = ["infinity", "train", *sys.argv[1:], "--device-memory", "1GiB", "--steps", "100000"]

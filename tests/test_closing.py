@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import infinity
+from infinity.api import closing
+from infinity.api.engine import engine_of
 from infinity.core.errors import WrapError
 from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice, HostDevice
-from infinity.surface import closing
-from infinity.surface.engine import engine_of
 
 from .test_engine import build, tokens, train
 
@@ -76,7 +76,7 @@ _DROPPED = """
 import faulthandler, gc, os, sys, threading, time, warnings
 from pathlib import Path
 import infinity
-from infinity.surface.engine import engine_of
+from infinity.api.engine import engine_of
 from tests.test_engine import build, tokens, train
 from tests.test_closing import config_of
 faulthandler.dump_traceback_later(50, exit=True)
@@ -221,7 +221,7 @@ def _pinned(monkeypatch: pytest.MonkeyPatch) -> list[_Pinned]:
         made.append(_Pinned(torch.device("cpu"), recorder))
         return made[-1]
 
-    monkeypatch.setattr("infinity.surface.engine.open_device", open_device)
+    monkeypatch.setattr("infinity.api.engine.open_device", open_device)
     return made
 
 
@@ -246,7 +246,7 @@ def test_memory_is_unpinned_in_that_order_when_wrap_fails(
     def fails(*_: Any) -> None:
         raise WrapError("what comes last")
 
-    monkeypatch.setattr("infinity.surface.engine.install", fails)
+    monkeypatch.setattr("infinity.api.engine.install", fails)
     with pytest.raises(WrapError, match="comes last"):
         infinity.wrap(*build(), config_of(tmp_path, optimizer_state="host", parameters="host"))
     assert made[0].pinned == {}
@@ -268,7 +268,7 @@ def test_the_activation_region_prefers_the_node_of_the_pool(
 ) -> None:
     _pinned(monkeypatch)
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr("infinity.surface.engine.node_for", lambda *_: 1)
+    monkeypatch.setattr("infinity.api.engine.node_for", lambda *_: 1)
     monkeypatch.setattr(
         "infinity.storage.memory.prefer_node", lambda _, nbytes, node: asked.append((nbytes, node))
     )

@@ -203,7 +203,7 @@ def test_blocks_are_not_cut_into_pieces_by_their_wrapper(tmp_path: Path) -> None
         if compiled:
             model = _compiled_blocks(model, "eager")
         model, optimizer = infinity.wrap(model, optimizer_of(model), config)
-        names.append([u.layout.name for u in infinity.surface.engine.engine_of(model).units])
+        names.append([u.layout.name for u in infinity.api.engine.engine_of(model).units])
         infinity.close(optimizer)
     assert names[0] == names[1]
 

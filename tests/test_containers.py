@@ -132,8 +132,8 @@ def _train(name: str, folder: str) -> dict[str, Any]:
 
     from click.testing import CliRunner
 
+    from infinity.cli.doctor import doctor_command
     from infinity.hardware.aio import Ring
-    from infinity.tools.doctor import doctor_command
 
     from .fault_runs import training_run
 
@@ -152,7 +152,7 @@ def _main(folder: Path) -> None:
     """Fork a process for each case that is named on a line of stdin; answer in lines."""
     import importlib
 
-    for module in ("torch._dynamo", "tests.fault_runs", "infinity.tools.doctor", "click.testing"):
+    for module in ("torch._dynamo", "tests.fault_runs", "infinity.cli.doctor", "click.testing"):
         importlib.import_module(module)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork server must be made before any thread")

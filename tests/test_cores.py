@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.checks import threads_of
+from infinity.cli import doctor
 from infinity.core.errors import StorageError
 from infinity.hardware import cores, cpu_adam, probe
 from infinity.hardware.cores import Cores, adam_threads, choose_node, cpu_quota, local_ranks, prefer_node
 from infinity.hardware.probe import NumaNode, gpu_numa_node, numa_node_of, numa_nodes
 from infinity.storage.memory import HostMapping, HostMemory
 from infinity.storage.pinned import PinnedPool
-from infinity.surface.checks import threads_of
-from infinity.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,7 +62,7 @@ def test_adam_leaves_a_core_to_each_ring_beside_a_device_of_its_own() -> None:
 
 
 def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.surface.checks.usable_cores", lambda: Cores(8, None, 1))
+    monkeypatch.setattr("infinity.api.checks.usable_cores", lambda: Cores(8, None, 1))
     folders = [tmp_path / "a", tmp_path / "b"]
     two = infinity.Config(nvme=folders, optimizer_state="nvme")
     assert threads_of(two, staged=True) == 6

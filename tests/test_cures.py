@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli.main import run
 from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
-from infinity.tools.cli import run
 
 from .test_arena import mounted, need_root
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ParameterChangedError, ParameterError
 from infinity.hardware.adam_reference import adamw_reference
-from infinity.surface.engine import engine_of
-from infinity.training.optimizer import OffloadOptimizer
+from infinity.optim.optimizer import OffloadOptimizer
 
 from .models import Case, case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError, ParameterError, StorageError
 from infinity.hardware.streams import Task
-from infinity.surface.engine import engine_of
-from infinity.training import update as update_module
-from infinity.training.visit import ChunkVisit
+from infinity.optim import update as update_module
+from infinity.optim.visit import ChunkVisit
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, config_for
@@ -386,7 +386,7 @@ _SCRIPT = """
 import signal, sys, threading, time, os
 import torch, infinity
 from pathlib import Path
-from infinity.training import update
+from infinity.optim import update
 from tests.test_delayed_edges import started
 
 this, model, adam = started(Path(sys.argv[1]), sys.argv[2])

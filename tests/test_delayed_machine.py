@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.hardware.adam_reference import adamw_reference
-from infinity.surface.engine import engine_of
 
 from .offloaded import ON_NVME, config_for
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from infinity.cli import doctor
+from infinity.cli.doctor import Finding, doctor_command, examine, shadows, worst
+from infinity.cli.main import run as run_cli
 from infinity.core.errors import BuildError
 from infinity.hardware import cpu_adam, probe
 from infinity.hardware.tuned import TunedSettings, remember
-from infinity.tools import doctor
-from infinity.tools.cli import run as run_cli
-from infinity.tools.doctor import Finding, doctor_command, examine, shadows, worst
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.surface.engine import engine_of
 
 from .models import huggingface
 from .offloaded import config_for

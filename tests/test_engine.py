@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import (
     BudgetError,
     ClosedError,
@@ -31,9 +32,8 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
-from infinity.surface.engine import engine_of
-from infinity.training.param import ReleasedParameter
-from infinity.training.sharded_grad import ShardedGrad
+from infinity.grads.sharded_grad import ShardedGrad
+from infinity.params.param import ReleasedParameter
 
 from .models import huggingface
 
@@ -401,7 +401,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(config: infinity.Config) -> N
     engine_config = config.replace(host_memory="2MiB", chunk_elements=65536)
     model, optimizer = infinity.wrap(*build(), engine_config)
     train(model, optimizer, 1)
-    engine_of(model).budget = infinity.surface.checks.Budget(device=0, host=0)  # type: ignore[attr-defined]
+    engine_of(model).budget = infinity.api.checks.Budget(device=0, host=0)  # type: ignore[attr-defined]
     with pytest.raises(BudgetError, match="host_memory"):
         optimizer.state_dict()
     assert len(model.state_dict()) > 0  # it fits the leases that nobody uses

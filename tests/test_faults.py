@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.closing import wait_for_dropped
 from infinity.core.errors import (
     CorruptionError,
     DeadlineError,
@@ -30,7 +31,6 @@ from infinity.core.errors import (
     StorageError,
     TransferError,
 )
-from infinity.surface.closing import wait_for_dropped
 
 from . import fault_runs, models
 from .faults import FaultFS, build, missing_means

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import Engine, engine_of
+from infinity.cli.roofline import analyse, read_trace, spans_of
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.sizes import SPAN, Tier
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 from infinity.hardware.device import CudaDevice, open_device
-from infinity.surface.engine import Engine, engine_of
-from infinity.tools.roofline import analyse, read_trace, spans_of
-from infinity.training.param import ReleasedParameter
+from infinity.params.param import ReleasedParameter
 
 from .models import Case, case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded

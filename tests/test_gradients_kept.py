@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
+from infinity.autograd.hooks import Hooks
 from infinity.core.errors import GradientError
-from infinity.surface.engine import engine_of
-from infinity.training.gradient_chunks import GradientVisit
-from infinity.training.hooks import Hooks
-from infinity.training.pending import Pending
-from infinity.training.sharded_grad import ShardedGrad
+from infinity.grads.gradient_chunks import GradientVisit
+from infinity.grads.sharded_grad import ShardedGrad
+from infinity.params.pending import Pending
 
 from .offloaded import ON_HOST, ON_NVME, config_for
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionError, WrapError
-from infinity.surface.engine import engine_of
 
 from .models import case
 from .offloaded import config_for

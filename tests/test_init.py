@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.init import ScratchFile, init, release, scratch_extent
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, WrapError
-from infinity.surface.init import ScratchFile, init, release, scratch_extent
 
 from . import models
 
@@ -207,7 +207,7 @@ import torch
 from torch import nn
 import infinity
 from infinity.core.config import Config
-from infinity.surface.init import init, scratch_extent
+from infinity.api.init import init, scratch_extent
 
 def anonymous():
     with open("/proc/self/status") as status:

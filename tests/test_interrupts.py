@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.spans import Recorder
-from infinity.surface.engine import engine_of
-from infinity.training import update
-from infinity.training.fetch import Fetch
-from infinity.training.pending import Pending
+from infinity.optim import update
+from infinity.params.fetch import Fetch
+from infinity.params.pending import Pending
 
 from .models import case
 from .offloaded import config_for

@@ -18,6 +18,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from infinity.cli.bench import io_show
+from infinity.cli.bench.group import bench_group
+from infinity.cli.bench.io import Request, cases_of, choose_size, keep_what_fits, settings_of
+from infinity.cli.bench.io_case import run_pass
+from infinity.cli.bench.io_load import Job, Load, Settings
+from infinity.cli.bench.io_sustained import cache_warning, fall, read_twice
+from infinity.cli.main import run as run_cli
 from infinity.core.errors import (
     ConfigError,
     CorruptionError,
@@ -27,13 +34,6 @@ from infinity.core.errors import (
 )
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import available_backends
-from infinity.tools import iobench_show
-from infinity.tools.bench import bench_group
-from infinity.tools.cli import run as run_cli
-from infinity.tools.iobench import Request, cases_of, choose_size, keep_what_fits, settings_of
-from infinity.tools.iobench_case import run_pass
-from infinity.tools.iobench_load import Job, Load, Settings
-from infinity.tools.iobench_sustained import cache_warning, fall, read_twice
 
 SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.05", "--repeats", "2"]
 SETTINGS = Settings("auto", 64 * KiB, 4)
@@ -170,7 +170,7 @@ def test_a_plot_or_the_reason_why_there_is_none(tmp_path: Path, monkeypatch: pyt
         assert drawn.read_bytes().startswith(b"\x89PNG")
         assert "out.xyz" in str(refused(*arguments, str(tmp_path / "out.xyz")))
     assert isinstance(refused(*arguments, "/missing/out.png"), ConfigError)
-    monkeypatch.setattr(iobench_show.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(io_show.importlib.util, "find_spec", lambda name: None)
     error = refused(*arguments, str(drawn))
     assert "infinity-offload[plot]" in str(error.cure)
 

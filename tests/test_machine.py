@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from infinity.cli.machine import load_machine
+from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB
-from infinity.tools.cli import run
-from infinity.tools.machine import load_machine
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "64"]
@@ -89,9 +89,9 @@ def test_nothing_of_this_machine_is_read(
         raise AssertionError("this machine was looked at")
 
     for place in (
-        *("infinity.surface.checks.available_host_memory", "infinity.hardware.probe.available_host_memory"),
-        *("infinity.surface.checks.bandwidths", "infinity.hardware.tuned.bandwidths"),
-        *("infinity.surface.checks.nameless_file", "infinity.tools.machine.open_device"),
+        *("infinity.api.checks.available_host_memory", "infinity.hardware.probe.available_host_memory"),
+        *("infinity.api.checks.bandwidths", "infinity.hardware.tuned.bandwidths"),
+        *("infinity.api.checks.nameless_file", "infinity.cli.machine.open_device"),
     ):
         monkeypatch.setattr(place, never)
     monkeypatch.setattr(os, "statvfs", never)

@@ -25,9 +25,9 @@ import torch
 torch.set_num_threads(1)
 import infinity
 from infinity.core.sizes import Tier
-from infinity.surface.engine import engine_of
-from infinity.tools.measure import Peak
-from infinity.tools.model import GPT, GPTShape, activations_of
+from infinity.api.engine import engine_of
+from infinity.cli.measure import Peak
+from infinity.cli.model import GPT, GPTShape, activations_of
 
 nvme, layers, width, dtype, device, host, where, steps, seed = sys.argv[1:]
 shape = GPTShape(layers=int(layers), width=int(width), heads=4, context=64)
@@ -103,7 +103,7 @@ def train(
 def imported() -> int:
     """The anonymous memory of a process that has imported what the run needs."""
     look = (
-        "import torch, infinity, infinity.tools.model;"
+        "import torch, infinity, infinity.cli.model;"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('RssAnon')))"
     )
     found = subprocess.run(

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.core.config import Config
-from infinity.core.errors import ConfigError
-from infinity.tools.model import (
+from infinity.cli.model import (
     GPT,
     KNOWN,
     PRESETS,
@@ -23,9 +21,11 @@ from infinity.tools.model import (
     shape_from,
     units_of,
 )
-from infinity.tools.settings import ModelSettings
-from infinity.tools.workload import BuiltIn, planned_from
-from infinity.training.discover import discover
+from infinity.cli.settings import ModelSettings
+from infinity.cli.workload import BuiltIn, planned_from
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
+from infinity.params.discover import discover
 
 VARIANTS: list[dict[str, Any]] = [
     {},

@@ -22,6 +22,9 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.engine import engine_of
+from infinity.cli.dialect import in_options
+from infinity.cli.main import run
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB
@@ -30,9 +33,6 @@ from infinity.hardware.aio import open_ring
 from infinity.hardware.tuned import TunedSettings, bandwidths, drive_key, remember, settings_file, tuned
 from infinity.storage.arena import Arena
 from infinity.storage.leftovers import MARK_NBYTES, arenas, dead_nbytes, mark
-from infinity.surface.engine import engine_of
-from infinity.tools.cli import run
-from infinity.tools.dialect import in_options
 
 from .cgroup import unavailable
 
@@ -608,7 +608,7 @@ def test_wear_is_read_where_somebody_knows(
     monkeypatch.setattr(medium, "_SYS", tmp_path / "none")
     assert medium.wear_of(device).used == used
     monkeypatch.setattr(
-        "infinity.tools.doctor_directory.medium_of",
+        "infinity.cli.doctor_directory.medium_of",
         lambda path: medium.Medium("drive", ("xfs",), False, False, (device,)),
     )
     found = findings(capsys, str(tmp_path))[f"{tmp_path}: wear"]
@@ -715,7 +715,7 @@ def test_tune_prints_what_it_may_not_keep() -> None:
     # Once as root, so that everything is imported: this Python may be where only root can read.
     as_nobody = (
         "import contextlib, io, os, sys\n"
-        "from infinity.tools.cli import run\n"
+        "from infinity.cli.main import run\n"
         "drive, ours, theirs = sys.argv[1:]\n"
         "tune = ['tune', drive, '--seconds', '1']\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
@@ -778,8 +778,8 @@ def test_no_terminal_is_too_plain(env: dict[str, str], text: str, tmp_path: Path
     ]
     code = (
         "import json, sys\n"
-        "from infinity.tools.ending import print_anything\n"
-        "from infinity.tools.cli import run\n"
+        "from infinity.cli.ending import print_anything\n"
+        "from infinity.cli.main import run\n"
         "print_anything()\n"
         "for command in json.loads(sys.argv[1]):\n"
         "    code = run([word.replace('DRIVE', sys.argv[2]) for word in command])\n"

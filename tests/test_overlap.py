@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import StorageError
-from infinity.surface.engine import engine_of
-from infinity.training import update
-from infinity.training.param import PendingParameter
+from infinity.optim import update
+from infinity.params.param import PendingParameter
 
 from .models import case
 from .offloaded import assert_same, config_for, train_offloaded

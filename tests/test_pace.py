@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.planning.pace import MARGIN, Pace
-from infinity.surface.engine import engine_of
 
 from .offloaded import config_for
 

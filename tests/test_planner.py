@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.api.checks import chunk_specs
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
@@ -16,7 +17,6 @@ from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
 from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 from infinity.storage.layout import Layout
-from infinity.surface.checks import chunk_specs
 
 DIMENSION = 1024
 BLOCKS = 6

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.cli.roofline import analyse, common, read_trace, seconds, spans_of, union, without
 from infinity.core.errors import DataError
-from infinity.tools.roofline import analyse, common, read_trace, seconds, spans_of, union, without
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda p: (min(p), max(p))))
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api import engine as engine_module
+from infinity.api.engine import engine_of
+from infinity.grads.gradient_chunks import GradientVisit
 from infinity.hardware.device import Event, HostDevice
-from infinity.surface import engine as engine_module
-from infinity.surface.engine import engine_of
-from infinity.training.gradient_chunks import GradientVisit
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api import engine as engine_module
+from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterError, StateDictError
 from infinity.hardware.device import HostDevice
-from infinity.surface import engine as engine_module
-from infinity.surface.engine import engine_of
 
 from .offloaded import ON_HOST, ON_NVME, config_for
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from infinity.cli.bench import step_case
+from infinity.cli.bench.contest import Child, ChildError
+from infinity.cli.bench.group import bench_group
+from infinity.cli.bench.step_bound import Measured, bound
+from infinity.cli.bench.step_case import PLACEMENTS, Request, check_room
+from infinity.cli.bench.step_child import Model, Task
+from infinity.cli.bench.step_rounds import paired, steady
 from infinity.core.config import UPDATES
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
-from infinity.tools import stepbench_case
-from infinity.tools.bench import bench_group
-from infinity.tools.contest import Child, ChildError
-from infinity.tools.stepbench_bound import Measured, bound
-from infinity.tools.stepbench_case import PLACEMENTS, Request, check_room
-from infinity.tools.stepbench_child import Model, Task
-from infinity.tools.stepbench_rounds import paired, steady
 
 ROOT = Path(__file__).parents[1]
 SMALL = Model(layers=2, width=64, heads=2, vocab=256, context=128)
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     assert "--preset" in str(caught.value.cure)
     with pytest.raises(DirectoryError, match="no file can be made"):
         check_room(dataclasses.replace(request, directory=str(tmp_path / "missing")))
-    monkeypatch.setattr(stepbench_case, "usable_bytes", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr(step_case, "usable_bytes", lambda _: (1 << 20, 1 << 20))
     with pytest.raises(DirectoryError, match="not the room"):
         check_room(request)
     check_room(dataclasses.replace(request, placements=("all-on-host",)))

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.core.errors import ThreadError
 from infinity.core.turn import Turn
-from infinity.surface.engine import engine_of
 
 from .models import case
 from .offloaded import config_for

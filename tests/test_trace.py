@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import infinity
+from infinity.api.engine import engine_of
+from infinity.cli.bench.io_show import check_plot
+from infinity.cli.main import run
+from infinity.cli.roofline import Span, analyse, read_trace, spans_of, window_of
 from infinity.core.errors import ConfigError, DirectoryError, WrapError
 from infinity.core.spans import CAUSES
 from infinity.hardware.device import HostDevice
-from infinity.surface.engine import engine_of
-from infinity.tools.cli import run
-from infinity.tools.iobench_show import check_plot
-from infinity.tools.roofline import Span, analyse, read_trace, spans_of, window_of
 
 from .models import case
 from .offloaded import ON_HOST, assert_same, config_for, train_offloaded

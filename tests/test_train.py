@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
+from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
+from infinity.cli.main import run
+from infinity.cli.sample import generate
+from infinity.cli.settings import read_run
+from infinity.cli.train import train
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
-from infinity.tools.cli import run
-from infinity.tools.data import ByteStream, Corpus, TokenStream, find_files, open_stream
-from infinity.tools.sample import generate
-from infinity.tools.settings import read_run
-from infinity.tools.train import train
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
 
@@ -266,7 +266,7 @@ def test_the_loop_is_torchs(text: str, nvme: str, tmp_path: Path) -> None:
     train(run_)
     ours = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
-    from infinity.tools.workload import param_groups, workload_of
+    from infinity.cli.workload import param_groups, workload_of
 
     workload = workload_of(run_)
     torch.manual_seed(run_.train.seed)
@@ -311,7 +311,7 @@ def test_a_run_that_cannot_fit_builds_nothing(text: str, nvme: str, monkeypatch:
     def built(*_: Any) -> None:
         raise AssertionError("the model was built")
 
-    monkeypatch.setattr("infinity.tools.train._build", built)
+    monkeypatch.setattr("infinity.cli.train._build", built)
     with pytest.raises(BudgetError) as caught:
         train(read_run(None, settings(text, nvme, host_memory="100KB")))
     assert "--host-memory" in str(caught.value)
@@ -459,7 +459,7 @@ def test_a_link_to_nothing_is_found_before_anything_is_built(
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.tools.train._build", built)
+            patch.setattr("infinity.cli.train._build", built)
             assert run(["train", *words]) == 2
         shown = capsys.readouterr().err
         assert all(word in shown for word in (flag, what, repr(str(link)))), shown
@@ -629,7 +629,7 @@ def test_fine_tuning_a_hugging_face_model(with_tokenizer: bool, gpt2: Path, text
 def test_weights_are_read_and_not_drawn(gpt2: Path, text: str, nvme: str) -> None:
     from transformers import GPT2LMHeadModel
 
-    from infinity.tools.workload import HuggingFace
+    from infinity.cli.workload import HuggingFace
 
     loaded = HuggingFace(str(gpt2), 32).build(recompute=False)
     original = GPT2LMHeadModel.from_pretrained(gpt2)

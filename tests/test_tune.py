@@ -13,14 +13,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from infinity.cli.bench.io_load import Settings
+from infinity.cli.bench.io_show import Teller
+from infinity.cli.tune import Tuner, as_yaml, find, smallness, tune_command
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import Ring
 from infinity.hardware.tuned import TunedSettings, drive_key, remember, settings_file, tuned
-from infinity.tools.iobench_load import Settings
-from infinity.tools.iobench_show import Teller
-from infinity.tools.tune import Tuner, as_yaml, find, smallness, tune_command
 
 SOME = TunedSettings(512 * KiB, 16, "libaio", 4)
 
@@ -76,7 +76,7 @@ def test_a_wrong_directory_is_said_at_once(place: str) -> None:
 
 
 def test_a_drive_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.tools.iobench.usable_bytes", lambda directory: (40 * MiB, 0))
+    monkeypatch.setattr("infinity.cli.bench.io.usable_bytes", lambda directory: (40 * MiB, 0))
     with pytest.raises(ConfigError, match="has not the room"):
         CliRunner().invoke(tune_command, [str(tmp_path)], catch_exceptions=False)
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from infinity.cli import verify as verify_module
+from infinity.cli.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of, verify_command
+from infinity.cli.verify_run import Difference, Trace, compare
 from infinity.core.config import UPDATES
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.hardware import cpu_adam
-from infinity.tools import verify as verify_module
-from infinity.tools.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of, verify_command
-from infinity.tools.verify_run import Difference, Trace, compare
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("libaio", "threads")
@@ -117,7 +117,7 @@ WRONG = """
 import sys
 import torch
 from infinity.hardware import cpu_adam
-from infinity.tools import cli, verify, verify_run
+from infinity.cli import main as cli, verify, verify_run
 
 names = ("all on host, sync, bf16", "all on NVMe, sync, bf16", "state on NVMe, sync, bf16")
 every = verify.cases_of

@@ -75,9 +75,9 @@ def prepare(tree: str | None = None) -> None:
 
     # Its first use imports torch's compiler, which takes more than a second.
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    import infinity.surface.calls
-    import infinity.surface.engine
-    import infinity.surface.init  # noqa: F401
+    import infinity.api.calls
+    import infinity.api.engine
+    import infinity.api.init  # noqa: F401
 
     from . import program, worlds  # noqa: F401
 

@@ -1,0 +1,441 @@
+"""`wrap`: everything that one model has, and how it is put together. Wiring only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity.autograd import saved
+from infinity.autograd.activations import Activations
+from infinity.autograd.hooks import Hooks
+from infinity.core.config import Config
+from infinity.core.errors import BudgetError, ClosedError, DirectoryError, StorageError, WrapError
+from infinity.core.sizes import Tier
+from infinity.core.spans import Recorder
+from infinity.grads.gradients import Gradients
+from infinity.hardware import cpu_adam
+from infinity.hardware.cores import node_for
+from infinity.hardware.device import Device, open_device
+from infinity.hardware.shelter import Shelter, sheltered
+from infinity.optim import misuse
+from infinity.optim.optimizer import OffloadOptimizer, check_optimizer
+from infinity.optim.state import States
+from infinity.optim.update import Updater
+from infinity.optim.visit import Places
+from infinity.params.copies import Copies
+from infinity.params.discover import Scope, UnitMembers, discover
+from infinity.params.fetch import Fetcher
+from infinity.params.param import ShardedParam
+from infinity.params.pending import Pending
+from infinity.params.residency import Residency
+from infinity.params.unit import ParamUnit
+from infinity.planning.footprint import LEAST_SLOTS, Footprint, footprint
+from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.storage.interrupt import GRACE, interrupted
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.region import PinnedRegion
+from infinity.storage.store import Store
+
+from .checks import budget_here, check_model, chunk_specs, param_specs, threads_of
+from .closing import Reaper, wait_for_dropped
+from .init import release as release_scratch
+from .refusal import add_cure
+from .state_dict import install
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+_CLOSED, _UNWRAPPED = "close() was called", "unwrap() was called"
+_AFTER = {
+    _CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
+    "`infinity.unwrap(model)` in place of close()",
+    _UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
+}
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Everything that one wrapped model has. Made by `wrap`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        decoupled = check_optimizer(optimizer)
+        groups = check_model(model, optimizer)
+        self.config = config
+        self.model = weakref.ref(model)  # the model holds the engine, by its hooks
+        self.recorder = Recorder()
+        wait_for_dropped()
+        device = open_device(config.device, self.recorder)
+        cpu_adam.set_threads(threads_of(config, staged=device.staged))
+        node = node_for(device.torch_device, config.directories)
+
+        members, scopes = discover(model, config.units)
+        specs = param_specs(model, members, groups, config.compute_dtype)
+        units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
+        layouts = partition(units, config.chunk_elements)
+        placements = config.placements
+        assignment = assign(
+            layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
+        )
+        plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
+        self.budget = budget_here(config, device)
+        sets = [s.working_set for s in scopes]
+        try:
+            self.footprint: Footprint = footprint(
+                layouts, plans, sets, config, self.budget, staged=device.staged
+            )
+        except BudgetError as error:
+            add_cure(error, units, sets, config, device)
+            raise
+        with contextlib.ExitStack() as undo:
+            pool = PinnedPool(
+                {n: (q.slot_nbytes, q.slots) for n, q in self.footprint.quotas.items()},
+                register=device.register if device.staged else None,
+                unregister=device.unregister if device.staged else None,
+                node=node,
+                keep=LEAST_SLOTS,
+            )
+            undo.callback(pool.close)
+            make_store = functools.partial(
+                Store,
+                chunk_specs(plans),
+                directories=config.directories,
+                pool=pool,
+                backend=config.aio_backend,
+                block_bytes=config.block_bytes,  # type: ignore[arg-type]
+                queue_depth=config.queue_depth,
+                deadline=config.io_deadline,
+                register=device.register if device.staged else None,
+                unregister=device.unregister if device.staged else None,
+                recorder=self.recorder,
+                node=node,
+            )
+            try:
+                store = make_store()
+            except DirectoryError as error:
+                add_cure(error, units, sets, config, device)
+                raise
+            undo.callback(store.close)
+            self.shelter = Shelter(device.carry, staged=device.staged)
+            undo.callback(self.shelter.close)
+            region = None
+            if config.activations == "host":
+                region = PinnedRegion(
+                    self.footprint.activation_nbytes,
+                    register=device.register if device.staged else None,
+                    unregister=device.unregister if device.staged else None,
+                    node=node,
+                )
+                undo.callback(region.close)
+            undo.callback(device.close)  # first: copies under way use that memory
+            self._build(
+                *(model, optimizer, members, specs, layouts, scopes, plans),
+                *(store, pool, region, device, decoupled),
+            )
+            undo.pop_all()
+
+    def _build(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        members: list[UnitMembers],
+        specs: list[list[ParamSpec]],
+        layouts: Any,
+        scopes: list[Scope],
+        plans: Any,
+        store: Store,
+        pool: PinnedPool,
+        region: PinnedRegion | None,
+        device: Device,
+        decoupled: bool,
+    ) -> None:
+        self.device, self.store, self.pool = device, store, pool
+        units = []
+        self.params: dict[nn.Parameter, ShardedParam] = {}
+        for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
+            sharded = [
+                ShardedParam(p, spec, layout.index, i)
+                for i, (p, spec) in enumerate(zip(member.params.values(), unit_specs, strict=True))
+            ]
+            self.params.update({s.param: s for s in sharded})
+            resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
+            units.append(ParamUnit(layout, sharded, device, resident=resident, look=self.config.check_edits))
+        self.units = units
+        self.pending = Pending(self.recorder)
+        self.fetcher = Fetcher(store, pool, device, plans, self.pending)
+        capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
+        # Gradients of a unit are freed and made again all the time: that much the heap may keep.
+        device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
+        self.copies = Copies(plans, store, device)
+        self.residency = Residency(
+            *(units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder),
+            self.shelter,
+        )
+        quota = self.footprint.quotas.get("gradient")
+        self.gradients = Gradients(
+            units,
+            plans,
+            store,
+            pool,
+            device,
+            slots=quota.slots if quota else 0,
+            pending=self.pending,
+            recorder=self.recorder,
+            shelter=self.shelter,
+        )
+        self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
+        self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
+        self.states = States(self.places, self._room, self.quiesce, self.shelter)
+        self.activations = (
+            Activations(device, region, [u.storage for u in units], self.shelter)
+            if region is not None
+            else None
+        )
+        self._take_over(model, optimizer)
+        self.hooks = Hooks(
+            model,
+            scopes,
+            self.residency,
+            self.gradients,
+            list(self.params.values()),
+            compute_dtype=self.config.compute_dtype,
+            output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
+            check=self.check,
+            on_backward=self._backward_begins,
+            recorder=self.recorder,
+            activations=self.activations,
+        )
+        self._handles = install(model, self)
+        self._unguard = misuse.guard(model, optimizer)
+        self.closed = ""  # why, when it is
+        self._shut = False
+        self.times = {"step": 0.0, "update": 0.0}
+        self._last_step_end: float | None = None
+        self.optimizer = OffloadOptimizer(
+            optimizer,
+            places=self.places,
+            residency=self.residency,
+            gradients=self.gradients,
+            states=self.states,
+            updater=self.updater,
+            update=self.config.update,
+            delay_warmup_steps=self.config.delay_warmup_steps,
+            params=self.params,
+            decoupled=decoupled,
+            max_grad_norm=self.config.max_grad_norm,
+            compute_dtype=self.config.compute_dtype,
+            loss_scale=self.config.loss_scale,
+            loss_scale_window=self.config.loss_scale_window,
+            before_step=self._before_step,
+            after_step=self._after_step,
+            shelter=self.shelter,
+        )
+        parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
+        self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
+
+    def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for unit in self.units:
+            old = [p.param for p in unit.params]
+            moments: dict[int, Mapping[str, Any]] = {}
+            for sharded in unit.params:
+                saved = optimizer.state.get(sharded.param)
+                if saved and sharded.spec.trainable:
+                    sharded.step = int(saved["step"])
+                    moments[sharded.index] = saved
+            data = [p.data for p in old]
+            self.states.take_over(unit, moments)
+            for param in old:
+                optimizer.state.pop(param, None)
+            for tensor in data:
+                release_scratch(tensor)
+            del data
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device.torch_device)
+        for unit in self.units:
+            if unit.resident:
+                unit.looked()
+
+    def _room(self) -> int:
+        return max(0, self.budget.host - self.footprint.total(Tier.HOST))
+
+    @sheltered
+    def check(self) -> None:
+        """Raise what failed in the background, or that the engine is closed."""
+        if self.closed:
+            raise ClosedError(
+                "the engine of this model is closed",
+                expected="an open engine",
+                found=self.closed,
+                cure=_AFTER[self.closed],
+            )
+        self.pending.check()
+        self.store.check()
+
+    @sheltered
+    def quiesce(self) -> None:
+        """Wait until every update is complete and nothing of the state is on its way."""
+        self.updater.wait()
+        self.updater.drop_ahead()
+        self.residency.resume_all()
+
+    @sheltered
+    def _backward_begins(self) -> None:
+        """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
+        self.check()
+        self.gradients.begin_backward()
+        if not self.pending.busy():
+            units = self.residency.forward_order()
+            self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
+
+    @sheltered
+    def _before_step(self) -> None:
+        self.check()
+        self.hooks.settle()
+        self.updater.wait()
+        self.residency.resume_all()
+
+    def _after_step(self, seconds: float) -> None:
+        if self.activations is not None:
+            self.activations.after_step()
+        now = time.perf_counter()
+        if self._last_step_end is not None:
+            self.times["step"] = now - self._last_step_end
+        self.times["update"] = seconds
+        self._last_step_end = now
+        stats = self.store.stats()
+        self.recorder.step(
+            round((now - seconds) * 1e9),
+            sum(s.bytes_read for s in stats),
+            sum(s.bytes_written for s in stats),
+            round(max((r.active_seconds for r in self.store.ring_stats()), default=0.0) * 1e9),
+        )
+
+    def let_go(self) -> None:
+        """Take everything off the model and its old optimizer; it is a plain model from here on."""
+        self.closed = _UNWRAPPED
+        self.hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._unguard()
+        _ENGINES.discard(self)
+
+    def close(self) -> None:
+        """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
+
+        Waits for an update behind the last step as long as the drives' deadline allows. While a
+        KeyboardInterrupt is on its way (in a ``finally``) the drives have half a second; what they owe
+        then is given up.
+
+        Raises:
+            StorageError: what is on NVMe could not be finished or removed; or an update behind the
+                last step failed, and no call since has said so. It names the units without their update.
+        """
+        if self._shut:
+            return
+        hurry = interrupted()
+        try:
+            try:
+                if hurry:
+                    self.store.give_up(GRACE)
+                elif self.copies.two and not self.pending.failed and not self.closed:
+                    self.optimizer.publish()  # what is on the device is the newest then
+                    self.residency.resume_all()
+            finally:
+                self._shut, self.closed = True, self.closed or _CLOSED
+                self._reaper.close()
+            if not hurry:
+                self.pending.check_once()
+        except StorageError as error:
+            names = [self.units[index].layout.name for index in self.pending.units]
+            if names:
+                error.found = f"{error.found}; never updated: {', '.join(names)}"
+            raise
+
+
+def _shut_down(
+    shelter: Shelter,
+    updater: Updater,
+    fetcher: Fetcher,
+    gradients: Gradients,
+    store: Store,
+    pool: PinnedPool,
+    device: Device,
+    activations: Activations | None,
+    keys: list[int],
+) -> None:
+    for key in keys:
+        saved.unregister(key)
+
+    def hurry(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
+
+    with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
+        stack.callback(pool.close)
+        stack.callback(store.close)
+        stack.callback(device.close)  # after it no copy reads what the ones above unpin
+        if activations is not None:
+            stack.callback(activations.close)
+        for part in (gradients, fetcher, updater, shelter):
+            stack.push(hurry)
+            stack.callback(part.close)
+
+
+# -- what a user calls ----------------------------------------------------------------------
+
+
+def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tuple[_Model, OffloadOptimizer]:
+    """Take over a model's parameters and its optimizer's state; return both.
+
+    The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
+    shares the param groups of the one passed in. From here on parameters are on the device only
+    while they are used; read or edit them inside `gathered`.
+
+    Args:
+        model: any `nn.Module` with dense floating-point parameters.
+        optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
+        config: budgets and placements.
+
+    Raises:
+        WrapError: the model or the optimizer cannot be taken over.
+        BudgetError: the run does not fit; nothing has been touched.
+        DirectoryError: an NVMe directory cannot be used; nothing has been touched.
+    """
+    if not isinstance(config, Config):
+        raise WrapError(
+            "wrap takes a Config",
+            expected="infinity.Config(...)",
+            found=type(config).__name__,
+            cure="wrap(model, optimizer, infinity.Config(...))",
+        )
+    engine = Engine(model, optimizer, config)
+    _ENGINES.add(engine)
+    return model, engine.optimizer
+
+
+def engine_of(thing: object) -> Engine:
+    """Return the engine of a wrapped model, its optimizer, or one of its parameters.
+
+    Raises:
+        WrapError: it belongs to no wrapped model.
+    """
+    for engine in _ENGINES:
+        if (
+            thing is engine.model()
+            or thing is engine.optimizer
+            or (isinstance(thing, nn.Parameter) and thing in engine.params)
+        ):
+            return engine
+    raise WrapError(
+        "this belongs to no wrapped model",
+        expected="a model, optimizer or parameter of `infinity.wrap`",
+        found=type(thing).__name__,
+        cure="wrap the model first",
+    )

@@ -1,0 +1,151 @@
+"""`state_dict` and `load_state_dict` of a wrapped model, in torch's own form.
+
+torch walks the modules and calls `detach` on each parameter, or `copy_` when it loads. While it
+does, a released parameter answers these two from its shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.autograd.hooks import Hooks
+from infinity.core.errors import ReleasedParameterError
+from infinity.hardware.shelter import Shelter
+from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.state import States
+from infinity.params.param import ReleasedParameter, ShardedParam
+from infinity.params.residency import Residency
+
+
+class _Engine(Protocol):
+    params: dict[nn.Parameter, ShardedParam]
+    states: States
+    residency: Residency
+    hooks: Hooks
+    optimizer: OffloadOptimizer
+    shelter: Shelter
+
+    def check(self) -> None: ...
+
+
+def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
+    """Let `state_dict` and `load_state_dict` of the model and its submodules reach released
+    parameters, in torch's own form. Return the hooks that do it."""
+
+    def own(module: nn.Module) -> list[ShardedParam]:
+        return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
+
+    def changes(sharded: ShardedParam, *, soon: bool) -> bool:
+        """Whether a resident parameter's storage has values from before the last step (with delayed
+        updates); or, `soon`, will have them again."""
+        unit = engine.residency.units[sharded.unit]
+        return unit.resident and engine.residency.differs(unit) and (soon or not unit.newest)
+
+    turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
+    modules = {id(m) for m in model.modules()}
+    copies: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # of the state dict that is being made
+    memory: dict[ShardedParam, torch.Tensor] = {}  # for those to come
+
+    def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
+        # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
+        return isinstance(sharded.param, ReleasedParameter) or changes(sharded, soon=not keep_vars)
+
+    def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        engine.check()
+        engine.hooks.settle_abandoned()  # what a backward that raised was using shows an older version
+        turn.enter(module)
+        try:
+            prepare(module, prefix, keep_vars)
+        except BaseException:
+            turn.leave(module)
+            raise
+
+    def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and not _is_inside(module, modules):
+            copies.clear()
+            memory.clear()
+            everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
+            memory.update(engine.states.make_room(everything))
+        sharded = [s for s in own(module) if answers(s, keep_vars)]
+        if not sharded:
+            return
+        if keep_vars:
+            raise ReleasedParameterError(
+                "state_dict(keep_vars=True) of a model whose parameters are released",
+                expected="keep_vars=False",
+                found="keep_vars=True",
+                cure="call it inside `with infinity.gathered(model):`, or without keep_vars",
+            )
+        for s in sharded:
+            s.on_detach = functools.partial(_copy, s)
+            if not isinstance(s.param, ReleasedParameter):
+                engine.residency.ask(engine.residency.units[s.unit])
+
+    def _copy(sharded: ShardedParam) -> torch.Tensor:
+        """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage."""
+        known = copies.get(sharded)
+        before = known() if known is not None else None
+        if before is not None:
+            return before.detach()
+        copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
+        copies[sharded] = weakref.ref(copy)
+        return copy
+
+    def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for s in own(module):
+            s.on_detach = None
+            engine.residency.answer(engine.residency.units[s.unit])
+        turn.leave(module)
+
+    def load_begins(module: nn.Module, *_: Any) -> None:
+        engine.check()
+        engine.optimizer.publish()
+        turn.enter(module)
+        released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
+        engine.residency.reshard_all({s.unit for s in released})
+        for s in released:
+            s.on_copy = _writer(s)
+
+    def _writer(sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
+        return lambda values: engine.states.set_copy(sharded, values)
+
+    def load_ends(module: nn.Module, incompatible: Any) -> None:
+        for s in own(module):
+            s.on_copy = None
+        engine.residency.refresh()
+        turn.leave(module)
+
+    handles = []
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            continue
+        handles += [
+            module.register_state_dict_pre_hook(save_begins),
+            module.register_state_dict_post_hook(save_ends),
+            module.register_load_state_dict_pre_hook(load_begins),
+            module.register_load_state_dict_post_hook(load_ends),
+        ]
+    return handles
+
+
+def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
+    """Return whether the state dict of `module` is being made for that of another one of `modules`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STATE_DICT:
+            owner = frame.f_locals.get("self")
+            if owner is not module and id(owner) in modules:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_STATE_DICT = nn.Module.state_dict.__code__

@@ -1,0 +1,97 @@
+"""What `unwrap` does: the values of a wrapped model, as ordinary parameters."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from infinity.core.errors import BudgetError, ClosedError, ParameterError
+from infinity.core.sizes import format_size
+from infinity.hardware.probe import available_host_memory
+from infinity.hardware.shelter import Shelter
+from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.state import States
+from infinity.params.param import ShardedParam
+from infinity.params.unit import ParamUnit
+
+
+class _Engine(Protocol):
+    params: dict[nn.Parameter, ShardedParam]
+    units: list[ParamUnit]
+    states: States
+    optimizer: OffloadOptimizer
+    shelter: Shelter
+    closed: str
+
+    def model(self) -> nn.Module | None: ...
+    def close(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
+def restore(engine: _Engine) -> None:
+    """Make the parameters of an engine's model ordinary ones with the newest values; close the engine."""
+    if engine.closed:
+        _check_closed(engine)
+    else:
+        _check_blocks(engine)
+        engine.states.check_unseen()
+        engine.optimizer.publish()
+        engine.states.adopt_edits()
+    _check_room(engine)
+    values = {
+        s: s.param.detach().to("cpu", s.given_dtype, copy=True)
+        if engine.closed
+        else engine.states.value_of(s)
+        for s in engine.params.values()
+    }
+    engine.shelter.run(lambda: _give_back(engine, values))
+    engine.close()
+
+
+def _give_back(engine: _Engine, values: dict[ShardedParam, torch.Tensor]) -> None:
+    engine.let_go()
+    model = engine.model()
+    for sharded, value in values.items():
+        sharded.give_back(value)
+    for module in model.modules() if model is not None else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("cpu")
+
+
+def _check_blocks(engine: _Engine) -> None:
+    if any(unit.keepers for unit in engine.units):
+        raise ParameterError(
+            "the model is about to be unwrapped inside a `gathered` block",
+            expected="unwrap() outside of such blocks",
+            found="a block that is still open",
+            cure="leave `with infinity.gathered(...)` first",
+        )
+
+
+def _check_closed(engine: _Engine) -> None:
+    gone = [u.layout.name for u in engine.units if not u.resident]
+    if gone:
+        raise ClosedError(
+            f"the values of {len(gone)} units, {gone[0]!r} first, went with the engine of this model",
+            expected="`infinity.unwrap(model)` before `infinity.close(model)`",
+            found=engine.closed,
+            cure="build the model anew and load what was saved of it; to keep it the next time, call "
+            "`infinity.unwrap(model)` in place of close()",
+        )
+
+
+def _check_room(engine: _Engine) -> None:
+    needed = sum(s.spec.numel * s.given_dtype.itemsize for s in engine.params.values())
+    room = available_host_memory() * 9 // 10
+    if needed > room:
+        raise BudgetError(
+            "the parameters do not fit the host memory that is free",
+            expected=f"{format_size(needed)} ({needed} bytes)",
+            found=f"{format_size(room)} ({room} bytes), nine tenths of what is free",
+            cure="save them part by part, `torch.save(module.state_dict(), path)` for each module of "
+            "`model.named_children()`, or parameter by parameter with `infinity.gathered`; then build the "
+            "model anew inside `with infinity.init(config):` and load the parts",
+        )

@@ -1,0 +1,1 @@
+"""When all of that happens."""

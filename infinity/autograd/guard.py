@@ -1,0 +1,95 @@
+"""What must be as it was at `wrap` when a forward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.core.errors import ParameterChangedError
+from infinity.params.discover import Scope
+from infinity.params.param import ShardedParam
+from infinity.params.unit import ParamUnit
+
+from .saved import autocast_error
+
+
+class Guard:
+    """Looks at a model's parameters, and at autocast, where forwards begin."""
+
+    def __init__(
+        self, scopes: Sequence[Scope], params: Sequence[ShardedParam], units: Sequence[ParamUnit]
+    ) -> None:
+        self._params = params
+        self._known = {id(s.param) for s in params}
+        self._units = units
+        self._device_type = units[0].storage.device.type if units else "cpu"
+        self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
+            id(s.module): [
+                (m, n, p)
+                for m in s.module.modules()
+                for n, p in m._parameters.items()
+                if isinstance(p, nn.Parameter)
+            ]
+            for s in scopes
+        }
+
+    def check_autocast(self, name: str) -> None:
+        """Raise `PrecisionError` where torch.autocast is on as the module `name` begins."""
+        if torch.is_autocast_enabled(self._device_type):
+            raise autocast_error(f"a forward of {name or 'the model'}", self._device_type)
+
+    def check_params(self) -> None:
+        """Raise `ParameterChangedError` if a parameter was cast, moved or unfrozen."""
+        for sharded in self._params:
+            sharded.check(self._units[sharded.unit].storage)
+            unfrozen = sharded.param.requires_grad and not sharded.spec.trainable
+            if unfrozen and torch.is_grad_enabled():  # PEFT unfreezes a reference adapter while it is used
+                raise ParameterChangedError(
+                    f"the parameter {sharded.name!r} was frozen at `wrap` and has no optimizer state",
+                    expected="requires_grad=False",
+                    found="requires_grad=True",
+                    cure="unfreeze it before `wrap`",
+                )
+
+    def check_added(self, model: nn.Module) -> None:
+        """Raise `ParameterChangedError` if the model has other parameters than at `wrap`."""
+        known = self._known
+        found = [id(p) for p in model.parameters()]
+        if len(found) == len(known) and known.issuperset(found):
+            return
+        if not all(isinstance(p, nn.Parameter) for p in model.parameters()):
+            return  # tensors in their place: the scope that has them says what to write
+        added = [n for n, p in model.named_parameters() if id(p) not in known]
+        raise ParameterChangedError(
+            f"parameters were added or replaced after `wrap`: {', '.join(map(repr, added))}"
+            if added
+            else "parameters were removed after `wrap`",
+            expected=f"the {len(known)} parameters that the model had at `wrap`",
+            found=f"{len(found)} parameters",
+            cure="build the whole model, and resize or replace modules, before `wrap`",
+        )
+
+    def check_replaced(self, scope: Scope) -> None:
+        """Raise `ParameterChangedError` if a parameter of a scope was replaced or removed."""
+        for module, name, param in self._scope_params[id(scope.module)]:
+            found = module._parameters.get(name)
+            if found is not None and not isinstance(found, nn.Parameter):
+                raise ParameterChangedError(
+                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
+                    "is not there, but a tensor in its place",
+                    expected="the parameters that the model had at `wrap`",
+                    found="other values, as torch.func.functional_call puts them there",
+                    cure="call the model itself, and for gradients of its parameters loss.backward() or "
+                    "torch.autograd.grad(loss, parameters); torch.func.grad of its inputs works",
+                )
+            if found is not param:
+                raise ParameterChangedError(
+                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
+                    "was replaced or removed after `wrap`",
+                    expected="the parameters that the model had at `wrap`",
+                    found="another object",
+                    cure="change the model before `wrap`; edit values inside "
+                    "`with infinity.gathered(params, write=True):`",
+                )

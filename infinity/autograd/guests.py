@@ -1,0 +1,57 @@
+"""Threads that a forward starts: guests of the one that has the turn. See [Note: turns]."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from infinity.params.residency import Residency
+
+
+class _Owner:
+    """The owner of what one of these threads uses by itself."""
+
+
+class Guests:
+    """Lets them in, and has present for them what they use outside of the modules that fetch it."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._turn = residency.shelter.turn
+        self._used: dict[int, tuple[_Owner, tuple[int, ...]]] = {}  # by thread
+
+    def join(self) -> FrameType | None:
+        """Be a guest until the module call under way is over; return its frame for `part`, or None if no
+        other thread has the turn."""
+        frame = sys._getframe()
+        while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
+            frame = frame.f_back
+        return frame if self._turn.join(frame) else None
+
+    def part(self, frame: FrameType | None) -> None:
+        """Undo `join`."""
+        if frame is not None:
+            self._turn.part(frame)
+
+    def use(self, units: tuple[int, ...]) -> bool:
+        """Have `units` present for this thread until it uses others, for the forward's own thread goes on
+        meanwhile, or until `release`. Return False, and do nothing, if no other thread has the turn."""
+        frame, me = sys._getframe(), threading.get_ident()
+        if not self._turn.join(frame):
+            return False
+        try:
+            owner, before = self._used.setdefault(me, (_Owner(), ()))
+            if before != units:
+                self._residency.release(before, owner)
+                self._used[me] = owner, units
+            self._residency.acquire(units, owner, newest=self._residency.shows_newest)
+        finally:
+            self._turn.part(frame)
+        return True
+
+    def release(self) -> None:
+        """The forward is over."""
+        while self._used:
+            owner, units = self._used.popitem()[1]
+            self._residency.release(units, owner)

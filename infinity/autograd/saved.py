@@ -1,0 +1,323 @@
+"""What autograd saves of a unit's memory: a reference to the parameter, not the memory.
+
+[Note: references] While a scope's forward or a `gathered` block is under way, hooks on saved tensors
+(torch.autograd.graph.saved_tensors_hooks) see what autograd saves. A tensor that lies in a unit's memory
+is packed as parameter, version, sizes, strides and offset, and unpacked as a view of the parameter, whose
+unit is made present for it. So a graph holds no memory of units, and a backward may begin anywhere: at an
+auxiliary loss in a side channel, in a gradient penalty, after a `gathered` block.
+
+[Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed. So
+each is packed with its version and compared here. What is kept is kept as a detached alias, which shares
+the version counter. Inside hooks of others (activation checkpointing) torch compares nothing, and nor do we.
+
+[Note: one pair of hooks] torch applies the innermost pair of hooks only. So whatever others push (a user,
+activation checkpointing) gets ours on top, which hands on what does not lie in a unit; `_composed` sees to
+that where torch's own context manager is entered, so that a forward and its recomputation see the same.
+torch refuses to disable hooks while some are set (`torch.func.grad` disables them), so ours are taken off
+for as long as that lasts; what a graph holds directly then is noticed as [Note: held units] says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd import graph
+
+from infinity.core.errors import PrecisionError
+from infinity.params.eager import eager
+from infinity.params.param import ShardedParam
+from infinity.params.unit import ParamUnit
+
+_graph: Any = torch._C._autograd
+
+
+class Offload(Protocol):
+    """Takes what is saved somewhere else (see `Activations`)."""
+
+    def pack(self, tensor: torch.Tensor, frame: Any) -> Packed | None:
+        """Return what stands for `tensor`, which `frame` saves; None: keep it."""
+
+
+class Packed(Protocol):
+    """What stands for a saved tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+
+
+#: Makes a unit present, in the newest version or in the published one.
+Present = Callable[[ParamUnit, bool], None]
+
+#: By the address of its storage: a unit whose memory may go, what makes it present, and the version that
+#: is shown.
+_UNITS: dict[int, tuple[ParamUnit, Present]] = {}
+
+
+def register(unit: ParamUnit, present: Present) -> int:
+    """Have tensors in the memory of `unit` saved as references; return the key for `unregister`."""
+    key: int = unit.storage._cdata
+    _UNITS[key] = (unit, present)
+    return key
+
+
+def unregister(key: int) -> None:
+    """Undo `register`."""
+    entry = _UNITS.pop(key, None)
+    for sharded in entry[0].params if entry is not None else ():
+        sharded.let_accumulator_go()
+
+
+class _Reference:
+    """A part of a parameter, at a version."""
+
+    __slots__ = ("newest", "offset", "present", "shape", "sharded", "stride", "unit", "version")
+
+    def __init__(
+        self, tensor: torch.Tensor, unit: ParamUnit, sharded: ShardedParam, present: Present
+    ) -> None:
+        self.unit = unit
+        self.sharded = sharded
+        self.present = present
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.newest = unit.newest
+        self.version: int | None = sharded.current_version
+
+    def unpack(self) -> torch.Tensor:
+        if self.version is not None:
+            check_version(self.sharded.current_version, self.version, self.sharded.param, self.shape)
+        self.present(self.unit, self.newest)
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = self.sharded.param.detach().as_strided(self.shape, self.stride, self.offset)
+        if torch.is_grad_enabled():
+            # A graph of this backward is being made. torch drops these with the node that asked.
+            _push_on_top()
+        return tensor
+
+
+class _Theirs(NamedTuple):
+    """What the hooks of somebody else made of a tensor."""
+
+    packed: Any
+    hook: Callable[[Any], torch.Tensor]
+
+
+class _Frame:
+    """One pair of our hooks, and who set it: the forwards of a model, which an interrupt may end without a
+    word, a `gathered` block, or somebody's own hooks."""
+
+    __slots__ = ("hooks", "owner")
+
+    def __init__(self, beneath: Any, offload: Offload | None, owner: object) -> None:
+        self.hooks = (functools.partial(_pack, beneath, offload), _unpack)
+        self.owner = owner
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.list: list[_Frame] = []
+
+
+_frames = _Frames()  # that are set in this thread
+
+
+@eager
+def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
+    if torch.is_autocast_enabled(tensor.device.type) and _UNITS:
+        raise autocast_error("a forward", tensor.device.type)
+    found = _find(tensor)
+    if found is not None:
+        if beneath is not None:
+            found.version = None  # torch does not compare what the hooks of others packed; nor do we
+        return found
+    if beneath is not None:
+        return _Theirs(beneath[0](tensor), beneath[1])
+    if offload is not None:
+        packed = offload.pack(tensor, sys._getframe(1))
+        if packed is not None:
+            return packed
+    return tensor.detach(), tensor._version
+
+
+def _find(tensor: torch.Tensor) -> _Reference | None:
+    """Return the reference that stands for `tensor`; None if it does not lie in a unit."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        entry = _UNITS.get(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a wrapper without storage
+        return None
+    if entry is None:
+        return None
+    unit, present = entry
+    sharded = unit.param_at(int(tensor.storage_offset()) * tensor.element_size())
+    if tensor.dtype is not sharded.spec.dtype:
+        return None  # other elements over the same bytes: held, as by any alias
+    return _Reference(tensor, unit, sharded, present)
+
+
+@eager
+def _unpack(packed: Any) -> torch.Tensor:
+    if type(packed) is tuple:
+        tensor, version = packed
+        check_version(tensor._version, version, tensor, tensor.shape)
+        return tensor  # type: ignore[no-any-return]
+    if type(packed) is _Theirs:
+        return packed.hook(packed.packed)
+    return packed.unpack()  # type: ignore[no-any-return]
+
+
+def autocast_error(where: str, device_type: str) -> PrecisionError:
+    """Return the error of a forward under torch.autocast."""
+    return PrecisionError(
+        "torch.autocast over offloaded parameters",
+        expected=f"{where} outside of torch.autocast",
+        found=f"autocast({device_type!r}) is on: it keeps its own copies of the weights",
+        cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave mixed '
+        "precision off",
+    )
+
+
+def check_version(found: int, expected: int, tensor: torch.Tensor, shape: torch.Size) -> None:
+    """Raise what autograd raises for a saved tensor that has changed; see [Note: versions of packed
+    tensors]."""
+    if found != expected:
+        with torch._C.DisableTorchFunctionSubclass():
+            kind = f"torch.{tensor.device.type} {tensor.dtype}"
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{kind} {list(shape)}] is at version {found}; expected version {expected} instead."
+        )
+
+
+# -- setting and taking off -----------------------------------------------------------------
+
+
+def enter(owner: object, offload: Offload | None = None) -> object:
+    """Set our hooks in this thread, unless they are the innermost already; return what `leave` takes."""
+    if not _UNITS and offload is None:
+        return None
+    if not _graph._saved_tensors_hooks_is_enabled():
+        return None  # inside torch.func.grad: [Note: held units]
+    top = _top()
+    if not _is_ours(top):
+        return _push(top, offload, owner)
+    if offload is None or top[0].args != (None, None):
+        return None
+    return _push(None, offload, owner)
+
+
+def leave(frame: object) -> None:
+    """Take off what `enter` set, and what was left on top of it."""
+    frames = _frames.list
+    if isinstance(frame, _Frame) and frame in frames:
+        while frames:
+            last = frames[-1]
+            _pop()
+            if last is frame:
+                return
+
+
+def reset(owner: object) -> None:
+    """Take off what forwards of `owner` that were interrupted have left: torch calls no hook after a
+    KeyboardInterrupt."""
+    while _frames.list and _frames.list[-1].owner is owner:
+        _pop()
+
+
+def _push(beneath: Any, offload: Offload | None, owner: object) -> _Frame:
+    frame = _Frame(beneath, offload, owner)
+    _frames.list.append(frame)
+    _graph._push_saved_tensors_default_hooks(*frame.hooks)
+    return frame
+
+
+def _pop() -> None:
+    top, frame = _top(), _frames.list[-1]
+    if top is None or top[0] is frame.hooks[0]:
+        try:
+            _graph._pop_saved_tensors_default_hooks()
+        except RuntimeError:  # none is set: an interrupt came between the two lines of `_push`
+            _frames.list.pop()
+            return
+    _frames.list.pop()  # last: what an interrupt leaves here is dropped, or popped, by the next `_pop`
+
+
+def _push_on_top() -> None:
+    top = _top()
+    if not _is_ours(top):
+        _graph._push_saved_tensors_default_hooks(functools.partial(_pack, top, None), _unpack)
+
+
+def _top() -> Any:
+    """Return the innermost hooks; None if there are none. Before 2.8 torch does not tell: then those are
+    known that were set by torch's own context manager."""
+    top = getattr(_graph, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return top(True)
+    return _frames.list[-1].hooks if _frames.list else None
+
+
+def _is_ours(hooks: Any) -> bool:
+    return hooks is not None and hooks[1] is _unpack
+
+
+def _composed() -> None:
+    """Have ours come on top of hooks that others set, and off while hooks are disabled. Done once; does
+    nothing while there is no unit whose memory may go."""
+    manager: Any = graph.saved_tensors_hooks
+    their_enter, their_exit, disable = manager.__enter__, manager.__exit__, graph.disable_saved_tensors_hooks
+
+    @functools.wraps(their_enter)
+    def enter_both(self: Any) -> Any:
+        result = their_enter(self)
+        try:
+            if _UNITS:
+                _push((self.pack_hook, self.unpack_hook), None, self)
+        except BaseException:  # an interrupt: nobody will exit what was not entered
+            exit_both(self, None, None, None)
+            raise
+        return result
+
+    @functools.wraps(their_exit)
+    def exit_both(self: Any, *args: object) -> Any:
+        try:
+            if any(f.owner is self for f in _frames.list):
+                while _frames.list:
+                    last = _frames.list[-1]
+                    _pop()
+                    if last.owner is self:
+                        break
+        finally:
+            their_exit(self, *args)
+
+    @contextlib.contextmanager
+    @functools.wraps(disable)
+    def disable_without_ours(error_message: str) -> Iterator[None]:
+        taken = []
+        while _frames.list and not _has_theirs(_frames.list[-1]):
+            taken.append(_frames.list[-1])
+            _pop()
+        try:
+            with disable(error_message):
+                yield
+        finally:
+            for frame in reversed(taken):
+                _frames.list.append(frame)
+                _graph._push_saved_tensors_default_hooks(*frame.hooks)
+
+    manager.__enter__, manager.__exit__ = enter_both, exit_both
+    graph.disable_saved_tensors_hooks = disable_without_ours
+
+
+def _has_theirs(frame: _Frame) -> bool:
+    return frame.hooks[0].args[0] is not None
+
+
+_composed()

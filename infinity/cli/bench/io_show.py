@@ -1,0 +1,220 @@
+"""What `bench io` shows: progress, a table, a plot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from infinity.cli.outputs import check_outputs, is_plot
+from infinity.core.errors import ConfigError
+from infinity.core.sizes import format_size
+
+from .io_sustained import sustained_text
+
+
+class Teller:
+    """Says on stderr what is being done: one line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._quiet = quiet
+        self._status = self._console.status("") if self._console.is_terminal else None
+
+    def __enter__(self) -> Teller:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        """Show `text`."""
+        if self._status is not None:
+            self._status.update(text)
+        elif not self._quiet:
+            self._console.print(text, markup=False)
+
+
+def gigabytes(rate: float) -> str:
+    """Return bytes per second as GB/s."""
+    return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.3f}"
+
+
+def label(case: Mapping[str, Any]) -> str:
+    """Return what a case does, for a person."""
+    beside = " + Adam" if case["adam_beside"] else ""
+    return f"{case['pattern']}{beside}, {case['order']}"
+
+
+def how(case: Mapping[str, Any], *, name: bool = False) -> str:
+    """Return at which settings it does it; `name`: and in which directory."""
+    threads = f" ({case['threads']} threads)" if case["backend"] == "threads" else ""
+    several = f", {len(case['directories'])} directories" if len(case["directories"]) > 1 else ""
+    if name and not several:
+        several = f", {case['directories'][0]}"
+    return f"{case['backend']} {format_size(case['block_bytes'])} × {case['queue_depth']}{threads}{several}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value * 1e3:.2f}"
+
+
+def wide_console() -> Console:
+    """Return a console for tables: as wide as the terminal, wide enough where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the result of `bench io` for a person."""
+    console = wide_console()
+    for place in result["directories"]:
+        parts = (place["path"], place["filesystem"], place["drive"], "" if place["direct"] else "no O_DIRECT")
+        console.print(", ".join(part for part in parts if part), markup=False)
+    cases = result["cases"]
+    if cases:
+        peers = any(case["fio"] for case in cases)
+        console.print(_table(cases, peers=peers))
+        if peers:
+            console.print(
+                "fio as it comes has its buffers in ordinary pages. The engine's are in huge pages, as fio's "
+                "are in the last two columns."
+            )
+        _submits(console, cases)
+    beside = [case for case in cases if case["adam_parameters_per_second"]]
+    if beside and result["adam_alone_parameters_per_second"]:
+        rates = [c["adam_parameters_per_second"] / 1e6 for c in beside]
+        several = f"{min(rates):,.0f} to {max(rates):,.0f}" if len(rates) > 1 else f"{rates[0]:,.0f}"
+        alone = result["adam_alone_parameters_per_second"] / 1e6
+        console.print(f"CPU Adam updated {several} Mparam/s beside the I/O, {alone:,.0f} alone.")
+    if result["sustained"]:
+        found = result["sustained"]
+        console.print(sustained_text(found))
+        top = max(found["buckets"]) or 1.0
+        for index, rate in enumerate(found["buckets"]):
+            at = index * found["bucket_seconds"]
+            console.print(f"{at:7.1f} s {gigabytes(rate):>7} GB/s {'█' * round(40 * rate / top)}")
+    if result["verified_bytes"]:
+        console.print(f"{format_size(result['verified_bytes'])} were read back and are what was written.")
+    for text in result["warnings"]:
+        console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
+    name = len({tuple(case["directories"]) for case in cases}) > 1
+    hows = list(dict.fromkeys(how(case, name=name) for case in cases))
+    names = ["what", *(["how"] if len(hows) > 1 else []), "GB/s", "spread", "ms: p50, p99, p99.9", "CPU s/GB"]
+    names += ["fio GB/s", "of fio", "fio CPU", "fio, huge pages", "of that"] if peers else []
+    table = Table(*names, title=hows[0] if len(hows) == 1 else None, title_justify="left", box=box.SIMPLE)
+    for column in table.columns[1:]:
+        column.no_wrap = True
+        column.justify = "left" if column.header == "how" else "right"
+    for case in cases:
+        latency, cpu, fio = case["latency_seconds"], case["cpu_seconds_per_gb"], case["fio"]
+        row = [label(case), *([how(case, name=name)] if len(hows) > 1 else [])]
+        row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
+        row.append("  ".join(_milliseconds(latency[name]) for name in ("p50", "p99", "p99.9")))
+        row.append("–" if cpu is None else f"{cpu:.3f}")
+        if fio is not None:
+            row += [f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}"]
+            row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
+        if (huge := case["fio_huge"]) is not None:
+            row += [] if fio is not None else ["–"] * 3
+            row += [f"{gigabytes(huge['bytes_per_second'])} {huge['engine']}", f"{huge['percent']:.0f} %"]
+        table.add_row(*row)
+    return table
+
+
+def _submits(console: Console, cases: Sequence[Mapping[str, Any]]) -> None:
+    """One line about all submit calls: a submission that blocks holds up everything behind it."""
+    columns = zip(*(case["submit"]["less_than_2_to_the_i_microseconds"] for case in cases), strict=True)
+    counts = [sum(column) for column in columns]
+    total, seen = sum(counts), 0
+    if not total:
+        return
+    most = max(case["submit"]["max_seconds"] for case in cases)
+    for power, count in enumerate(counts):
+        seen += count
+        if seen >= 0.99 * total:
+            text = f"99 % of {total:,} submissions took less than {1 << power:,} µs"
+            console.print(f"{text}, the longest {most * 1e3:.2f} ms.")
+            return
+
+
+def check_plot(path: str | None) -> None:
+    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a plot needs matplotlib",
+            expected="matplotlib, an optional dependency",
+            found="it is not installed",
+            cure="pip install 'infinity-offload[plot]', or leave --plot out",
+        )
+    check_outputs([("--plot", path, is_plot)])
+
+
+def plot(result: Mapping[str, Any], path: str) -> None:
+    """Draw the result into a file; its ending says in which format.
+
+    Raises:
+        ConfigError: matplotlib does not know the format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
+    cases, over_time = result["cases"], result["sustained"]
+    panels = bool(cases) + bool(over_time)
+    figure = Figure(figsize=(9, max(3.0, 0.42 * len(cases) + 1.5) + 2.5 * bool(over_time and cases)))
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(max(panels, 1), 1, index + 1) for index in range(max(panels, 1))]
+    if cases:
+        axis, places = axes[0], list(range(len(cases)))
+        middle = [case["bytes_per_second"] / 1e9 for case in cases]
+        low = [m - min(case["repeats"]) / 1e9 for m, case in zip(middle, cases, strict=True)]
+        high = [max(case["repeats"]) / 1e9 - m for m, case in zip(middle, cases, strict=True)]
+        axis.barh(places, middle, xerr=[low, high], color="#4878a8", ecolor="#222222", label="infinity")
+        for key, mark, name in (("fio", "D", "fio as it comes"), ("fio_huge", "s", "fio with huge pages")):
+            peers = [(place, case[key]) for place, case in zip(places, cases, strict=True) if case[key]]
+            if peers:
+                rates = [fio["bytes_per_second"] / 1e9 for _, fio in peers]
+                axis.plot(rates, [place for place, _ in peers], mark, color="#d1802a", label=name)
+        axis.set_yticks(places, [f"{label(case)}\n{how(case)}" for case in cases], fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel("GB/s (median; lines: least and most)")
+        axis.legend(loc="lower right")
+    if over_time:
+        axis = axes[-1]
+        width = over_time["bucket_seconds"]
+        rates = [rate / 1e9 for rate in over_time["buckets"]]
+        axis.step([width * index for index in range(len(rates))], rates, where="post", color="#4878a8")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("seconds")
+        axis.set_ylabel("GB/s")
+    figure.tight_layout()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Write a matplotlib figure to `path`.
+
+    Raises:
+        ConfigError: matplotlib does not know the format.
+    """
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(
+            f"the plot {path!r} cannot be drawn",
+            expected="a name that ends in .png, .svg or .pdf",
+            found=str(error),
+            cure="--plot out.png",
+        ) from error

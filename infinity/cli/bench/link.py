@@ -1,0 +1,187 @@
+"""`infinity bench link`: how fast bytes cross between host and device, by kind of host memory.
+
+pageable    ordinary memory: the driver copies it through a small pinned buffer of its own
+pinned      memory from the driver (torch's pin_memory)
+registered  the engine's own: a mapping on huge pages, then cudaHostRegister
+
+Without a CUDA device there is no link; then it says so, and measures what a copy in memory reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+import torch
+
+from infinity.core.errors import ConfigError, InfinityError, StorageError
+from infinity.core.sizes import GiB, MiB, format_size, parse_size
+from infinity.hardware import cpu_adam
+from infinity.hardware.device import CudaDevice, HostDevice, open_device
+from infinity.hardware.probe import available_host_memory, gpus
+from infinity.storage.memory import HostMapping
+
+from .adam import spread
+from .io_show import wide_console
+
+KINDS: Final = ("pageable", "pinned", "registered")
+DIRECTIONS: Final = ("h2d", "d2h", "both")
+
+
+@contextmanager
+def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Lend two (nbytes,) uint8 tensors of this kind of host memory."""
+    if kind == "registered":
+        mapping = HostMapping(2 * nbytes, populate=True)
+        device.register(mapping.address, mapping.nbytes)
+        try:
+            yield mapping.tensor(0, nbytes), mapping.tensor(nbytes, nbytes)
+        finally:
+            device.synchronize()
+            device.unregister(mapping.address, mapping.nbytes)
+    else:
+        pin = kind == "pinned"
+        yield (
+            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
+            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
+        )
+
+
+def measure_cuda(device: CudaDevice, nbytes: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return rows of figures for each kind and direction, and warnings."""
+    rows: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    for kind in KINDS:
+        try:
+            with torch.cuda.device(device.torch_device), host_buffers(kind, nbytes, device) as (up, down):
+                rows += _measure_kind(device, kind, up, down, repeats)
+        except (InfinityError, RuntimeError) as error:
+            warnings.append(f"{kind} memory cannot be measured: {error}")
+    return rows, warnings
+
+
+def _measure_kind(
+    device: CudaDevice, kind: str, up: torch.Tensor, down: torch.Tensor, repeats: int
+) -> list[dict[str, Any]]:
+    up.fill_(3)
+    there = torch.zeros(up.numel(), dtype=torch.uint8, device=device.torch_device)
+    back = torch.full_like(there, 5)
+    torch.cuda.synchronize(device.torch_device)
+
+    def h2d() -> None:
+        device.h2d(there, up)
+
+    def d2h() -> None:
+        device.d2h(down, back)
+
+    def both() -> None:
+        h2d()
+        d2h()
+
+    rows = []
+    for direction, copy in zip(DIRECTIONS, (h2d, d2h, both), strict=True):
+        moved = up.numel() * (2 if direction == "both" else 1)
+        rows.append(_row(kind, direction, _rates(copy, device.synchronize, moved, repeats)))
+    if not bool((there == 3).all()) or not bool((down == 5).all()):
+        raise StorageError(
+            "other bytes arrived than were sent",
+            expected="the same bytes",
+            found=f"a difference after copies of {kind} memory",
+            cure="do not trust this device: run its vendor's memory test",
+        )
+    return rows
+
+
+def measure_host(nbytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Return rows of figures for copies in host memory, with one thread and with all."""
+    mapping = HostMapping(2 * nbytes, populate=True)
+    before, rows = cpu_adam.threads(), []
+    mapping.tensor(0, nbytes).fill_(1)
+    try:
+        for count in sorted({1, before}):
+            cpu_adam.set_threads(count)
+
+            def copy() -> None:
+                cpu_adam.copy_bytes(mapping.address + nbytes, mapping.address, nbytes)
+
+            rates = _rates(copy, lambda: None, nbytes, repeats)
+            rows.append(_row(f"memory, {count} thread{'s' * (count > 1)}", "copy", rates))
+    finally:
+        cpu_adam.set_threads(before)
+    return rows
+
+
+def _rates(copy: Callable[[], None], finish: Callable[[], None], nbytes: int, repeats: int) -> list[float]:
+    """Return bytes per second of each repeat, after one that warms up."""
+    rates = []
+    for _ in range(repeats + 1):
+        finish()
+        start = time.perf_counter()
+        copy()
+        finish()
+        rates.append(nbytes / (time.perf_counter() - start))
+    return rates[1:]
+
+
+def _row(kind: str, direction: str, rates: list[float]) -> dict[str, Any]:
+    middle = statistics.median(rates)
+    return {"kind": kind, "direction": direction, "bytes_per_second": middle, "spread": spread(rates)}
+
+
+@click.command("link")
+@click.option("--device", help="cuda or cuda:N; cpu measures memory alone. Default: cuda where there is one.")
+@click.option("--size", default="256MiB", show_default=True, help="Of one copy.")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=9, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> None:
+    """Measure copies between host and device: pageable, pinned, registered; each way and both at once."""
+    nbytes = parse_size(size, "--size")
+    if not MiB <= nbytes <= min(4 * GiB, available_host_memory() // 8):
+        raise ConfigError(
+            "--size cannot be used",
+            expected=f"1MiB to {format_size(min(4 * GiB, available_host_memory() // 8))}",
+            found=size,
+            cure="--size 256MiB",
+        )
+    opened = open_device(device)
+    warnings: list[str] = []
+    name, node = "cpu", None
+    try:
+        if isinstance(opened, HostDevice):
+            rows = measure_host(nbytes, repeats)
+            why = "asked for the CPU" if torch.cuda.is_available() else "torch sees no CUDA device here"
+            warnings.append(
+                f"the link is not measured ({why}): no figures for pageable, pinned and registered memory, "
+                "for h2d, d2h and both at once. Copies in host memory stand in their place"
+            )
+        else:
+            index = opened.torch_device.index or 0
+            gpu = next(gpu for gpu in gpus() if gpu.number == index)
+            name, node = f"{gpu.name} ({opened.torch_device})", gpu.numa_node
+            rows, warnings = measure_cuda(opened, nbytes, repeats)
+    finally:
+        opened.close()
+    if as_json:
+        result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
+        click.echo(json.dumps({**result, "warnings": warnings}))
+        return
+    from rich import box
+    from rich.table import Table
+
+    where = f"{name}, copies of {format_size(nbytes)}" + (f", NUMA node {node}" if node is not None else "")
+    table = Table(
+        "host memory", "direction", "GB/s", "spread", title=where, title_justify="left", box=box.SIMPLE
+    )
+    for row in rows:
+        table.add_row(
+            row["kind"], row["direction"], f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['spread']:.0%}"
+        )
+    console = wide_console()
+    console.print(table)
+    for text in warnings:
+        console.print(f"warning: {text}", style="yellow", markup=False)

@@ -1,0 +1,180 @@
+"""The machine that a run is planned for: this one, or one that a file describes.
+
+A file is YAML (or JSON); docs/machine.yaml is an example. Where one is given, nothing of this machine is
+read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from infinity.api.checks import machine_here
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.sizes import parse_size
+from infinity.core.yaml_file import read_yaml
+from infinity.hardware.device import open_device
+from infinity.planning.cures import DIRECTORY
+from infinity.planning.machine import Drive, Machine
+
+_EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
+# name → whether it must be there
+_FILE: Final = {"host": True, "device": False, "drives": False, "temporary": False}
+_DEVICE: Final = {"memory": True, "link": False, "tflops": False}
+_HOST: Final = {"memory": True, "bandwidth": False}
+_DRIVE: Final = {"directory": True, "capacity": True, "read": False, "write": False, "endurance": False}
+_TEMPORARY: Final = {"directory": True, "capacity": True}
+
+
+def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
+    """Return this machine, for a run of `config`. `unnamed`: its directory only stands for one.
+
+    Raises:
+        ConfigError: the device is not here.
+        DirectoryError: an NVMe directory cannot be used.
+    """
+    wanted = config.device or ""
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"the device {wanted!r} is not here",
+            expected="a CUDA device" + (", or a description of the machine that has it" if planning else ""),
+            found="none",
+            cure="--machine FILE (docs/machine.yaml is an example), or --device cpu"
+            if planning
+            else "--device cpu",
+        )
+    device = open_device(config.device)
+    try:
+        return machine_here(config, device, unnamed=unnamed)
+    except DirectoryError as error:
+        if not error.cure or error.cure.startswith("mkdir"):
+            raise
+        error.cure = f"--nvme {DIRECTORY}, a directory that this user may write to"
+        raise
+    finally:
+        device.close()
+
+
+def load_machine(path: str) -> Machine:
+    """Return the machine that a file describes, with all its drives.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that cannot be.
+    """
+    cure = "--machine FILE, with FILE one that can be read"
+    content = read_yaml(path, expected=f"a YAML or JSON file with {_EXAMPLE}", cure=cure)
+    sections = _section(path, "the file", content, _FILE)
+    device = sections.get("device")
+    device = None if device is None else _section(path, "device", device, _DEVICE)
+    host = _section(path, "host", sections["host"], _HOST)
+    rows = sections.get("drives") or []
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise _wrong(path, "drives", "a list of drives", rows)
+    drives = [_drive(path, _section(path, "drives", row, _DRIVE)) for row in rows]
+    if len({d.directory for d in drives}) < len(drives):
+        raise _wrong(path, "drives", "different directories", [d.directory for d in drives])
+    temporary = sections.get("temporary")
+    if temporary is not None:
+        temporary = _drive(path, _section(path, "temporary", temporary, _TEMPORARY))
+    return Machine(
+        host_memory=_size(path, "host", host, "memory"),
+        device_memory=None if device is None else _size(path, "device", device, "memory"),
+        drives=tuple(drives),
+        temporary=temporary,
+        name=path,
+        link=None if device is None else _figure(path, "device", device, "link"),
+        dram=_figure(path, "host", host, "bandwidth"),
+        tflops=None if device is None else _figure(path, "device", device, "tflops"),
+    )
+
+
+def described(machine: Machine, config: Config, *, unnamed: bool) -> Machine:
+    """Return a described machine as a run of `config` sees it: the drives that it names.
+
+    Raises:
+        ConfigError: it names a directory, or a device, that the description does not have.
+    """
+    if config.device is not None and config.device.startswith("cuda") and not machine.staged:
+        raise ConfigError(
+            f"{machine.name!r} has no device with a memory of its own",
+            expected="the section device, with its memory",
+            found=f"--device {config.device}",
+            cure="--device cpu",
+        )
+    if config.device == "cpu" and machine.staged:
+        machine = Machine(**{**machine.__dict__, "device_memory": None, "link": None, "tflops": None})
+    drives = []
+    for directory in config.directories:
+        if unnamed:
+            drives.append(Drive(directory=directory, free=0, system=directory))
+            continue
+        path = os.path.normpath(directory)
+        below = [d for d in machine.drives if os.path.commonpath([d.directory, path]) == d.directory]
+        if not below:
+            raise ConfigError(
+                f"{machine.name!r} has no drive for {directory!r}",
+                expected=", ".join(d.directory for d in machine.drives) or "a section drives",
+                found=directory,
+                cure=" ".join(f"--nvme {d.directory}" for d in machine.drives[:1])
+                or "describe the drive under drives",
+            )
+        drive = max(below, key=lambda d: len(d.directory))
+        drives.append(Drive(**{**drive.__dict__, "directory": directory}))
+    return machine.with_drives(drives)
+
+
+def _section(path: str, name: str, content: object, known: Mapping[str, bool]) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise _wrong(path, name, f"lines of `name: value`: {', '.join(known)}", content)
+    for key in content:
+        if key not in known:
+            raise _wrong(path, name, f"only {', '.join(known)}", key)
+    for key, needed in known.items():
+        if needed and content.get(key) is None:
+            raise _wrong(path, name, f"the line {key}", ", ".join(map(str, content)) or "nothing")
+    return dict(content)
+
+
+def _drive(path: str, row: Mapping[str, Any]) -> Drive:
+    directory = row["directory"]
+    if not isinstance(directory, str) or not directory.startswith("/"):
+        raise _wrong(path, "directory", "an absolute path", directory)
+    read, write = _figure(path, "drives", row, "read"), _figure(path, "drives", row, "write")
+    return Drive(
+        directory=os.path.normpath(directory),
+        free=_size(path, "drives", row, "capacity"),
+        system=os.path.normpath(directory),
+        read=read,
+        write=write,
+        endurance=_figure(path, "drives", row, "endurance"),
+    )
+
+
+def _size(path: str, section: str, row: Mapping[str, Any], name: str) -> int:
+    try:
+        return parse_size(row[name], f"{name} of {section!r}")
+    except ConfigError as error:
+        raise _wrong(path, section, error.expected, f"{name}: {row[name]!r}") from error
+
+
+def _figure(path: str, section: str, row: Mapping[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise _wrong(path, section, f"{name}: a number > 0", f"{name}: {value!r}")
+    return float(value)
+
+
+def _wrong(path: str, section: str, expected: object, found: object) -> ConfigError:
+    return ConfigError(
+        f"{path!r} does not describe a machine: {section}",
+        expected=expected,
+        found=str(found)[:200],
+        cure=f"write {_EXAMPLE}",
+    )

@@ -1,0 +1,147 @@
+"""`infinity`: the command line. A verb's module is imported when the verb is used."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import click
+
+from infinity.core.errors import InfinityError
+from infinity.version import __version__
+
+from .ending import (
+    close_on_signals,
+    end_on_signals,
+    ended,
+    let_go_of_streams,
+    print_anything,
+    say_ended,
+)
+from .shown import error_as_dict, show_error
+
+#: verb → (module, command in it, one line of help). A new verb is one more line.
+VERBS: Final[dict[str, tuple[str, str, str]]] = {
+    "train": ("infinity.cli.train", "train_command", "Train a GPT or a Hugging Face model on text."),
+    "plan": ("infinity.cli.plan", "plan_command", "Say what a run would take, building nothing."),
+    "bench": (
+        "infinity.cli.bench.group",
+        "bench_group",
+        "Measure drives, the link, the CPU's Adam, or whole steps.",
+    ),
+    "tune": (
+        "infinity.cli.tune",
+        "tune_command",
+        "Find the I/O settings that suit a drive, and keep them.",
+    ),
+    "trace": ("infinity.cli.trace", "trace_command", "Say where the time of a step went, and why."),
+    "verify": (
+        "infinity.cli.verify",
+        "verify_command",
+        "Check that every placement and update mode gives the same bits here.",
+    ),
+    "doctor": ("infinity.cli.doctor", "doctor_command", "Look over this machine, and say what to change."),
+    "clean": ("infinity.cli.clean", "clean_command", "Remove what killed runs have left in a directory."),
+}
+
+
+#: What the system says of an output that takes no more.
+_OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+#: Verbs that take settings of the engine as options.
+_WITH_OPTIONS: Final = ("train", "plan", "verify")
+
+
+class _Stopped(Exception):
+    """An interrupt, or a signal that ends a command: `__cause__`. click would make its own of it."""
+
+
+class _Verbs(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, attribute, _ = VERBS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        close_on_signals()
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="infinity")
+def cli() -> None:
+    """Train PyTorch models whose state does not fit on the device or in host memory."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
+    number for a signal.
+
+    An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except InfinityError as error:
+        if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
+            importlib.import_module("infinity.cli.dialect").say_in_options(error)
+        if "--json" in arguments:
+            click.echo(json.dumps({"error": error_as_dict(error)}))
+        show_error(error)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except _Stopped as stopped:
+        return say_ended(stopped.__cause__)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return say_ended(error)
+    except BrokenPipeError:
+        return 141  # whoever read our output has gone; what a shell reports for that
+    except Exception as error:
+        if (came := ended()) is not None:  # an import, say, has made another error of it
+            return say_ended(came)
+        if isinstance(error, OSError) and error.errno in _OUTPUT:
+            return _lost(os.strerror(error.errno or 0))
+        raise
+
+
+def _lost(why: str) -> int:
+    with contextlib.suppress(OSError):
+        click.echo(f"Error: the output cannot be written: {why}", err=True)
+    return 2
+
+
+def main() -> None:
+    """Run the command line of this process and end it."""
+    print_anything()
+    end_on_signals()
+    code = run()
+    if not let_go_of_streams():
+        code = code or _lost("its file or device took no more")
+    sys.exit(code)

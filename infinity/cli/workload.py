@@ -1,0 +1,285 @@
+"""What is trained: the built-in GPT, or a model from a Hugging Face directory.
+
+Each can say what planning needs to know without being built, and be built.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from infinity.api.checks import param_specs
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError, DataError
+from infinity.params.discover import discover
+from infinity.planning.partition import ParamSpec
+from infinity.planning.planner import Model
+
+from .model import GPT, Activations, GPTShape, activations_of, idle_of, shape_from, units_of
+from .settings import ModelSettings, Run
+
+_DIMENSIONS = (
+    *("layers", "width", "heads", "vocab", "mlp", "positions", "tied", "kv_heads", "inner", "experts"),
+)
+
+
+class Workload(Protocol):
+    """A model that can be planned, built and trained."""
+
+    name: str
+    tokenizer: Any  # of Hugging Face; None: tokens are bytes
+    vocab: int
+    context: int
+
+    def planned(self, config: Config) -> Model:
+        """Return what planning needs to know; nothing is built."""
+
+    def scratch(self) -> list[int]:
+        """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
+
+    def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
+        """Return the activations of one forward and backward, in bytes."""
+
+    def build(self, recompute: bool) -> nn.Module:
+        """Return the model with its values, ready to be trained."""
+
+    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (batch, sequence, vocab) for tokens, (batch, sequence)."""
+
+    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of `targets`, (batch, sequence)."""
+
+
+class BuiltIn:
+    """The GPT of `infinity.cli.model`, over bytes."""
+
+    tokenizer = None
+
+    def __init__(self, settings: ModelSettings, sequence: int) -> None:
+        shape = shape_from(
+            settings.preset,
+            **{n: getattr(settings, n) for n in _DIMENSIONS},
+            context=settings.context if settings.context is not None else max(1024, sequence),
+        )
+        if shape.vocab < 256:
+            raise ConfigError(
+                "the vocabulary is too small for bytes",
+                expected="at least 256",
+                found=shape.vocab,
+                cure="leave out --vocab",
+            )
+        _check_context(shape.context, sequence)
+        self.shape = shape
+        self.vocab, self.context = shape.vocab, shape.context
+        self.name = f"GPT, {shape.layers} blocks × {shape.width} wide, {shape.heads} heads"
+
+    def planned(self, config: Config) -> Model:
+        """See `Workload`. In closed form, unless units are named."""
+        if config.units is not None:
+            with torch.device("meta"):
+                return planned_from(GPT(self.shape), config)
+        dtype = config.compute_dtype
+        units = [
+            (name, [ParamSpec(n, s, dtype, True, _group(len(s))) for n, s in params])
+            for name, params in units_of(self.shape)
+        ]
+        alone = [(i,) for i in range(len(units))]
+        return Model(units, [*alone, (0,)] if self.shape.tied else alone, idle_of(self.shape))
+
+    def scratch(self) -> list[int]:
+        """See `Workload`. A tied head is made, too, before it goes."""
+        shapes = [s for _, params in units_of(self.shape) for _, s in params]
+        if self.shape.tied:
+            shapes.append((self.shape.vocab, self.shape.width))
+        return [math.prod(s) * torch.get_default_dtype().itemsize for s in shapes]
+
+    def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
+        """See `Workload`; exact without experts (see [Note: activations])."""
+        return activations_of(self.shape, batch, sequence, config.compute_dtype.itemsize, recompute=recompute)
+
+    def build(self, recompute: bool) -> nn.Module:
+        """See `Workload`."""
+        return GPT(self.shape, recompute=recompute)
+
+    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Workload`."""
+        logits: torch.Tensor = model(tokens).logits
+        return logits
+
+    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """See `Workload`."""
+        loss: torch.Tensor = model(tokens, targets).loss
+        return loss
+
+
+class HuggingFace:
+    """A causal language model from a directory: config, safetensors and, if it is there, tokenizer."""
+
+    def __init__(self, directory: str, sequence: int) -> None:
+        path = Path(directory).expanduser()
+        if not (path / "config.json").is_file():
+            raise DataError(
+                f"there is no model in {directory!r}",
+                expected="a Hugging Face directory: config.json, *.safetensors and a tokenizer",
+                found="no config.json" if path.is_dir() else "no directory",
+                cure="check --init-from",
+            )
+        try:
+            from transformers import AutoConfig, AutoTokenizer
+        except ImportError as error:
+            raise DataError(
+                "transformers is not installed",
+                expected="the package transformers",
+                found=str(error),
+                cure="pip install 'infinity-offload[hf]'",
+            ) from error
+        self._path = str(path)
+        try:
+            self.hf_config: Any = AutoConfig.from_pretrained(self._path, local_files_only=True)
+            text: Any = self.hf_config.get_text_config()
+            self._dimensions = (int(text.num_hidden_layers), int(text.hidden_size))
+            self._heads = int(text.num_attention_heads)
+            self._hidden = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+            self.vocab = int(text.vocab_size)
+            self.context = int(getattr(text, "max_position_embeddings", None) or sequence)
+            has_tokenizer = any(path.glob("tokenizer*")) or (path / "vocab.json").is_file()
+            self.tokenizer: Any = (
+                AutoTokenizer.from_pretrained(self._path, local_files_only=True) if has_tokenizer else None
+            )
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"the model in {directory!r} cannot be read",
+                expected="the configuration (and tokenizer) of a causal language model",
+                found=f"{type(error).__name__}: {error}",
+                cure="check the directory, or update transformers",
+            ) from error
+        if self.tokenizer is None and self.vocab < 256:
+            raise DataError(
+                f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
+                expected="a tokenizer, or a vocabulary of at least 256",
+                found=f"a vocabulary of {self.vocab}",
+                cure="put the model's tokenizer beside it",
+            )
+        _check_context(self.context, sequence)
+        self.name = f"{self.hf_config.model_type} from {directory}"
+
+    @functools.cached_property
+    def _structure(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config)
+        return model
+
+    def planned(self, config: Config) -> Model:
+        """See `Workload`. The model's structure is made on the meta device, without values."""
+        return planned_from(self._structure, config)
+
+    def scratch(self) -> list[int]:
+        """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
+        dtype = getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
+        return [p.numel() * dtype.itemsize for p in self._structure.parameters()]
+
+    def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
+        """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
+        layers, width = self._dimensions
+        heads = self._heads if width % (2 * self._heads) == 0 else 1
+        shape = GPTShape(layers=layers, width=width, heads=heads, vocab=self.vocab, context=self.context)
+        itemsize = config.compute_dtype.itemsize
+        base = activations_of(shape, batch, sequence, itemsize, recompute=recompute)
+        # The MLP's own width, with the three tensors of a gated one.
+        wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
+        extra = max(0, wider) * (1 if recompute else layers)
+        return base._replace(saved=base.saved + extra, peak=base.peak + extra)
+
+    def build(self, recompute: bool) -> nn.Module:
+        """See `Workload`. Only safetensors are read: nothing is ever unpickled."""
+        import transformers
+
+        # The name changed; both take "auto": the dtype that the checkpoint has.
+        name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self._path, local_files_only=True, use_safetensors=True, **{name: "auto"}
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"the weights in {self._path!r} cannot be read",
+                expected="*.safetensors that fit config.json",
+                found=f"{type(error).__name__}: {error}",
+                cure="save the model with save_pretrained(safe_serialization=True)",
+            ) from error
+        model.config.use_cache = False
+        if recompute:
+            _recompute(model)
+        model.train()
+        return model  # type: ignore[no-any-return]
+
+    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Workload`."""
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """See `Workload`."""
+        logits = self.logits(model, tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _recompute(model: Any) -> None:
+    arguments = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable(arguments)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def workload_of(run: Run) -> Workload:
+    """Return the workload that a run names.
+
+    Raises:
+        ConfigError: its dimensions cannot be used.
+        DataError: the Hugging Face directory cannot be read.
+    """
+    if run.model.init_from is not None:
+        return HuggingFace(run.model.init_from, run.train.sequence)
+    return BuiltIn(run.model, run.train.sequence)
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return optimizer groups of the trainable parameters: matrices decay, vectors do not."""
+    groups: list[list[nn.Parameter]] = [[], []]
+    for param in model.parameters():
+        if param.requires_grad:
+            groups[_group(param.ndim)].append(param)
+    decays = (weight_decay, 0.0)
+    return [{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g]
+
+
+def planned_from(model: nn.Module, config: Config) -> Model:
+    """Return what planning needs to know of a model; one on the meta device will do."""
+    members, scopes = discover(model, config.units)
+    groups = {id(p): _group(p.ndim) for p in model.parameters()}
+    specs = param_specs(model, members, groups, config.compute_dtype)
+    units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
+    return Model(units, [s.working_set for s in scopes])
+
+
+def _group(ndim: int) -> int:
+    return 0 if ndim >= 2 else 1
+
+
+def _check_context(context: int, sequence: int) -> None:
+    if sequence > context:
+        raise ConfigError(
+            "the sequence is longer than the model can take",
+            expected=f"at most {context} tokens",
+            found=sequence,
+            cure=f"--sequence {context}, or (built-in model) --context {sequence}",
+        )

@@ -1,0 +1,273 @@
+"""What `p.grad` is after a backward: a wrapper without storage that answers from the shards.
+
+It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
+the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
+that the update applies. So does `clip_grad_value_`: the shards are clamped. Adding a tensor
+accumulates, which is also how autograd delivers a second backward. Everything else raises
+`GradientError`.
+
+[Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
+parameter. When they get another gradient it has nothing to show any more, and says so, also when it
+is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+from infinity.core.errors import GradientError, PrecisionError
+from infinity.params.param import ShardedParam
+
+aten: Any = torch.ops.aten
+
+
+class GradientSource(Protocol):
+    """What a `ShardedGrad` asks (see `Gradients`)."""
+
+    def begin(self, sharded: ShardedParam) -> int:
+        """Return the number of a new gradient of a parameter; the one before it is gone."""
+
+    def holds(self, grad: ShardedGrad) -> bool:
+        """Return whether the shards still hold this one."""
+
+    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
+        """Add to it; `scaled`: what is added is multiplied by the loss scale."""
+
+    def whole(self, grad: ShardedGrad) -> torch.Tensor:
+        """Return it as one fp32 host tensor: unscaled, with its factor."""
+
+    def zero(self, grad: ShardedGrad) -> None:
+        """Make it zero."""
+
+    def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
+        """Limit its elements, unscaled, to `low` … `high`, which have zero between them."""
+
+
+class ShardedGrad(torch.Tensor):
+    """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
+    the loss scale that they came with, times what the user made of it."""
+
+    sharded: ShardedParam
+    source: GradientSource
+    factor: float
+    number: int
+
+    @staticmethod
+    def __new__(cls, sharded: ShardedParam, source: GradientSource, factor: float = 1.0) -> ShardedGrad:
+        """Make the wrapper for a new gradient of `sharded`, which `source` is about to get."""
+        grad = torch.Tensor._make_wrapper_subclass(
+            cls,
+            sharded.spec.shape,
+            dtype=sharded.spec.dtype,
+            device=sharded.param.device,
+        )
+        grad.sharded = sharded
+        grad.source = source
+        grad.factor = factor
+        grad.number = source.begin(sharded)
+        return grad
+
+    def check(self, owner: ShardedParam | None = None) -> None:
+        """Raise `GradientError` unless the shards still hold it; and, where it was found in the `grad` of
+        `owner`, unless it is that parameter's. See [Note: a gradient is a view]."""
+        name = self.sharded.name
+        if owner is not None and owner is not self.sharded:
+            raise GradientError(
+                f"the gradient of {name!r} was put on {owner.name!r}",
+                expected="a tensor, or the parameter's own gradient",
+                found="a view of another parameter's shards",
+                cure="put its values there: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
+            )
+        if not self.source.holds(self):
+            raise GradientError(
+                f"this gradient of {name!r} is gone: it was kept, but is a view of shards that hold another "
+                "one now, or none",
+                expected="the gradient that the last backward left in `p.grad`",
+                found="one from before `p.grad = None` or zero_grad()",
+                cure="keep the values, `g = infinity.gradient(p)`, before it is dropped; "
+                "put them back with `p.grad = g.to(p.device, p.dtype)`",
+            )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer the few operators that shards can answer."""
+        handler = _HANDLERS.get(func)
+        found = [a for a in _flat(args) if isinstance(a, ShardedGrad)]
+        first = found[0] if found else None
+        if handler is not _same:
+            for grad in found:
+                grad.check()
+        if handler is not None and first is not None:
+            answer = handler(*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
+        name = first.sharded.name if first is not None else "?"
+        if "_amp_" in str(func):
+            raise PrecisionError(
+                "torch's GradScaler cannot unscale gradients that are in shards",
+                expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
+                found=str(func),
+                cure="drop the GradScaler: the optimizer scales, unscales and checks for overflow",
+            )
+        raise GradientError(
+            f"the gradient of {name!r} is in shards",
+            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
+            "tensor, zero_(), or metadata",
+            found=str(func),
+            cure="read it whole with `infinity.gradient(p)`; put another one there with "
+            "`p.grad = g.to(p.device, p.dtype)`",
+        )
+
+    def share_memory_(self) -> Any:
+        """Refused: there is no storage to share."""
+        raise GradientError(
+            f"the gradient of {self.sharded.name!r} is in shards and cannot be shared",
+            expected="a model without gradients",
+            found="share_memory_()",
+            cure="call optimizer.zero_grad() first; share what `infinity.gradient(parameter)` returns",
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise GradientError(
+            f"the gradient of {self.sharded.name!r} is in shards and cannot be copied",
+            expected="`infinity.gradient(parameter)`",
+            found="deepcopy",
+            cure="copy models before `wrap`",
+        )
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [x for a in args for x in (_flat(tuple(a)) if isinstance(a, (list, tuple)) else [a])]
+
+
+def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor) or alpha != 1:
+        return NotImplemented
+    if isinstance(other, ShardedGrad) or other.shape != grad.shape:
+        return NotImplemented
+    # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
+    grad.source.add(grad, other, scaled=_in_backward())
+    return grad
+
+
+def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    # How autograd accumulates with create_graph=True, which is grad mode in a backward: the sum is another
+    # tensor, and the one before it is gone. Nobody else gets one.
+    accumulates = _in_backward() and torch.is_grad_enabled()
+    if not accumulates or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
+        return NotImplemented
+    return ShardedGrad(grad.sharded, grad.source, grad.factor)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _mul(grad: Any, other: Any) -> Any:
+    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+        other = float(other)
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
+        return NotImplemented
+    grad.factor *= other
+    return grad
+
+
+def _div(grad: Any, other: Any) -> Any:
+    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+        other = float(other)
+    return _mul(grad, 1.0 / other) if isinstance(other, (int, float)) and other else NotImplemented
+
+
+def _foreach_mul(grads: list[Any], other: Any) -> Any:
+    for i, grad in enumerate(grads):
+        factor = other[i] if isinstance(other, (list, tuple)) else other
+        if isinstance(grad, ShardedGrad):
+            if _mul(grad, factor) is NotImplemented:
+                return NotImplemented
+        else:
+            grad.mul_(factor)
+    return None
+
+
+def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not isinstance(grad, ShardedGrad) or dim is not None or keepdim:
+        return NotImplemented
+    value = torch.linalg.vector_norm(grad.source.whole(grad), ord)
+    return value.to(device=grad.device, dtype=dtype or torch.float32)
+
+
+def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
+    return [
+        _norm(g, ord, dtype=dtype)
+        if isinstance(g, ShardedGrad)
+        else torch.linalg.vector_norm(g, ord, dtype=dtype)
+        for g in grads
+    ]
+
+
+def _zero(grad: Any) -> Any:
+    grad.source.zero(grad)
+    return grad
+
+
+def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    if not all(isinstance(b, (int, float)) for b in (low, high)) or not low <= 0 <= high:
+        return NotImplemented
+    grad.source.clamp(grad, low, high)
+    return grad
+
+
+def _foreach_clamp_min(grads: list[Any], low: Any) -> Any:
+    return _foreach_clamp(grads, low, None)
+
+
+def _foreach_clamp_max(grads: list[Any], high: Any) -> Any:
+    return _foreach_clamp(grads, None, high)
+
+
+def _foreach_clamp(grads: list[Any], low: Any, high: Any) -> Any:
+    for grad in grads:
+        if not isinstance(grad, ShardedGrad):
+            grad.clamp_(low, high)
+        elif _clamp(grad, low, high) is NotImplemented:
+            return NotImplemented
+    return None
+
+
+def _same(grad: Any, *args: Any, **kwargs: Any) -> Any:
+    return grad
+
+
+_HANDLERS: dict[Any, Any] = {
+    aten.add_.Tensor: _add_in_place,
+    aten.add.Tensor: _add,
+    aten.mul_.Tensor: _mul,
+    aten.mul_.Scalar: _mul,
+    aten.div_.Tensor: _div,
+    aten.div_.Scalar: _div,
+    aten._foreach_mul_.Tensor: _foreach_mul,
+    aten._foreach_mul_.Scalar: _foreach_mul,
+    aten._foreach_mul_.ScalarList: _foreach_mul,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.zero_.default: _zero,
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: lambda grad, high: _clamp(grad, None, high),
+    aten._foreach_clamp_min_.Scalar: _foreach_clamp_min,
+    aten._foreach_clamp_max_.Scalar: _foreach_clamp_max,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+}

@@ -1,0 +1,108 @@
+"""What a state dict of the optimizer must be like to be loaded."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from infinity.core.errors import OptimizerTypeError, StateDictError
+from infinity.params.param import ShardedParam
+
+REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
+OURS = "infinity"  # the key of a state dict for what torch has no place for
+
+
+class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
+    """What `optimizer.state` is: empty, for the state lies on its tiers. Whoever asks for it, or would
+    reset it, is told what to write."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateDictError(
+            "the optimizer's state lies on its tiers, and not in `optimizer.state`",
+            expected="`optimizer.state_dict()` and `optimizer.load_state_dict(…)`",
+            found="a use of `optimizer.state`",
+            cure="read `optimizer.state_dict()`; to begin anew, load it with an empty state: "
+            "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
+        )
+
+    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def check_options(group: Mapping[str, Any], found: str) -> None:
+    """Raise `OptimizerTypeError` for an option that is not supported."""
+    for option in REFUSED:
+        if group.get(option):
+            raise OptimizerTypeError(
+                f"the option {option!r} is not supported",
+                expected=f"{option}=False",
+                found=f"{option}=True in {found}",
+                cure=f"leave {option} out",
+            )
+
+
+def counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return what a state dict has under our own key; nothing, if it is torch's."""
+    counts: Mapping[str, float] = state_dict.get(OURS, {})
+    for name, value in counts.items() if isinstance(counts, Mapping) else [(OURS, None)]:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        scale = name == "loss_scale" and number and math.frexp(value)[0] == 0.5
+        if not scale and (name == "loss_scale" or not number or value < 0 or value % 1):
+            raise StateDictError(
+                f"{name!r} of the state dict cannot be used",
+                expected="a power of two" if name == "loss_scale" else "a count",
+                found=repr(counts),
+                cure=f"load a state dict as it was saved, or one without the key {OURS!r}",
+            )
+    return counts
+
+
+def match(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    sharded_of: Mapping[nn.Parameter, ShardedParam],
+) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
+    """Return each parameter with its state.
+
+    Raises:
+        StateDictError: groups, options or shapes do not fit.
+    """
+    groups = state_dict.get("param_groups")
+    lengths = [len(g["params"]) for g in param_groups]
+    found = [len(g["params"]) for g in groups] if isinstance(groups, list) else None
+    if found != lengths:
+        raise StateDictError(
+            "the state dict has other param groups than the optimizer",
+            expected=f"groups of {lengths} parameters",
+            found=f"groups of {found} parameters" if found is not None else "no param_groups",
+            cure="build the same groups as those that were saved",
+        )
+    for group in groups or ():
+        for option in REFUSED:
+            if group.get(option):
+                raise StateDictError(
+                    f"the state dict was saved with {option}=True",
+                    expected=f"{option}=False",
+                    found=f"{option}=True",
+                    cure="only plain Adam and AdamW states can be loaded",
+                )
+    ids = [i for g in groups or () for i in g["params"]]
+    params = [p for g in param_groups for p in g["params"]]
+    pairs = []
+    for index, param in zip(ids, params, strict=True):
+        sharded = sharded_of[param]
+        values = state_dict["state"].get(index, {})
+        for key in ("exp_avg", "exp_avg_sq", "master"):
+            value = values.get(key)
+            if value is not None and tuple(value.shape) != sharded.spec.shape:
+                raise StateDictError(
+                    f"{key} of {sharded.name!r} has another shape",
+                    expected=sharded.spec.shape,
+                    found=tuple(value.shape),
+                    cure="load the state dict of the same model",
+                )
+        pairs.append((sharded, values))
+    return pairs

@@ -1,0 +1,130 @@
+"""What looks at a wrapped model as if it were a plain one: other optimizers, copies, wrappers of models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from infinity.core.errors import ReleasedParameterError, WrapError
+from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
+
+_CURE = (
+    "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; a "
+    "Trainer takes it with optimizers=(optimizer, scheduler)"
+)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `WrapError` if an optimizer that has never heard of an engine is about to update parameters
+    that one has."""
+    if getattr(optimizer, "is_offloaded", False) or not any_sharded():
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            sharded = sharded_of(param)
+            if sharded is not None:
+                raise WrapError(
+                    "this optimizer is not the one that `wrap` returned",
+                    expected="step() of that one",
+                    found=f"step() of another {type(optimizer).__name__} that has {sharded.name!r}",
+                    cure=_CURE,
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+    raise WrapError(
+        "this optimizer was handed to `wrap`, which took its state over",
+        expected="state_dict() and load_state_dict() of the one that `wrap` returned",
+        found=f"those of the {type(optimizer).__name__} from before",
+        cure=_CURE,
+    )
+
+
+def refuse_copies(name: str, *_: Any) -> NoReturn:
+    """Raise the error of `copy.deepcopy`, `pickle` and `torch.save` of what `wrap` returned, a `name`."""
+    raise ReleasedParameterError(
+        f"a {name} that is wrapped cannot be copied or pickled: its values are not in it",
+        expected="`state_dict()`, which has them",
+        found="copy.deepcopy, pickle or torch.save of the object itself",
+        cure="save or copy its `state_dict()` and load that into one that is built anew; or make the model "
+        "plain again, `infinity.unwrap(model)`, and copy that",
+    )
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module whose parameters are all on the device, as inside `gathered`; without our hooks."""
+    if any(isinstance(p, ReleasedParameter) for p in module.parameters()):
+        refuse_copies(type(module).__name__)
+    mine = module.__dict__
+    ours = {name: mine.pop(name) for name in _OURS if name in mine}
+    hooks = {name: mine[name] for name in _HOOKS if name in mine}
+    for name, entries in hooks.items():
+        mine[name] = OrderedDict((key, hook) for key, hook in entries.items() if not _is_ours(hook))
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        mine.update(ours)
+        mine.update(hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    home = getattr(getattr(hook, "hook", hook), "__module__", None)  # torch wraps some
+    return str(home).startswith(f"{__name__.partition('.')[0]}.")
+
+
+class _Trap:
+    """What DistributedDataParallel iterates over before it does anything."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise WrapError(
+            "DistributedDataParallel around a wrapped model",
+            expected="the model itself: this version runs on one device",
+            found="DistributedDataParallel(model)",
+            cure="train the model that `wrap` returned as it is; with accelerate or a Trainer start one "
+            "process, without torchrun",
+        )
+
+
+_DDP = "_ddp_params_and_buffers_to_ignore"
+_OURS = ("__reduce_ex__", "__deepcopy__", _DDP)
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
+    `optimizer` from before `wrap` raise what says what to write; return what undoes that."""
+    handles = [
+        optimizer.register_state_dict_pre_hook(_refuse_state),
+        optimizer.register_load_state_dict_pre_hook(_refuse_state),
+    ]
+    modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
+    for module in modules:
+        module.__dict__["__reduce_ex__"] = functools.partial(refuse_copies, type(module).__name__)
+        module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
+    before = model.__dict__.get(_DDP)
+    model.__dict__[_DDP] = _Trap()
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in modules:
+            for name in ("__reduce_ex__", "__deepcopy__"):
+                module.__dict__.pop(name, None)
+        model.__dict__.pop(_DDP, None)
+        if before is not None:
+            model.__dict__[_DDP] = before
+
+    return undo

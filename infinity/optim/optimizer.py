@@ -1,0 +1,447 @@
+"""The optimizer that `wrap` returns: a `torch.optim.Optimizer` over shards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from infinity.core.errors import (
+    GradientError,
+    OptimizerTypeError,
+    PrecisionError,
+    WrapError,
+)
+from infinity.grads.gradients import Gradients
+from infinity.grads.sharded_grad import ShardedGrad
+from infinity.hardware.shelter import Shelter, sheltered
+from infinity.params.eager import eager
+from infinity.params.param import ShardedParam
+from infinity.params.residency import Residency
+
+from .loading import OURS, NoState, check_options, counts_of, match
+from .misuse import refuse_copies
+from .state import States, bump
+from .update import ChunkUpdate, ParamUpdate, Updater
+from .visit import Places
+
+#: Seconds that an interrupt is held back until the step that it comes into has begun its update.
+_HOLD: Final = 1.0
+
+
+def check_optimizer(optimizer: object) -> bool:
+    """Return whether weight decay is decoupled (AdamW) or not (Adam).
+
+    Raises:
+        OptimizerTypeError: not one of these two, or with an option that is not supported.
+    """
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise OptimizerTypeError(
+            "this optimizer cannot be offloaded",
+            expected="torch.optim.AdamW or torch.optim.Adam",
+            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            cure="torch.optim.AdamW(model.parameters(), ...)",
+        )
+    for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
+        check_options(group, f"param group {index}")
+    return type(optimizer) is torch.optim.AdamW
+
+
+def _clip(limit: float, norm: float) -> float:
+    """Return torch's clip coefficient, which is NaN if the norm is."""
+    clip = limit / (norm + 1e-6)
+    return 1.0 if clip > 1.0 else clip
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """AdamW or Adam whose state lives on the tiers that Config names.
+
+    Param groups are the very dicts of the optimizer that was wrapped, so schedulers made before
+    or after `wrap` both work.
+    """
+
+    is_offloaded: Final = True  # tells it from other optimizers over the same parameters
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        places: Places,
+        residency: Residency,
+        gradients: Gradients,
+        states: States,
+        updater: Updater,
+        update: str,
+        delay_warmup_steps: int,
+        params: Mapping[nn.Parameter, ShardedParam],
+        decoupled: bool,
+        max_grad_norm: float | None,
+        compute_dtype: torch.dtype,
+        loss_scale: float,
+        loss_scale_window: int,
+        before_step: Callable[[], None],
+        after_step: Callable[[float], None],
+        shelter: Shelter,
+    ) -> None:
+        self.shelter = shelter
+        self._sealed = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._state = NoState()
+        self._sealed = True
+        self._places = places
+        self._residency = residency
+        self._gradients = gradients
+        self._states = states
+        self._updater = updater
+        self._update = update
+        self._delay_warmup_steps = delay_warmup_steps
+        self._params = params
+        self._decoupled = decoupled
+        self._max_grad_norm = max_grad_norm
+        self._fp16 = compute_dtype is torch.float16
+        if self._fp16:
+            gradients.scale = loss_scale
+        self._window = loss_scale_window
+        self._good_steps = 0
+        self._scaled = False
+        self._backwards = 0  # that had begun at the last step
+        self._before_step = before_step
+        self._after_step = after_step
+        self.grad_norm: float | None = None
+        self.skipped_steps = 0
+        self._steps = 0
+
+    # -- what a user calls ------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> NoState:
+        """Empty: the state lies on its tiers, and `state_dict()` reads it."""
+        return self._state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._sealed:
+            self._state.clear()  # says what to write
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale (fp16; the identity for fp32 and bf16)."""
+        self._scaled = True
+        return loss * self.loss_scale if self._fp16 else loss
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale in use (1.0 unless fp16)."""
+        self.shelter.settle()
+        return self._gradients.scale
+
+    @property
+    def steps(self) -> int:
+        """The steps that were made. After an interrupt in `step` this tells whether that was made, too: a
+        step is made wholly or not at all."""
+        self.shelter.settle()
+        return self._steps
+
+    @eager  # and without torch.no_grad: an interrupt inside of that leaves grad mode off
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient, as torch's optimizer would.
+
+        fp16: a step whose gradients overflow is skipped and halves the loss scale.
+
+        Raises:
+            PrecisionError: an fp16 backward of a loss that was not scaled.
+            StorageError: a transfer failed; the parameter's chunk is named.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        self._prepare_step()
+        # What an interrupt ends before this call has not happened, and what it ends after it has.
+        self.shelter.run(self._commit_step, hold=_HOLD)
+        self._finish_step()
+        self._after_step(time.perf_counter() - start)
+        return loss
+
+    @sheltered
+    def _prepare_step(self) -> None:
+        """Wait for all that a step waits for. Changes nothing that a user sees."""
+        self._before_step()
+        self._gradients.wait()
+
+    @sheltered
+    def _finish_step(self) -> None:
+        """Wait for what the end of a step promises."""
+        if self._update == "sync":
+            self._updater.wait()
+            self._residency.resume_all()
+        self._residency.refresh()
+        if self._update != "sync":
+            self._residency.prefetch()
+
+    def _commit_step(self) -> None:
+        for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
+            check_options(group, f"param group {index}")
+        present = self._present()
+        changing = {s.unit for s in present}
+        self._residency.check_blocks(changing)
+        self._states.check_unseen()
+        if self._fp16 and present and not self._scaled and self._gradients.backwards != self._backwards:
+            raise PrecisionError(
+                "fp16 gradients of a loss that was not scaled",
+                expected="`optimizer.scale(loss).backward()`",
+                found="`loss.backward()`",
+                cure="scale the loss, or train in bf16",
+            )
+        self._scaled, self._backwards = False, self._gradients.backwards
+        norm = self._norm(present)
+        self.grad_norm = norm
+        self._states.check_edits()
+        published = self._residency.publish()  # what the update before this one has made
+        bump(published)
+        if self._fp16 and not math.isfinite(norm):
+            self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
+            self._good_steps = 0
+            self.skipped_steps += 1
+            return
+        clip = 1.0
+        if self._max_grad_norm is not None:
+            clip = _clip(self._max_grad_norm, norm)
+        self._states.adopt_edits()
+        # What does not change stays on the device: frozen units, and those without gradients.
+        self._residency.reshard_all(changing)
+        updates = self._updates(present, clip)
+        work = self._work(updates)
+        # Versions first: a graph from before the step must fail, whatever becomes of the update.
+        bump(present)
+        if self.delaying:
+            # [Note: two versions] The next forward uses what has just been published.
+            self._updater.post(work, delayed=True)
+        else:
+            # [Note: behind the next forward] Units are updated in the order of the forward; each
+            # is waited for where it is used, and everything by the next step; with "sync" by the end
+            # of this one, or after an interrupt by the next.
+            self._residency.suspend({u.chunk.unit for u in work})
+            self._updater.post(work)
+        self._steps += 1
+        if self._fp16:
+            self._good_steps += 1
+            if self._good_steps >= self._window:
+                self._good_steps = 0
+                self._gradients.scale = min(self._gradients.scale * 2, 2.0**24)
+
+    @property
+    def delaying(self) -> bool:
+        """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
+        return self._update == "delayed" and self._steps >= self._delay_warmup_steps
+
+    @sheltered
+    def flush(self) -> None:
+        """Wait for every update; the next forward uses the newest parameters, also with delayed
+        updates. A graph from before it cannot be used if that changes them, as after a step in torch,
+        and edits that were made to them outside of `gathered` are gone.
+
+        Raises:
+            ParameterError: that would change parameters inside a `gathered` block.
+            StorageError: an update failed.
+        """
+        self._before_step()
+        bump(self._residency.publish())
+        self._residency.refresh()
+
+    @sheltered
+    def publish(self) -> None:
+        """`flush`, unless edits would be gone.
+
+        Raises:
+            ParameterChangedError: they would be; or what `flush` raises.
+        """
+        self._before_step()
+        self._states.check_edits()
+        self.flush()
+
+    @eager
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
+        self.shelter.settle()  # a step that an interrupt left under way has its gradients
+        params = [p for g in self.param_groups for p in g["params"]]
+        if set_to_none:
+            for param in params:
+                param.grad = None
+            if all(param.grad is None for param in self._params):
+                self._gradients.clear()
+            else:  # of those that are in no group any more the gradient stays
+                self._before_step()  # an update may still read what is beside it
+                self._gradients.wait()
+                self._gradients.reconcile()
+            return
+        for param in params:
+            if param.grad is not None:
+                param.grad.zero_()
+        self._gradients.flush_all()
+
+    @sheltered
+    def clip_grad_norm_(self, limit: float) -> torch.Tensor:
+        """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
+        self._before_step()
+        present = self._present()
+        norm = self._norm(present)
+        clip = _clip(limit, norm)
+        for sharded in present:
+            if isinstance(sharded.param.grad, ShardedGrad):
+                sharded.param.grad.factor *= clip
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after `wrap`: the layout of the state is fixed then."""
+        if getattr(self, "_sealed", False):
+            raise WrapError(
+                "a param group cannot be added after `wrap`",
+                expected="all groups in the optimizer that is passed to `wrap`",
+                found="add_param_group",
+                cure="build the optimizer with all its groups, then wrap",
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copies(type(self).__name__)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        refuse_copies(type(self).__name__)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def _present(self) -> list[ShardedParam]:
+        """Return the parameters that have a gradient; settle what the user did to `p.grad`."""
+        present = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                sharded = self._params.get(param)
+                if sharded is not None and self._gradients.settle(sharded):
+                    present.append(sharded)
+                elif sharded is None and param.grad is not None:
+                    raise GradientError(
+                        "a param group has a parameter that was not there at `wrap`",
+                        expected="the parameters of `wrap`",
+                        found=f"a parameter of shape {tuple(param.shape)}",
+                        cure="wrap the model with the optimizer that has all parameters",
+                    )
+        self._gradients.wait()
+        self._gradients.reconcile()
+        return present
+
+    def _norm(self, present: Iterable[ShardedParam]) -> float:
+        """Return the global 2-norm of the gradients, unscaled and with their factors."""
+        grads: list[ShardedGrad] = [s.param.grad for s in present]  # type: ignore[misc]
+        if len(factors := {g.factor for g in grads}) <= 1:
+            return math.sqrt(self._gradients.sum_of_squares()) * abs(sum(factors))
+        wholes = (self._gradients.whole(g) for g in grads)
+        return math.sqrt(sum(float(w.double().square().sum()) for w in wholes))
+
+    def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
+        """Snapshot the scalars: `scheduler.step()` edits them next."""
+        here = {id(s.param) for s in present}
+        updates = {}
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            beta1, beta2 = (float(b) for b in group["betas"])
+            for param in group["params"]:
+                if id(param) not in here:
+                    continue
+                sharded = self._params[param]
+                sharded.step += 1
+                updates[sharded.unit, sharded.index] = ParamUpdate(
+                    lr=lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=sharded.step,
+                    grad_scale=param.grad.factor * clip,
+                    decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+                    maximize=bool(group["maximize"]),
+                )
+        return updates
+
+    def _work(self, updates: Mapping[tuple[int, int], ParamUpdate]) -> list[ChunkUpdate]:
+        work = []
+        for unit in self._residency.forward_order():
+            for chunk in unit.layout.trainable_chunks:
+                params = {
+                    s.param: updates[unit.index, s.param]
+                    for s in chunk.segments
+                    if (unit.index, s.param) in updates
+                }
+                if params:
+                    entry = self._gradients.entries[chunk.id]
+                    work.append(ChunkUpdate(chunk, params, entry.dtype, entry.slot))
+        return work
+
+    # -- state dicts ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
+        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
+        for parameters that were never updated. ``infinity`` has what torch has no place for: the number of
+        steps, those skipped, and with fp16 the loss scale and the steps since it changed.
+
+        Raises:
+            BudgetError: it does not fit what `host_memory` leaves.
+            ParameterChangedError: a parameter was edited in place while its update was delayed.
+        """
+        with self.shelter.turn.span():
+            return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
+        self._before_step()
+        self._states.check_room()
+        self._states.check_unseen()
+        self._states.check_edits()
+        self._states.adopt_edits()
+        try:
+            for param, sharded in self._params.items():
+                if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
+                    dict.__setitem__(self.state, param, self._states.read(sharded))
+            state = super().state_dict()
+        finally:
+            dict.clear(self.state)
+        counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
+        if self._fp16:
+            counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
+        return {**state, OURS: counts}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
+        has masters, the parameters follow them.
+
+        Raises:
+            StateDictError: the groups or shapes do not fit; nothing has been changed then.
+            ParameterError: parameters that would change are inside a `gathered` block.
+        """
+        pairs, counts = match(state_dict, self.param_groups, self._params), counts_of(state_dict)
+        self._load(state_dict, pairs, counts)
+
+    @sheltered
+    def _load(
+        self,
+        state_dict: Mapping[str, Any],
+        pairs: Sequence[tuple[ShardedParam, Mapping[str, Any]]],
+        counts: Mapping[str, float],
+    ) -> None:
+        self.publish()
+        self._states.adopt_edits()
+        self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for sharded, values in pairs:
+            self._states.write(sharded, values)
+        self._residency.refresh()
+        self._steps = int(counts.get("steps", self._steps))
+        self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
+        if self._fp16 and "loss_scale" in counts:
+            self._gradients.scale = float(counts["loss_scale"])
+            self._good_steps = int(counts.get("good_steps", 0))

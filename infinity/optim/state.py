@@ -1,0 +1,421 @@
+"""Optimizer state, parameter by parameter: for state dicts, edits and the take-over in `wrap`.
+
+Everything here goes chunk by chunk through one lease, so that its host memory is bounded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from infinity.core.errors import BudgetError, ParameterChangedError
+from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
+from infinity.hardware.shelter import Shelter, sheltered
+from infinity.params.param import ShardedParam
+from infinity.params.unit import ParamState, ParamUnit
+from infinity.planning.partition import Chunk, Segment
+
+from .visit import ChunkVisit, Places, visit
+
+#: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
+_EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
+_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
+
+
+class States:
+    """Reads and writes masters, moments and copies of single parameters and whole units."""
+
+    def __init__(
+        self, places: Places, room: Callable[[], int], quiesce: Callable[[], None], shelter: Shelter
+    ) -> None:
+        self.shelter = shelter
+        self._places = places
+        self._quiesce = quiesce  # updates that are under way come first
+        self._room = room  # host bytes that the budget leaves
+
+    # -- wrap -------------------------------------------------------------------------------
+
+    def take_over(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
+        optimizer already had (by parameter index; zeros otherwise)."""
+        sources = [p.param.detach().reshape(-1) for p in unit.params]
+        if unit.resident:
+            unit.make_resident()
+        leaving: deque[ChunkVisit] = deque()
+        try:
+            for chunk in unit.layout.chunks:
+                here = self._open(chunk, "update" if chunk.trainable else "fetch", leaving)
+                leaving.append(here)
+                self._fill(unit, chunk, here, sources, moments)
+        finally:
+            while leaving:
+                leaving.popleft().leave()
+        unit.bind()
+
+    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkVisit]) -> ChunkVisit:
+        nbytes = self._places.lease_nbytes(chunk)
+        while nbytes:
+            lease = self._places.pool.try_lease(quota, nbytes)
+            if lease is not None:
+                return ChunkVisit(self._places, chunk, lease)
+            if not leaving:
+                return visit(self._places, chunk, quota)
+            leaving.popleft().leave()
+        return ChunkVisit(self._places, chunk, None)
+
+    def _fill(
+        self,
+        unit: ParamUnit,
+        chunk: Chunk,
+        here: ChunkVisit,
+        sources: list[torch.Tensor],
+        moments: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        targets = [here.copy] if not (chunk.trainable and here.copy_is_master) else []
+        if unit.resident and self._places.device.staged:
+            targets = [here.device_copy]
+        zeroed = list(targets)
+        if chunk.trainable:
+            targets.append(here.master)
+            zeroed += [here.master, *here.moments]
+        for tensor in zeroed:
+            tensor.zero_()
+        for segment in chunk.segments:
+            source = _part(sources[segment.param], segment)
+            for target in targets:
+                target[segment.start : segment.start + segment.numel].copy_(source)
+            values = moments.get(segment.param)
+            if values and chunk.trainable:
+                for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
+                    saved = values[key].detach().reshape(-1)
+                    target[segment.start : segment.start + segment.numel].copy_(_part(saved, segment))
+        staged_copy = unit.resident and self._places.device.staged
+        # What was never written reads as zeros: moments that are zero need no write.
+        fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
+        here.write(state=chunk.trainable and not fresh, copy=not staged_copy)
+
+    # -- state dicts ------------------------------------------------------------------------
+
+    def check_room(self) -> None:
+        """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
+        nbytes, room = sum(sum(p.state_sections) for p in self._places.plans), self._room()
+        if nbytes > room:
+            raise _no_room(nbytes, room)
+
+    @sheltered
+    def make_room(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
+        """Return memory (uint8) for copies of some of `params`: leases that nobody uses, such as those for
+        reading ahead, where copies of all of them do not fit what the host budget leaves. They are lent
+        for as long as the copies live.
+
+        Raises:
+            BudgetError: that is not enough.
+        """
+        sizes = {s: s.spec.numel * s.spec.dtype.itemsize for s in params}
+        total, room = sum(sizes.values()), self._room()
+        if total <= room:
+            return {}
+        self._quiesce()
+        lent = 0
+        for wanted in (total - room + max(sizes.values()), total + self._places.pool.nbytes):
+            runs, taken, rest = self._places.pool.borrow(wanted), {}, total
+            lent = sum(run.numel() for run in runs)
+            for sharded in sorted(sizes, key=lambda s: -sizes[s]):
+                nbytes = sizes[sharded]
+                fits = next((i for i, run in enumerate(runs) if run.numel() >= nbytes), None)
+                if rest > room and fits is not None:
+                    taken[sharded] = runs[fits][:nbytes]
+                    runs[fits] = runs[fits][ceil_to(nbytes, ALIGNMENT) :]
+                    rest -= nbytes
+            if rest <= room:
+                return taken
+            del runs, taken
+        raise _no_room(total, room + lent)
+
+    @sheltered
+    def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
+        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
+        self._quiesce()
+        numel = sharded.spec.numel
+        values = {"exp_avg": torch.empty(numel), "exp_avg_sq": torch.empty(numel)}
+        if sharded.spec.dtype is not torch.float32:
+            values["master"] = torch.empty(numel)
+        for segment, here in self._visits(sharded, write=False):
+            for key, section in _sections(here, values):
+                values[key][segment.offset : segment.offset + segment.numel].copy_(_slice(section, segment))
+        shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
+        return {"step": torch.tensor(float(sharded.step)), **shaped}
+
+    @sheltered
+    def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
+        """Write step, moments (and master, where given) of one parameter; no values: zeros. Its copy
+        follows the master. A unit that is not resident must be off the device."""
+        self._quiesce()
+        sharded.step = int(values.get("step", 0))
+        unit = self._places.units[sharded.unit]
+        flat = {
+            k: values[k].detach().reshape(-1)
+            for k in ("exp_avg", "exp_avg_sq", "master")
+            if values.get(k) is not None
+        }
+        changed = False
+        for segment, here in self._visits(sharded, write=True, copy="master" in flat):
+            for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
+                target = _slice(section, segment)
+                if key in flat:
+                    target.copy_(_part(flat[key], segment))
+                elif key != "master":
+                    target.zero_()
+            if "master" in flat:
+                copy = _slice(here.device_copy if unit.resident else here.copy, segment)
+                new = _part(flat["master"], segment).to(copy)
+                changed = changed or not torch.equal(copy, new)
+                copy.copy_(new)
+        if changed and unit.resident:
+            unit.looked()
+        if changed:
+            bump([sharded])
+
+    def _visits(
+        self, sharded: ShardedParam, *, write: bool, copy: bool = False
+    ) -> Iterator[tuple[Segment, ChunkVisit]]:
+        """Visit the parameter's chunks; `write` the state back, and the `copy`, which then is read, too."""
+        unit = self._places.units[sharded.unit]
+        for chunk in unit.layout.trainable_chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            here = visit(self._places, chunk)
+            try:
+                here.read(copy=copy)
+                here.wait()
+                for segment in segments:
+                    yield segment, here
+                if write:
+                    # What is on the device was written there; a lease has nothing for it.
+                    here.write(state=True, copy=copy and not unit.resident)
+            finally:
+                here.leave()
+
+    # -- edits ------------------------------------------------------------------------------
+
+    def check_edits(self) -> None:
+        """Raise if a resident parameter was edited in place while a newer version of it waits to be
+        published: the edit was made to values that are about to go."""
+        if not self._places.copies.any_newer():
+            return
+        for unit in self._places.units:
+            edited = [p for p in unit.params if unit.resident and p.param._version != p.version]
+            if edited and any(self._places.copies.is_newer(c.id) for c in unit.layout.chunks):
+                raise ParameterChangedError(
+                    f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
+                    expected="edits inside `with infinity.gathered(params, write=True):`",
+                    found="an in-place edit of values that the last update has replaced",
+                    cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
+                )
+
+    def check_unseen(self) -> None:
+        """Raise if a resident parameter was edited where torch does not count it: the next update would go
+        on from the master, without the edit. Only with ``Config(check_edits=True)``."""
+        for unit in self._places.units:
+            if unit.resident and unit.is_edited_unseen():
+                raise ParameterChangedError(
+                    f"a parameter of unit {unit.layout.name!r} was edited where torch does not count it",
+                    expected="edits inside `with infinity.gathered(params, write=True):`",
+                    found="an edit through `p.data`, numpy or another alias",
+                    cure="edit inside such a block; to keep this edit, enter one with the parameter and "
+                    "leave it",
+                )
+
+    @sheltered
+    def adopt_edits(self) -> None:
+        """Take over in-place edits of resident parameters (their version tells)."""
+        for unit in self._places.units:
+            if not unit.resident:
+                continue
+            edited = {p.index for p in unit.params if p.param._version != p.version}
+            if edited:
+                self.adopt(unit, edited)
+
+    @sheltered
+    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
+        """Make the values on the device, of the parameters in `edited`, the ones that count.
+
+        Where a value still is the master rounded, the master stays: an edit of one element does
+        not cost the others their low bits.
+        """
+        self._quiesce()
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param in edited]
+            if not segments:
+                continue
+            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            try:
+                here.read(copy=True)
+                here.wait()
+                for segment in segments:
+                    self._adopt_segment(chunk, segment, here)
+                here.write(state=chunk.trainable, copy=not unit.resident)
+            finally:
+                here.leave()
+        for sharded in unit.params:
+            sharded.version = sharded.param._version
+        unit.looked()
+
+    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
+        low, high = segment.start, segment.start + segment.numel
+        plan = self._places.plans[chunk.id]
+        for begin in range(low, high, _SLICE):
+            part = slice(begin, min(begin + _SLICE, high))
+            new = here.device_copy[part]
+            if chunk.trainable and not here.copy_is_master:
+                _follow(here.master[part], new)
+            if plan.copy_tier is not Tier.DEVICE:
+                here.copy[part].copy_(new)
+
+    @contextmanager
+    def editing(self, unit: ParamUnit, named: set[int]) -> Iterator[None]:
+        """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
+        edited, and others that torch knows were; also when the block raises.
+
+        Raises:
+            ParameterChangedError: a parameter was given data of another shape; the rest is kept.
+        """
+        assert unit.state is ParamState.UNSHARDED
+        before = [p.param._version for p in unit.params]
+        block = object()
+        _EDITED[block] = unit
+        try:
+            yield
+        finally:
+            units = tuple(_EDITED.values())
+            written = {u.storage._cdata for u in units}
+            for each in units:
+                each.own_data(written)
+            _EDITED.pop(block, None)
+            moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
+            refused = unit.rebind()
+            edited = {p.index for p, v in zip(unit.params, before, strict=True) if p.param._version != v}
+            self.adopt(unit, edited | moved | named)
+            if refused:
+                raise ParameterChangedError(
+                    f"the parameter {refused[0].name!r} was given data that do not fit it",
+                    expected=f"shape {refused[0].spec.shape}",
+                    found="another shape; the parameter has the values that it had",
+                    cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
+                    "`infinity.unwrap(model)`, change it, and wrap it again",
+                )
+
+    @sheltered
+    def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the newest values of one parameter, in the compute dtype, on the host; `out`: bytes to put
+        them into."""
+        self._quiesce()
+        unit, copies = self._places.units[sharded.unit], self._places.copies
+        dtype = sharded.spec.dtype
+        out = torch.empty(sharded.spec.numel, dtype=dtype) if out is None else out.view(dtype)
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            if unit.resident:
+                source, lease = unit.chunk_view(chunk), None
+                if copies.is_newer(chunk.id) and not unit.newest:
+                    source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+            elif self._places.plans[chunk.id].copy_tier is Tier.HOST:
+                source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+                lease = None
+            else:
+                lease = self._places.pool.lease("fetch", chunk.copy_nbytes)
+                self._places.store.read(chunk.id, copies.newest(chunk.id), lease).wait()
+                source = lease.tensor(chunk.dtype, 0, chunk.numel)
+            try:
+                for segment in segments:
+                    out[segment.offset : segment.offset + segment.numel].copy_(_slice(source, segment))
+            finally:
+                if lease is not None:
+                    lease.release()
+        return out.view(sharded.spec.shape)
+
+    @sheltered
+    def value_of(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the newest values of one parameter on the host, in the dtype that it had at `wrap`: those of
+        the master, where that is more exact than the copy."""
+        if not sharded.spec.trainable or sharded.spec.dtype in (torch.float32, sharded.given_dtype):
+            return self.copy_of(sharded).to(sharded.given_dtype)
+        out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
+        for segment, here in self._visits(sharded, write=False):
+            out[segment.offset : segment.offset + segment.numel].copy_(_slice(here.master, segment))
+        return out.view(sharded.spec.shape)
+
+    @sheltered
+    def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
+        """Write new values of one parameter that is not on the device: the copy, and the master where it
+        does not round to them."""
+        self._quiesce()
+        unit = self._places.units[sharded.unit]
+        flat = values.detach().reshape(-1)
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param == sharded.index]
+            if not segments:
+                continue
+            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            try:
+                here.read(copy=True)
+                here.wait()
+                for segment in segments:
+                    target = _slice(here.copy, segment)
+                    target.copy_(_part(flat, segment))
+                    if chunk.trainable and not here.copy_is_master:
+                        _follow(_slice(here.master, segment), target)
+                here.write(state=chunk.trainable, copy=True)
+            finally:
+                here.leave()
+        bump([sharded])
+
+
+def bump(params: Sequence[ShardedParam]) -> None:
+    """Tell autograd that the values of `params` changed: a graph from before fails, as in torch."""
+    torch.autograd.graph.increment_version([s.param for s in params])
+    for sharded in params:
+        sharded.version = sharded.param._version
+
+
+def _no_room(nbytes: int, room: int) -> BudgetError:
+    return BudgetError(
+        "a state dict does not fit the host memory that is left",
+        expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+        found=f"{format_size(room)} ({room} bytes) left of host_memory",
+        cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
+    )
+
+
+def _follow(master: torch.Tensor, new: torch.Tensor) -> None:
+    """Make the values of `master` those of the copy `new`. One that rounds to it already is kept: it has
+    low bits that a copy cannot have."""
+    if new.dtype is torch.float32:
+        master.copy_(new)
+        return
+    for begin in range(0, new.numel(), _SLICE):
+        part = slice(begin, begin + _SLICE)
+        here, there = master[part], new[part].to(master.device)
+        here.copy_(torch.where(here.to(there.dtype) == there, here, there.float()))
+
+
+def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return flat[segment.offset : segment.offset + segment.numel]
+
+
+def _slice(section: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return section[segment.start : segment.start + segment.numel]
+
+
+def _sections(here: ChunkVisit, wanted: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
+    exp_avg, exp_avg_sq = here.moments
+    pairs = [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)]
+    return [*pairs, ("master", here.master)] if "master" in wanted and not here.copy_is_master else pairs

@@ -1,0 +1,272 @@
+"""One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
+
+A `ChunkVisit` brings the parts of a chunk that are on NVMe into one lease (all that it needs or
+nothing), shows parts on the host or the device where they are, and sends back what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.core.sizes import Tier, ceil_to
+from infinity.grads.gradients import Gradients
+from infinity.hardware import cpu_adam
+from infinity.hardware.aio import Priority
+from infinity.hardware.device import Device, Event
+from infinity.params.copies import Copies
+from infinity.params.unit import ParamUnit
+from infinity.planning.footprint import lease_nbytes
+from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan
+from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.store import Store, Transfer
+
+
+class Places:
+    """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        plans: Sequence[ChunkPlan],
+        store: Store,
+        pool: PinnedPool,
+        device: Device,
+        gradients: Gradients,
+        copies: Copies,
+    ) -> None:
+        self.copies = copies
+        self.units = units
+        self.plans = plans
+        self.store = store
+        self.pool = pool
+        self.device = device
+        self.gradients = gradients
+        self.on_device: dict[int, torch.Tensor] = {}
+        for index, plan in enumerate(plans):
+            if plan.state_tier is Tier.DEVICE:
+                self.on_device[index] = torch.zeros(
+                    sum(plan.state_sections), dtype=torch.uint8, device=device.torch_device
+                )
+
+    def lease_nbytes(self, chunk: Chunk) -> int:
+        """Return the bytes of pool that a visit to `chunk` takes."""
+        plan = self.plans[chunk.id]
+        if chunk.trainable:
+            return lease_nbytes(plan, staged=self.device.staged)
+        return plan.copy_nbytes if plan.copy_tier is Tier.NVME else 0
+
+
+class ChunkVisit:
+    """One visit: `read`, then `wait`, then work on the tensors, then `write`, then `leave`.
+
+    `master`, `exp_avg` and `exp_avg_sq` are fp32, `copy` has the chunk's compute dtype (None when
+    the copy is the master), `grad` the dtype in which it is kept; all flat, of `chunk.numel`.
+    """
+
+    def __init__(self, places: Places, chunk: Chunk, lease: Lease | None) -> None:
+        self.chunk = chunk
+        self._places = places
+        self._plan = places.plans[chunk.id]
+        self._lease = lease
+        self._transfers: list[Transfer] = []
+        self._arriving: list[Event] = []
+        self._events: list[Event] = []
+        self._begun = False
+        self._delayed = False
+        self._priority = Priority.NORMAL
+        self._copy_part = places.copies.newest(chunk.id)  # that is read; and written, unless delayed
+        self._gradient_slot = 0
+        plan = self._plan
+        # What is updated on the device itself does not cross.
+        staged = places.device.staged and plan.state_tier not in (None, Tier.DEVICE)
+        at = 0
+        self._state_at = at
+        if plan.state_tier is Tier.NVME:
+            at += sum(plan.state_sections)
+        self._grad_at = at
+        self._grad_leased = plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE)
+        if self._grad_leased:
+            at += plan.gradient_nbytes
+        self._copy_at = at
+        self._copy_leased = plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE)
+
+    @property
+    def _numel(self) -> int:
+        return self.chunk.numel
+
+    def read_state(self, *, early: bool = False, copy: bool = False) -> None:
+        """Start reading the state from NVMe, once. The copy is read where it is the master, or
+        when asked for. `early`: nobody waits for it yet."""
+        priority = Priority.BACKGROUND if early else self._priority
+        plan, store, lease = self._plan, self._places.store, self._lease
+        if self._begun or lease is None:
+            return
+        self._begun = True
+        if plan.state_tier is Tier.NVME:
+            self._transfers.append(
+                store.read(self.chunk.id, "state", lease, self._state_at, priority=priority)
+            )
+        if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
+            part = self._copy_part
+            self._transfers.append(store.read(self.chunk.id, part, lease, self._copy_at, priority=priority))
+
+    def delay(self) -> None:
+        """Have `copy` and `write` mean the spare, which nobody uses: [Note: two versions]. The newest
+        version must be the published one."""
+        self._delayed = True
+        self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
+
+    def read(self, *, gradient: torch.dtype | None = None, slot: int = 0, copy: bool = False) -> None:
+        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `slot`
+        is where it is."""
+        self.read_state(copy=copy)
+        self._gradient_slot = slot
+        lease = self._lease
+        if gradient is None or lease is None or not self._grad_leased:
+            return
+        if self._plan.gradient_tier is Tier.NVME:
+            store = self._places.store
+            part = GRADIENT_PARTS[self._gradient_slot]
+            self._transfers.append(
+                store.read(self.chunk.id, part, lease, self._grad_at, priority=self._priority)
+            )
+        else:
+            device, nbytes = self._places.device, self.chunk.numel * gradient.itemsize
+            source = self._places.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
+            target = lease.tensor(torch.uint8, self._grad_at, nbytes)
+            # It stays where it is: nothing else gets its memory.
+            self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
+
+    def wait(self) -> None:
+        """Block until what was read is here, checked."""
+        while self._arriving:
+            self._arriving[0].wait()
+            self._arriving.pop(0)
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    def carry_over(self) -> None:
+        """Give a spare in host memory the values that its update begins with, where it is the master."""
+        plan, chunk, store = self._plan, self.chunk, self._places.store
+        if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
+            here, there = self.copy, store.view(chunk.id, self._copy_part)
+            cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), plan.copy_nbytes)
+
+    def _written_part(self) -> str:
+        return self._places.copies.spare(self.chunk.id) if self._delayed else self._copy_part
+
+    @property
+    def copy(self) -> torch.Tensor:
+        """The copy in the compute dtype."""
+        plan, chunk = self._plan, self.chunk
+        if plan.copy_tier is Tier.HOST or (self._delayed and plan.copy_tier is Tier.DEVICE):
+            return self._places.store.view(chunk.id, self._written_part(), chunk.dtype)
+        if self._copy_leased and self._lease is not None:
+            return self._lease.tensor(chunk.dtype, self._copy_at, chunk.numel)
+        return self.device_copy
+
+    @property
+    def device_copy(self) -> torch.Tensor:
+        """The copy in the storage of a resident unit."""
+        return self._places.units[self.chunk.unit].chunk_view(self.chunk)
+
+    def _sections(self) -> list[torch.Tensor]:
+        plan, chunk = self._plan, self.chunk
+        if plan.state_tier is Tier.NVME and self._lease is not None:
+            flat = self._lease.tensor(torch.float32, self._state_at, sum(plan.state_sections) // 4)
+        elif plan.state_tier is Tier.HOST:
+            flat = self._places.store.view(chunk.id, "state", torch.float32)
+        else:
+            flat = self._places.on_device[chunk.id].view(torch.float32)
+        return list(flat.split(chunk.numel))
+
+    @property
+    def copy_is_master(self) -> bool:
+        """See [Note: the copy is the master]."""
+        return self._plan.copy_is_master
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The fp32 weights."""
+        if self._plan.copy_is_master:
+            # State and copy share a tier, so a device copy needs no staging.
+            return self.device_copy if self._plan.copy_tier is Tier.DEVICE else self.copy
+        return self._sections()[0]
+
+    @property
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp_avg and exp_avg_sq."""
+        sections = self._sections()
+        return sections[-2], sections[-1]
+
+    @property
+    def copy_lease(self) -> tuple[Lease, int] | None:
+        """The lease and the byte offset of a copy that goes to NVMe; None: it is elsewhere."""
+        if self._plan.copy_tier is Tier.NVME and self._lease is not None:
+            return self._lease, self._copy_at
+        return None
+
+    def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
+        gradients, plan, chunk = self._places.gradients, self._plan, self.chunk
+        if self._grad_leased and self._lease is not None:
+            grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
+        else:
+            flat = (
+                self._places.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
+                if plan.gradient_tier is Tier.HOST
+                else gradients.chunks.on_device(chunk, self._gradient_slot)
+            )
+            kind = dtype or chunk.dtype
+            grad = flat[: chunk.numel * kind.itemsize].view(kind)
+        return grad if dtype is not None else grad.zero_()
+
+    def write(self, *, state: bool, copy: bool) -> None:
+        """Start sending back what changed; `leave` waits for it."""
+        plan, store, lease = self._plan, self._places.store, self._lease
+        if lease is not None:
+            parts = []
+            if state and plan.state_tier is Tier.NVME:
+                parts.append(("state", self._state_at))
+            if copy and plan.copy_tier is Tier.NVME:
+                parts.append((self._written_part(), self._copy_at))
+            for part, at in parts:
+                self._transfers.append(store.write(self.chunk.id, part, lease, at, priority=self._priority))
+            if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
+                source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
+                device = self._places.device
+                self._events.append(device.h2d(self.device_copy, source, device.mark(), chunk=self.chunk.id))
+
+    def arrive(self) -> None:
+        """Block until what the update made for the device is there: the user's stream does not wait
+        for what this thread has put on another."""
+        for event in self._events:
+            event.wait()
+        mark = self._places.device.mark() if self._plan.state_tier is Tier.DEVICE else None
+        if mark is not None:
+            mark.wait()
+
+    def done(self) -> bool:
+        """Return whether `leave` would not wait."""
+        return all(t.done for t in self._transfers) and all(e.done() for e in self._events)
+
+    def leave(self) -> None:
+        """Wait for what was sent, and give the lease back."""
+        try:
+            self.wait()
+            for event in self._events:
+                event.wait()
+                self._places.device.wait_on_device(event)
+        finally:
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
+
+
+def visit(places: Places, chunk: Chunk, quota: str = "update") -> ChunkVisit:
+    """Return a visit with its lease; blocks until one is free."""
+    nbytes = ceil_to(places.lease_nbytes(chunk), 4096)
+    return ChunkVisit(places, chunk, places.pool.lease(quota, nbytes) if nbytes else None)

@@ -1,0 +1,1 @@
+"""How parameters come and go."""

@@ -1,1 +1,0 @@
-"""Wiring: what a user imports."""

@@ -1,1 +1,0 @@
-"""The training core: knows torch.nn and no file."""
