@@ -9,10 +9,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from infinity.core import locks
+
 # A shared machine has slow moments; a run in CI tries the same examples every time.
 settings.register_profile("infinity", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("infinity"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "infinity")
+
+# Locks hold their users to the order ([Note: the order of locks]). Child processes are killed and
+# interrupted, and have plain ones.
+locks.checking = True
 
 # Child processes ask no one for a model or a data set.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from . import locks
+
 #: No sleep is longer than this, so that an interrupt arrives (seconds).
 POLL: Final = 0.1
 
@@ -37,6 +39,8 @@ class Bell:
 
     def wait(self, until: Callable[[], object], timeout: float = POLL) -> None:
         """Sleep until somebody rings, `timeout` seconds at most, unless `until` is true already."""
+        if locks.checking:
+            locks.may_wait()
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
         self._sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.core.errors import ClosedError
+from infinity.core.locks import lock
 from infinity.core.sizes import Tier
 from infinity.core.spans import now
 from infinity.core.waiting import POLL, Bell, Latch
@@ -146,7 +147,7 @@ class _Worker:
         self._plans = plans
         # Guards what is waiting. No finalizer takes it, and nothing under it runs Python that could
         # be interrupted halfway through a change.
-        self._lock = threading.Lock()
+        self._lock = lock("fetcher")
         self._bell = Bell()
         self._waiting: deque[Fetch] = deque()
         self._stopped = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from infinity.core.errors import ParameterChangedError, ParameterError
+from infinity.core.locks import lock
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
 from infinity.hardware.shelter import Shelter, sheltered
@@ -59,7 +59,7 @@ class Residency:
         self._copies = copies
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
-        self._suspending = threading.Lock()
+        self._suspending = lock("residency")
         self._warned = False
         self.in_backward = False
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when

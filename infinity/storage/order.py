@@ -16,12 +16,12 @@ every write is in place.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from infinity.core.errors import InfinityError, StorageError
+from infinity.core.locks import lock
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 
@@ -63,7 +63,7 @@ class Order:
     """
 
     def __init__(self, layout: Layout, table: ChunkTable, start: Start, recorder: Recorder) -> None:
-        self.lock = threading.RLock()
+        self.lock = lock("store", reentrant=True)
         self.recorder = recorder
         self.failed: Transfer | None = None
         self._layout = layout

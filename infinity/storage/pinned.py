@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -26,6 +25,7 @@ from typing import Final, NamedTuple
 import torch
 
 from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
+from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.core.waiting import POLL, Bell
 
@@ -238,7 +238,7 @@ class PinnedPool:
         node: int | None = None,
         protect: bool = False,
     ) -> None:
-        self._lock = threading.RLock()
+        self._lock = lock("pool", reentrant=True)
         self._home = Bell()
         self._pid = os.getpid()
         self._closed = False

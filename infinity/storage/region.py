@@ -7,11 +7,11 @@ forward shows, and go home in the reverse order of their coming: there first fit
 from __future__ import annotations
 
 import bisect
-import threading
 
 import torch
 
 from infinity.core.errors import ClosedError
+from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT, ceil_to
 
 from .memory import HostMapping, Register
@@ -68,7 +68,7 @@ class PinnedRegion:
     ) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self.in_use = self.peak = 0  # bytes lent, each piece to the next multiple of 4096
-        self._lock = threading.Lock()
+        self._lock = lock("region")
         self._unregister = unregister if register is not None else None
         self._holes: list[tuple[int, int]] = []  # (begin, end), in order, never adjacent
         self._mapping: HostMapping | None = None

@@ -7,10 +7,10 @@ the store, or a thread that waits for the pool and so for the leases that transf
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT
@@ -26,7 +26,7 @@ class Owner(Protocol):
     """What decides when transfers begin; see [Note: the order of transfers]."""
 
     @property
-    def lock(self) -> threading.RLock:
+    def lock(self) -> AbstractContextManager[Any]:
         """Guards `Transfer.waits_for` and `Transfer.waited_by`."""
 
     @property

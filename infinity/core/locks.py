@@ -1,0 +1,72 @@
+"""Locks, and the one order in which a thread may take them.
+
+[Note: the order of locks] A thread takes a lock only if every lock that it holds comes before it in `ORDER`
+(or if it holds this very lock, and that is reentrant), and waits for no other thread's work while it holds
+one. So no circle of waits can close. Whose turn it is comes before all of them, and the native modules'
+own mutexes after; no Python runs under those. docs/architecture.md lists who takes which lock, and what
+each thread waits for. While `checking` is set, locks made from then on hold their users to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Final
+
+#: The names of the locks: which units are suspended; what the fetcher has to do; pending transfers and the
+#: chunk table; who has which lease; which pieces of a region are lent.
+ORDER: Final = ("residency", "fetcher", "store", "pool", "region")
+
+#: For tests: whether `lock` returns locks that check the order. An interrupt may leave such a lock taken.
+checking = False
+
+_held = threading.local()
+
+
+class LockOrderError(AssertionError):
+    """A lock was taken out of order, or a thread waited while it held one."""
+
+
+def lock(name: str, *, reentrant: bool = False) -> AbstractContextManager[Any]:
+    """Return a lock with a place in `ORDER`."""
+    plain = threading.RLock() if reentrant else threading.Lock()
+    return _Checked(plain, name, reentrant) if checking else plain
+
+
+def may_wait() -> None:
+    """Raise LockOrderError if this thread holds a lock that checks."""
+    if names := [lock.name for lock in _mine()]:
+        raise LockOrderError(f"a wait while holding {names}")
+
+
+def _mine() -> list[_Checked]:
+    if not hasattr(_held, "locks"):
+        _held.locks = []
+    return _held.locks  # type: ignore[no-any-return]
+
+
+class _Checked:
+    def __init__(self, plain: AbstractContextManager[Any], name: str, reentrant: bool) -> None:
+        self.name = name
+        self._plain = plain
+        self._reentrant = reentrant
+        self._place = ORDER.index(name)
+
+    def __enter__(self) -> None:
+        mine = _mine()
+        if not (self._reentrant and self in mine):
+            above = [lock.name for lock in mine if lock._place >= self._place]
+            if above:
+                raise LockOrderError(f"the lock {self.name!r} is taken while holding {above}; see `ORDER`")
+        self._plain.__enter__()
+        mine.append(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _mine().remove(self)
+        self._plain.__exit__(kind, error, traceback)
