@@ -105,7 +105,7 @@ def drop():
         over.set()
     if where == "fetch":
         calls = [last]
-        engine.fetcher._worker._depart = lambda: calls.pop()() if calls else None
+        engine.fetcher._worker._start_copies = lambda: calls.pop()() if calls else None
     else:
         streams[where].submit(last)
     return go, over

@@ -170,7 +170,7 @@ class Engine:
         self.fetcher = Fetcher(store, pool, device, plans, self.pending)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
-        device.slack = max(device.slack, 2 * max(u.layout.gradient_nbytes for u in units))
+        device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         self.copies = Copies(plans, store, device)
         self.residency = Residency(
             *(units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder),

@@ -197,8 +197,8 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     config, taken = engine.config, engine.footprint
     steps, spans = max(1, len(log.steps)), len(log.spans)
     plain = span_cost()
-    dear = statistics.median(log.dear) if log.dear else 0.0
-    cost = plain * max(0, spans - len(log.dear)) + dear * len(log.dear)
+    measured = statistics.median(log.costs) if log.costs else 0.0
+    cost = plain * max(0, spans - len(log.costs)) + measured * len(log.costs)
     return {
         "infinity": __version__,
         "format": FORMAT,
@@ -246,7 +246,7 @@ def _events(log: Recording, units: list[str], unit_of: dict[int, int]) -> Iterat
         if end <= 0:
             continue  # over before the trace began
         if index >= 0:
-            kind, name, args = _told(spans[index], units, unit_of)
+            kind, name, args = _reported(spans[index], units, unit_of)
         else:
             kind, name, args = "step", "step()", {"step": ~index + 1}
         track = TRACKS[kind]
@@ -264,7 +264,7 @@ def _ns(time: Time) -> int:
     return time if isinstance(time, int) else time.ns()
 
 
-def _told(span: Span, units: list[str], unit_of: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
+def _reported(span: Span, units: list[str], unit_of: dict[int, int]) -> tuple[str, str, dict[str, Any]]:
     """Return the kind, the name and the arguments of a span's event."""
     kind, detail, unit, chunk, directory, begin, _, nbytes = span
     if kind == "compute" and not isinstance(begin, int):

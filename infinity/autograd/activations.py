@@ -144,7 +144,7 @@ class Activations:
     @property
     def in_use(self) -> int:
         """Bytes of host memory in use."""
-        self._bring_home()
+        self._release_leases()
         return self._region.in_use
 
     def after_step(self) -> None:
@@ -237,7 +237,7 @@ class Activations:
         copy = self._copies.get(key)
         if copy is not None:
             return copy
-        self._bring_home()
+        self._release_leases()
         lease = self._region.take(tensor.nbytes)
         if lease is None:
             self.kept += 1
@@ -269,7 +269,7 @@ class Activations:
         return memory.device
 
     @sheltered
-    def _bring_home(self) -> None:
+    def _release_leases(self) -> None:
         """Return the leases of copies that are gone, as far as nothing still reads or fills them."""
         for _ in range(len(self._home)):
             gone = self._home.popleft()

@@ -52,7 +52,7 @@ class Recording:
         self.dropped = 0
         self.full_at = 0  # when the first span was dropped
         self.moment = moment
-        self.dear: list[int] = []  # see `spent`
+        self.costs: list[int] = []  # see `add_cost`
         self._limit = limit
         # The user's thread: who is computing, innermost last, and since when.
         self._inside: list[tuple[object, str, int]] = []
@@ -78,10 +78,10 @@ class Recording:
         self.full_at = self.full_at or now()
         self.dropped += 1
 
-    def spent(self, ns: int) -> None:
+    def add_cost(self, ns: int) -> None:
         """Note what recording a span took, where it is more than an append."""
-        if len(self.dear) < self._limit:
-            self.dear.append(ns)
+        if len(self.costs) < self._limit:
+            self.costs.append(ns)
 
     def enter(self, owner: object, phase: str, unit: int) -> None:
         """The user's thread computes for `owner` from here on (until `leave`)."""
@@ -121,7 +121,7 @@ class Recording:
         self._since = end = now() if until is None else until
         if self.moment is not None and moment is None:
             moment = self.moment()
-            self.spent(now() - end)
+            self.add_cost(now() - end)
         self._device_since = moment
         if self._inside:
             _, phase, unit = self._inside[-1]
@@ -172,7 +172,7 @@ class Recorder:
         if log is None or log.moment is None:
             return begin, None
         moment = log.moment()
-        log.spent(now() - begin)
+        log.add_cost(now() - begin)
         return begin, moment
 
     def waited(self, wait: Wait, *causes: tuple[str, int], unit: int = -1) -> None:

@@ -70,7 +70,7 @@ class Gradients:
         self._waiting: dict[int, dict[int, list[_Arrival]]] = {}  # unit → parameter → arrivals
         self._tasks: deque[Task] = deque()
         self._pending = pending
-        self._lent: dict[int, int] = {}  # chunk → the slot that its update reads
+        self._reserved: dict[int, int] = {}  # chunk → the slot that its update reads
 
     # -- the user's thread ------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class Gradients:
                 written.append(chunk)
         if not written:
             return
-        self._avoid(unit, written)
-        self._device.tidy()
+        self._keep_clear(unit, written)
+        self._device.trim()
         after = self._device.mark()
         self._tasks.append(self._stream.submit(lambda: self._take(unit, written, arrivals, after)))
 
@@ -189,20 +189,20 @@ class Gradients:
         grad = sharded.param.grad
         return isinstance(grad, ShardedGrad) and grad.sharded is sharded and self.holds(grad)
 
-    def _avoid(self, unit: ParamUnit, chunks: Iterable[Chunk]) -> None:
+    def _keep_clear(self, unit: ParamUnit, chunks: Iterable[Chunk]) -> None:
         """Keep clear of what an update still reads: take the other slot, or wait for it."""
         for chunk in chunks:
             entry = self.entries[chunk.id]
-            if self._lent.get(chunk.id) != entry.slot or not self._pending.has_chunk(chunk.id):
+            if self._reserved.get(chunk.id) != entry.slot or not self._pending.has_chunk(chunk.id):
                 continue
             if entry.dtype is None and self._plans[chunk.id].gradient_slots > 1:
                 entry.slot ^= 1
             else:
                 self._pending.wait_unit(unit.index)
 
-    def lend(self, slots: Iterable[tuple[int, int]]) -> None:
+    def reserve(self, slots: Iterable[tuple[int, int]]) -> None:
         """Note which slot of which chunk the update that was posted reads."""
-        self._lent = dict(slots)
+        self._reserved = dict(slots)
 
     @sheltered
     def flush_all(self) -> None:
@@ -252,7 +252,7 @@ class Gradients:
             if segments and entry.dtype is not None:
                 if self.scale != 1.0 and not np.isfinite(entry.spans).all():
                     continue  # the step has to see that it overflowed
-                self._avoid(unit, [chunk])
+                self._keep_clear(unit, [chunk])
                 self._stream.submit(lambda c=chunk, s=segments: self._clamp(c, s, *bounds)).wait()  # type: ignore[misc]
 
     @sheltered

@@ -65,4 +65,4 @@ def timed(
     yield
     called = now()
     log.add(kind, begin, clock.moment(stream), chunk=chunk, nbytes=nbytes)
-    log.spent(took + now() - called)
+    log.add_cost(took + now() - called)

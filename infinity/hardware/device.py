@@ -120,7 +120,7 @@ class HostDevice:
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
-        self.slack = 2 * MiB  # what the C heap may keep for reuse
+        self.trim_above = 2 * MiB  # what the C heap may keep for reuse
         self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
         self._d2h = HostStream("d2h")
@@ -162,10 +162,10 @@ class HostDevice:
         """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
         return self._d2h.submit(_copier(target, source, after, "d2h", self._recorder, chunk))
 
-    def tidy(self) -> None:
-        """Give back what the C heap holds in free blocks, if that is more than `slack` bytes
+    def trim(self) -> None:
+        """Give back what the C heap holds in free blocks, if that is more than `trim_above` bytes
         (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces."""
-        if _mallinfo is not None and _mallinfo().fordblks > self.slack:
+        if _mallinfo is not None and _mallinfo().fordblks > self.trim_above:
             _libc.malloc_trim(0)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -247,7 +247,7 @@ class CudaDevice:
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
-        self.slack = 0
+        self.trim_above = 0
         self._recorder = recorder or Recorder()
         self._clock: DeviceClock | None = None
         with torch.cuda.device(torch_device):
@@ -308,7 +308,7 @@ class CudaDevice:
             source.record_stream(self._d2h)
         return event
 
-    def tidy(self) -> None:
+    def trim(self) -> None:
         """Nothing to do: torch's allocator keeps what it has."""
 
     def register(self, address: int, nbytes: int) -> None:

@@ -76,7 +76,7 @@ class Updater:
         after = self._places.device.mark()  # the user's stream may still make what the update reads
         self._pending.post((u.chunk for u in work), gate=not delayed)
         self._unwritten = {u.chunk.id for u in work}
-        self._places.gradients.lend((u.chunk.id, u.grad_slot) for u in work)
+        self._places.gradients.reserve((u.chunk.id, u.grad_slot) for u in work)
         self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 
     def wait(self) -> None:
@@ -89,7 +89,7 @@ class Updater:
             except BaseException as error:
                 if error is task.error:
                     self._task = None
-                    self._pending.tell()
+                    self._pending.mark_reported()
                 raise  # after an interrupt it is still under way, and the next call waits
             self._task = None
             # When the last kernel has run, what is left are writes.

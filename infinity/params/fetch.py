@@ -152,7 +152,7 @@ class _Worker:
         self._waiting: deque[Fetch] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
-        self._landing: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
+        self._copying: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
 
     def add(self, fetch: Fetch, urgent: bool) -> None:
         with self._lock:
@@ -192,19 +192,19 @@ class _Worker:
 
     def run(self) -> None:
         while True:
-            self._depart()
+            self._start_copies()
             if self._flights:
-                self._land()
+                self._copy_oldest()
                 continue
-            if self._landing:
-                self._bring_home(wait=True)
+            if self._copying:
+                self._release_leases(wait=True)
                 continue
             with self._lock:
                 if self._stopped and not self._waiting:
                     return
             self._bell.wait(self._is_needed)
 
-    def _depart(self) -> None:
+    def _start_copies(self) -> None:
         """Start as many reads as there are leases."""
         while True:
             with self._lock:
@@ -227,10 +227,10 @@ class _Worker:
                 if fetch.behind_update:
                     fetch.behind_update, fetch.updated = False, now()
                 if plan.copy_tier is Tier.NVME:
-                    self._bring_home(wait=False)
+                    self._release_leases(wait=False)
                     lease = self._pool.try_lease("fetch", plan.copy_nbytes)
                     if lease is None:
-                        if self._flights or self._landing:
+                        if self._flights or self._copying:
                             return
                         lease = self._pool.lease("fetch", plan.copy_nbytes)  # or its error
                 with self._lock:
@@ -252,10 +252,10 @@ class _Worker:
 
     def _is_needed(self) -> bool:
         with self._lock:
-            return self._stopped or self._can_depart()
+            return self._stopped or self._can_start()
 
-    def _can_depart(self) -> bool:
-        """Return whether `_depart` would find something to do, as far as updates are concerned."""
+    def _can_start(self) -> bool:
+        """Return whether `_start_copies` would find something to do, as far as updates are concerned."""
         if any(f.supplies for f in self._waiting):
             return True
         if not self._waiting:
@@ -266,7 +266,7 @@ class _Worker:
         except Exception:
             return True  # to be told of it there
 
-    def _land(self) -> None:
+    def _copy_oldest(self) -> None:
         """Take the oldest read to the device."""
         fetch, chunk, lease, transfer, offset = self._flights.popleft()
         try:
@@ -279,7 +279,7 @@ class _Worker:
             if fetch.error is None:
                 fetch.event = self._copy(fetch, chunk, lease, offset)
                 if lease is not None:
-                    self._landing.append((fetch.event, lease))
+                    self._copying.append((fetch.event, lease))
                     lease = None
         except BaseException as error:
             self._fail(fetch, error)
@@ -315,9 +315,9 @@ class _Worker:
                 _settle(fetch.event)
             fetch.finish()
 
-    def _bring_home(self, *, wait: bool) -> None:
-        while self._landing:
-            event, lease = self._landing[0]
+    def _release_leases(self, *, wait: bool) -> None:
+        while self._copying:
+            event, lease = self._copying[0]
             try:
                 if not wait and not event.done():
                     return
@@ -325,7 +325,7 @@ class _Worker:
             except BaseException:
                 # The copy's own waiter is told; here only the lease matters.
                 del event
-            self._landing.popleft()
+            self._copying.popleft()
             lease.release()
             wait = False
 

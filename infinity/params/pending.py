@@ -14,7 +14,7 @@ from infinity.core.errors import InfinityError
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
 from infinity.planning.partition import Chunk
-from infinity.storage.transfer import again
+from infinity.storage.transfer import copy_error
 
 
 class Pending:
@@ -28,7 +28,7 @@ class Pending:
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._gate = True
         self._listeners: list[Callable[[], None]] = []
 
@@ -66,21 +66,21 @@ class Pending:
         """Raise the error of an update, if one failed."""
         error = self._error
         if error is not None:
-            self._told = True
-            raise _again(error)
+            self._reported = True
+            raise _copy_error(error)
 
     @property
     def failed(self) -> bool:
         """Whether an update failed."""
         return self._error is not None
 
-    def tell(self) -> None:
+    def mark_reported(self) -> None:
         """Note that the user is told of the failure at this moment."""
-        self._told = True
+        self._reported = True
 
     def check_once(self) -> None:
         """Raise the error of an update, if nobody was told of it."""
-        if not self._told:
+        if not self._reported:
             self.check()
 
     def busy(self) -> bool:
@@ -100,7 +100,7 @@ class Pending:
         if not self._gate or chunk not in self._chunks:
             return False
         if self._error is not None:
-            raise _again(self._error)
+            raise _copy_error(self._error)
         return True
 
     @property
@@ -130,10 +130,10 @@ class Pending:
         self.check()
 
 
-def _again(error: BaseException) -> BaseException:
+def _copy_error(error: BaseException) -> BaseException:
     """Return `error` for another raise: one object must not gather the tracebacks of all."""
     if isinstance(error, InfinityError):
-        copy = again(error)
+        copy = copy_error(error)
         copy.__cause__ = error
         return copy
     return error

@@ -259,7 +259,7 @@ class Residency:
         `keep` stay. What an interrupt has left between two states is put right."""
         for unit in self.units:
             unit.users.intersection_update(keep)
-            unit.tidy()
+            unit.free_unused()
         self._idle(self.units)
 
     def _idle(self, units: Sequence[ParamUnit]) -> None:
@@ -320,7 +320,7 @@ class Residency:
                 self.resume(unit)
                 unit.stale = False
             else:
-                unit.tidy()
+                unit.free_unused()
                 if unit.stale:
                     self._start(unit, urgent=True)
         for unit in stale:
@@ -328,7 +328,7 @@ class Residency:
                 self._wait_for(unit, unit.wait_loaded)
 
     def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
-        self._device.tidy()
+        self._device.trim()
         copies = self._copies
         part = copies.newest if unit.newest else copies.published
         unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)

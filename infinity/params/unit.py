@@ -192,7 +192,7 @@ class ParamUnit:
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
-        self._land()  # one that an interrupt has cut off from its unit
+        self._wait_fetch()  # one that an interrupt has cut off from its unit
         after = self._device.mark()
         self.filled = True
         try:
@@ -280,7 +280,7 @@ class ParamUnit:
     def _checksum(self) -> int:
         return zlib.crc32(self.view(0, self.layout.copy_nbytes).cpu().numpy().tobytes())
 
-    def _land(self) -> None:
+    def _wait_fetch(self) -> None:
         """Wait until nothing is on its way to the storage."""
         fetch = self._fetch
         if fetch is not None and self._fetcher is not None:
@@ -298,7 +298,7 @@ class ParamUnit:
         Returns False, and does nothing, if somebody holds it: [Note: held units]."""
         for param in self.params:
             param.release()  # from here on nobody makes an alias
-        self._land()
+        self._wait_fetch()
         if self.is_held():
             return False
         self._free()
@@ -311,10 +311,10 @@ class ParamUnit:
             self.stale = True
             self.state = ParamState.SHARDED
 
-    def tidy(self) -> None:
+    def free_unused(self) -> None:
         """Free memory that holds nothing: its owner let go, or an interrupt came before its fetch."""
         if self.filled and self.state is ParamState.SHARDED:
-            self._land()
+            self._wait_fetch()
             if not self.is_held():
                 self._free()
 

@@ -27,7 +27,7 @@ from infinity.core.spans import Recorder
 
 from .layout import Layout
 from .table import NEVER, ChunkTable
-from .transfer import Transfer, again
+from .transfer import Transfer, copy_error
 
 #: Gives a transfer to its ring; returns the error if the ring refuses it.
 Start = Callable[[Transfer], "InfinityError | None"]
@@ -238,7 +238,7 @@ class Order:
             if (transfer.is_write or reads or transfer.waited_by) and ticket is not None and ticket.done:
                 transfer.reap(None, blocking=False)
 
-    def help_out(self, timeout: float) -> bool:
+    def reclaim(self, timeout: float) -> bool:
         """Return leases that are done with; wait up to `timeout` seconds for the oldest write.
 
         Raises:
@@ -249,7 +249,7 @@ class Order:
         self.sweep(reads=timeout > 0)
         if self.failed is not None and self.failed.error is not None:
             self.failed.seen = True
-            raise again(self.failed.error)
+            raise copy_error(self.failed.error)
         writes = self.pending(writes=True)
         if writes and timeout > 0:
             writes[0].complete(timeout)

@@ -244,7 +244,7 @@ class PinnedPool:
         self._closed = False
         self._unregister = unregister
         self._registered: list[HostMapping] = []
-        self._helpers: list[Callable[[float], bool]] = []
+        self._reclaimers: list[Callable[[float], bool]] = []
         self._quotas: dict[str, _Quota] = {}
         try:
             for name, (slot_nbytes, slots) in quotas.items():
@@ -288,9 +288,9 @@ class PinnedPool:
         share = self._quota(quota, nbytes)
         with self._lock:
             lease = self._take(share, nbytes)
-        if lease is None and self._helpers:
-            for help_out in tuple(self._helpers):
-                help_out(0.0)
+        if lease is None and self._reclaimers:
+            for reclaim in tuple(self._reclaimers):
+                reclaim(0.0)
             with self._lock:
                 lease = self._take(share, nbytes)
         return lease
@@ -322,11 +322,13 @@ class PinnedPool:
                         f"{share.quarantined} in quarantine",
                         cure="give the quota more slots (host_memory), or look for a slow drive",
                     )
-                helped = [help_out(min(left, _HELP)) for help_out in tuple(self._helpers)]
+                reclaimed = [reclaim(min(left, _HELP)) for reclaim in tuple(self._reclaimers)]
                 with self._lock:
                     lease = self._take(share, nbytes)
-                if lease is None and not any(helped):
-                    self._home.wait(lambda: share.free or self._closed, min(left, _HELP if helped else POLL))
+                if lease is None and not any(reclaimed):
+                    self._home.wait(
+                        lambda: share.free or self._closed, min(left, _HELP if reclaimed else POLL)
+                    )
                     with self._lock:
                         lease = self._take(share, nbytes)
             return lease
@@ -361,17 +363,17 @@ class PinnedPool:
                     runs.append(torch.frombuffer(owner, dtype=torch.uint8))
         return runs
 
-    def add_helper(self, help_out: Callable[[float], bool]) -> None:
-        """Have `help_out(seconds)` called while a thread waits for a lease, without a lock held.
+    def add_reclaimer(self, reclaim: Callable[[float], bool]) -> None:
+        """Have `reclaim(seconds)` called while a thread waits for a lease, without a lock held.
 
         It may wait so long for what holds leases, and returns whether there was anything."""
         with self._lock:
-            self._helpers.append(help_out)
+            self._reclaimers.append(reclaim)
 
-    def remove_helper(self, help_out: Callable[[float], bool]) -> None:
-        """Undo `add_helper`."""
+    def remove_reclaimer(self, reclaim: Callable[[float], bool]) -> None:
+        """Undo `add_reclaimer`."""
         with self._lock:
-            self._helpers.remove(help_out)
+            self._reclaimers.remove(reclaim)
 
     def _quota(self, name: str, nbytes: int) -> _Quota:
         quota = self._quotas.get(name)

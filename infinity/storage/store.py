@@ -24,7 +24,7 @@ from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import DROPPED, ChunkTable
-from .transfer import Transfer, again, check_room, crcs_of, named
+from .transfer import Transfer, check_room, copy_error, crcs_of, with_transfer
 
 __all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
 
@@ -110,7 +110,7 @@ class Store:
         except BaseException:
             self._release_all()
             raise
-        pool.add_helper(self._order.help_out)
+        pool.add_reclaimer(self._order.reclaim)
         give_up_on_interrupt(self)
 
     # ------------------------------------------------------------------ what is where
@@ -279,7 +279,7 @@ class Store:
         failed = self._order.failed
         if failed is not None and failed.error is not None:
             failed.seen = True
-            raise again(failed.error)
+            raise copy_error(failed.error)
         if self._closed:
             raise ClosedError("the store was closed")
 
@@ -323,7 +323,7 @@ class Store:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._pool.remove_helper(self._order.help_out)
+        self._pool.remove_reclaimer(self._order.reclaim)
         try:
             while pending := self._order.pending():
                 for transfer in pending:
@@ -333,7 +333,7 @@ class Store:
         failed = self._order.failed
         if failed is not None and failed.error is not None and not (failed.seen or self._given_up):
             failed.seen = True
-            raise again(failed.error)
+            raise copy_error(failed.error)
 
     def give_up(self, timeout: float) -> None:
         """Let what is pending have `timeout` seconds more; then it fails, and all that comes after."""
@@ -407,7 +407,7 @@ class Store:
                 self._arenas[directory].file, offset, address, nbytes, priority=transfer.priority
             )
         except InfinityError as error:
-            return named(error, transfer)
+            return with_transfer(error, transfer)
         moved = self._moved[directory]
         moved[transfer.is_write] += nbytes
         moved[2 + transfer.is_write] += 1

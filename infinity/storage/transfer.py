@@ -154,7 +154,7 @@ class Transfer:
             )
         if self.error is not None:
             self.seen = True
-            raise again(self.error)
+            raise copy_error(self.error)
 
     def take(self) -> None:
         """Hold the lease for the time of the transfer; see [Note: one owner]."""
@@ -208,7 +208,7 @@ class Transfer:
             try:
                 ticket.wait()
             except InfinityError as found:
-                error = named(found, self)
+                error = with_transfer(found, self)
             if self._order.recorder.log is not None:
                 self._record(ticket)
             if error is None and not self.is_write:
@@ -236,7 +236,7 @@ class Transfer:
                 directory=self.extent.directory,
                 nbytes=self.extent.nbytes,
             )
-            log.spent(now() - begin)
+            log.add_cost(now() - begin)
 
     def _check(self) -> CorruptionError | None:
         """Compare what was read with the table; see [Note: every read is checked]."""
@@ -276,9 +276,9 @@ def crcs_of(address: int, sizes: Sequence[int]) -> list[int]:
     return result
 
 
-def named(error: InfinityError, transfer: Transfer) -> InfinityError:
+def with_transfer(error: InfinityError, transfer: Transfer) -> InfinityError:
     """Return an error of the I/O engine with the name of the transfer that it happened to."""
-    result = again(error, f"the {transfer.name} failed: {error.what}")
+    result = copy_error(error, f"the {transfer.name} failed: {error.what}")
     if isinstance(result, StorageError):
         result.path = result.path or transfer.path
         if result.offset is None:
@@ -286,7 +286,7 @@ def named(error: InfinityError, transfer: Transfer) -> InfinityError:
     return result
 
 
-def again(error: InfinityError, what: str | None = None) -> InfinityError:
+def copy_error(error: InfinityError, what: str | None = None) -> InfinityError:
     """Return a copy of an error, to be raised once more with a traceback of its own."""
     if not isinstance(error, StorageError):
         return type(error)(what or error.what, expected=error.expected, found=error.found, cure=error.cure)
