@@ -147,7 +147,8 @@ def check(
         infinity.close(optimizer)
     assert losses == pytest.approx(wanted, rel=1e-4)
     torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
-    assert compiled[0] > 0
+    # torch 2.6 leaves a whole model that recomputes to eager mode.
+    assert compiled[0] > 0 or (recompute and torch.__version__.startswith("2.6."))
     assert compiled[0] == compiled[-1]
     assert torch._dynamo.utils.counters["frames"]["total"] < 20
     assert found["memory/held_units"] == 0

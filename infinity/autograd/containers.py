@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output: containers, dataclasses and plain objects are looked into."""
+def tensors_in(value: Any, seen: set[int] | None = None, *, objects: bool = True) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, and with `objects` also in dataclasses and plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
@@ -23,32 +24,37 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
         items = value.values()
     elif isinstance(value, (list, tuple, set)):
         items = value
-    elif not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not callable(value):
+    elif objects and not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not callable(value):
         items = vars(value).values()
     for item in items:
-        yield from tensors_in(item, seen)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with its tensors changed; containers of unknown kinds stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict) and type(value) is dict:
-        return {k: map_tensors(v, change) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(v, change) for v in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, change) for v in value))
-    if isinstance(value, dict):  # ordered dicts, Hugging Face's ModelOutput: same class, in place
-        for key in list(value):
-            new = map_tensors(value[key], change)
-            if new is not value[key]:
-                value[key] = new
-    return value
+        yield from tensors_in(item, seen, objects=objects)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+    """Return `value` with its floating tensors in `dtype`. A container in which nothing changes is the one
+    that was given, so that what is put into it arrives; others are copies of their class. Containers of
+    unknown kinds stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if isinstance(value, dict):
+        changed = {k: new for k, v in value.items() if (new := cast(v, dtype)) is not v}
+        return _with_items(value, changed) if changed else value
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_make")):
+        items = [cast(v, dtype) for v in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value
 
-    return map_tensors(value, change)
+
+def _with_items(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a copy of a dict with some items changed; itself where its class takes no items."""
+    if type(value) is dict:
+        return {**value, **changed}
+    try:  # ordered dicts, Hugging Face's ModelOutput
+        result = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+    except Exception:
+        return value
+    return result

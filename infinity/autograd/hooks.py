@@ -4,15 +4,15 @@ No pairing of pre- and post-hooks is assumed. Recomputation stops early, so a fo
 its end; its reentrant form and shared layers fire twice. So claims on units are sets of owners,
 and what an owner did not release is dropped at the next forward from outside.
 
-A backward of a scope begins when the gradient of one of its outputs is there (a hook on each output) and
-ends when the gradients of its inputs are (hooks on aliases of them); what lacks either end is settled when
-the outermost backward ends. A backward that begins elsewhere makes a unit present where autograd asks for
-what it saved of it ([Note: references]), or where a recomputation uses it; and so does a forward that uses
-a parameter of another scope.
+A scope's backward begins when the gradient of one of its outputs is there (a hook on each), and ends as
+inputs.py has it; what lacks either is settled when the outermost backward ends. A backward that begins
+elsewhere makes a unit present where autograd asks for what it saved of it ([Note: references]), or where a
+recomputation uses it; and so does a forward that uses a parameter of another scope.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -27,6 +27,7 @@ from torch.autograd.variable import Variable
 from infinity.core.spans import Recorder, now
 from infinity.core.turn import is_inside
 from infinity.grads.gradients import Gradients
+from infinity.grads.sharded_grad import in_backward
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
@@ -43,14 +44,15 @@ from .guests import Guests
 class _Call:
     """One forward of one scope: the owner of its backward's claim."""
 
-    __slots__ = ("aliases", "frame", "guest", "newest", "scope", "thread")
+    __slots__ = ("frame", "guest", "newest", "scope", "start", "task", "thread")
 
     def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
-        self.aliases: list[inputs.Alias] = []  # of its inputs
         self.frame: object = None  # of hooks on saved tensors
         self.newest = newest  # the version that it used: [Note: two versions]
         self.thread = threading.get_ident()
+        self.start = inputs.next_number()  # of all nodes that it makes, the first
+        self.task = -1  # the backward that has begun its own
         self.guest: FrameType | None = None  # its frame, in a thread of a forward's own: [Note: turns]
 
 
@@ -87,6 +89,7 @@ class Hooks:
         self._guard = Guard(scopes, params, residency.units)
         self._token = object()  # whose hooks on saved tensors are ours
         self._tasks: set[int] = set()  # backwards under way, inner ones included
+        self._begun: dict[_Call, None] = {}  # scopes whose backward is under way
         self._lazy: tuple[Scope, _Call] | None = None
         self._wanted: tuple[int, ...] = ()  # units that were asked for last, by autograd or by an operator
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
@@ -135,12 +138,13 @@ class Hooks:
 
     def settle_abandoned(self) -> None:
         """`settle`, if something is left and no forward or backward is under way."""
-        if not _in_backward() and not self._is_in_forward() and any(u.users for u in self._residency.units):
+        if not in_backward() and not self._is_in_forward() and any(u.users for u in self._residency.units):
             self.settle()
 
     def _settle_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
+        self._begun.clear()
         self._addressed.clear()
         self._tasks.clear()
         self._shelter.turn.leave(self._token)
@@ -155,11 +159,11 @@ class Hooks:
         self._current.append((scope, current))
 
         @eager
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._guard.check_autocast(scope.name)
             self._guard.check_replaced(scope)
             call = _Call(scope, self._residency.shows_newest)
-            if not _in_backward():
+            if not in_backward():
                 if self._depth:
                     call.guest = self._guests.join()
                 else:  # not called through the root
@@ -172,17 +176,15 @@ class Hooks:
             call.frame = saved.enter(self._token)
             self._residency.acquire(scope.units, scope)
             if (log := self._recorder.log) is not None:
-                log.enter(call, "recompute" if _in_backward() else "forward", _first(scope))
+                log.enter(call, "recompute" if in_backward() else "forward", _first(scope))
             if torch.is_grad_enabled():
-                found, call.aliases = inputs.watch(args, kwargs, lambda: self._backward_ends(call))
-                return found
-            return None
+                inputs.watch(args, kwargs, lambda: self._backward_ends(call))
 
         @eager
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             call = _pop_own(current)
             if call is None:
-                if not (_in_backward() or self._shelter.turn.mine):
+                if not (in_backward() or self._shelter.turn.mine):
                     return None  # it never began: another thread has the turn
                 call = _Call(scope, self._residency.shows_newest)
             saved.leave(call.frame)
@@ -200,11 +202,9 @@ class Hooks:
                 log.leave(call)
             if torch.is_grad_enabled():
                 self._watch(output, call)
-                inputs.watch_edited(call.aliases, lambda: self._backward_ends(call))
-            call.aliases = []
             if current:
                 return  # an outer forward of the same scope is still under way
-            if _in_backward() and torch.is_grad_enabled():
+            if in_backward() and torch.is_grad_enabled():
                 # Recomputation: its backward follows at once, unless another scope comes first.
                 self._lazy = (scope, call)
             else:
@@ -222,14 +222,14 @@ class Hooks:
     @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
-        if not _in_backward():
+        if not in_backward():
             self._shelter.begin(self)
         self._check()
         self._guard.check_autocast("")
-        if self._depth and not _in_backward():
+        if self._depth and not in_backward():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
             self._depth = min(self._depth, _calls_around(module))
-        if not _in_backward() and not self._depth:
+        if not in_backward() and not self._depth:
             self.settle()
             self._shelter.begin(self)  # once more: that ended what was left of others
             self._guard.check_params()
@@ -238,9 +238,9 @@ class Hooks:
             self._residency.schedule.expect(torch.is_grad_enabled())
         self._depth += 1
         if (log := self._recorder.log) is not None and self._depth == 1:
-            log.enter(self, "recompute" if _in_backward() else "forward", -1)
+            log.enter(self, "recompute" if in_backward() else "forward", -1)
         # What is recomputed is used at once.
-        offload = self._activations if torch.is_grad_enabled() and not _in_backward() else None
+        offload = self._activations if torch.is_grad_enabled() and not in_backward() else None
         self._root_frames.append(saved.enter(self._token, offload))
         if self._compute_dtype is torch.float32:
             return None
@@ -249,7 +249,7 @@ class Hooks:
     @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
-        if not _in_backward() and not self._shelter.turn.mine:
+        if not in_backward() and not self._shelter.turn.mine:
             return None  # it never began: another thread has the turn
         if self._root_frames:
             saved.leave(self._root_frames.pop())
@@ -257,10 +257,10 @@ class Hooks:
         self._depth = max(0, self._depth - 1)
         if (log := self._recorder.log) is not None and not self._depth:
             log.leave(self)
-            self._left = now() if torch.is_grad_enabled() and not _in_backward() else 0
-        if torch.is_grad_enabled() and not self._depth and not _in_backward():
+            self._left = now() if torch.is_grad_enabled() and not in_backward() else 0
+        if torch.is_grad_enabled() and not self._depth and not in_backward():
             self._show_again(output, self._residency.shows_newest)
-        if not torch.is_grad_enabled() and not self._depth and not _in_backward():
+        if not torch.is_grad_enabled() and not self._depth and not in_backward():
             self._residency.schedule.end_cycle()
         if not self._depth:
             self._guests.release()
@@ -272,11 +272,12 @@ class Hooks:
     # -- backward ---------------------------------------------------------------------------
 
     def _watch(self, output: Any, call: _Call) -> None:
-        tensors = [t for t in tensors_in(output) if t.requires_grad]
-
         @eager
-        def begins(grad: torch.Tensor) -> None:
+        def begins(number: int, grad: torch.Tensor) -> None:
             self._queue_end()
+            self._end(lambda other: other.start > number and other.thread == threading.get_ident())
+            call.task = torch._C._current_graph_task_id()
+            self._begun[call] = None
             self._release_wanted()
             self._release_lazy(call.scope)
             self._residency.show(call.newest)
@@ -285,8 +286,13 @@ class Hooks:
             if (log := self._recorder.log) is not None:
                 log.enter(call, "backward", _first(call.scope))
 
-        for tensor in tensors:
-            tensor.register_hook(begins)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(begins, inputs.number_of(tensor)))
+
+    def _end(self, which: Callable[[_Call], bool]) -> None:
+        for call in filter(which, tuple(self._begun)):
+            self._backward_ends(call)
 
     def _show_again(self, output: Any, newest: bool) -> None:
         """Have the backward of the root's `output` begin with the version that its forward used: what is
@@ -319,6 +325,7 @@ class Hooks:
     def _ends(self, task: int) -> None:
         self._tasks.discard(task)
         if self._tasks:
+            self._end(lambda call: call.task == task)
             return
         if self._is_in_forward():
             self._settle_backward()  # it was called inside a forward, which goes on
@@ -334,7 +341,7 @@ class Hooks:
         if unit.state is ParamState.SHARDED:
             self._check()
         self._want((unit.index,), newest)
-        if not _in_backward():
+        if not in_backward():
             self._release_wanted()
 
     def _use(self, units: Sequence[int], address: bool) -> bool:
@@ -342,9 +349,9 @@ class Hooks:
         backward: a module may use another one's parameter, a recomputation what is released by then.
         `address`: it is an address in their memory that is asked for, which nobody can count.
         Return whether they are."""
-        if not (_in_backward() or self._is_in_forward()):
+        if not (in_backward() or self._is_in_forward()):
             return False
-        if not _in_backward() and self._guests.use(tuple(dict.fromkeys(units))):
+        if not in_backward() and self._guests.use(tuple(dict.fromkeys(units))):
             return True
         self._check()
         if address:  # and what was asked for just before: a kernel may take several
@@ -355,13 +362,12 @@ class Hooks:
     def _want(self, units: tuple[int, ...], newest: bool) -> None:
         """Have `units` present until others are wanted or a scope begins or ends; where somebody has their
         addresses, until a scope does."""
-        in_backward = _in_backward()
-        if in_backward:
+        if in_backward():
             self._queue_end()
         if self._wanted != units:
             self._residency.release([u for u in self._wanted if u not in self._addressed], self)
             self._wanted = units
-        self._residency.acquire(units, self, note=in_backward or self._is_in_forward(), newest=newest)
+        self._residency.acquire(units, self, note=in_backward() or self._is_in_forward(), newest=newest)
 
     def _release_wanted(self) -> None:
         """Let go of what was asked for; what was unpacked of it holds it as long as it lives."""
@@ -378,7 +384,8 @@ class Hooks:
 
     @eager
     def _backward_ends(self, call: _Call) -> None:
-        """The gradients of a scope's inputs are there."""
+        """The backward of a scope is over: [Note: the end of a scope's backward]."""
+        self._begun.pop(call, None)
         for index in call.scope.units:
             self._gradients.flush(self._residency.units[index])
         self._residency.release(call.scope.units, call)
@@ -439,7 +446,3 @@ def _calls_around(module: nn.Module) -> int:
         calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
         frame = frame.f_back  # type: ignore[assignment]
     return max(0, calls)
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,70 +1,39 @@
-"""When the backward of a scope has come to its inputs.
+"""When the backward of a scope is over.
 
-A scope's inputs are replaced by aliases of them, made before all that the scope computes: autograd, which
-runs what was made last first, comes to an alias when nothing of the scope is left to run. (Were the end to
-wait for all of them, the hooks would have to know each other's nodes, and graphs that know themselves are
-never freed.)
-
-[Note: inputs edited in place] An operator that edits an alias (`nn.ReLU(inplace=True)` first in a block,
-`x += …`) gives the tensor beneath it, which is the caller's, a new node, as in torch; the alias's own is then
-left out of the graph unless something used it before. So the first such node stands in for it.
+[Note: the end of a scope's backward] Autograd gives every node that a thread makes a number, and runs what
+was made last first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
+when a node runs that was made before the scope computed anything. Two kinds of nodes tell: those of the
+scope's inputs, by a hook on each (on the tensor itself, so that the scope gets what its caller passed), and
+those of other scopes' outputs. Whichever comes first; it is never too early. An input that is a leaf has no
+node of its own and tells nothing; nor does one in a container that nobody looks into. What is left is over
+when the backward that began it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 
-from .containers import map_tensors
-
-
-class Alias(NamedTuple):
-    """An input as the scope gets it, and what was there before the scope computed anything."""
-
-    tensor: torch.Tensor
-    version: int
-    node: Any  # of the alias
-    beneath: Any  # of the tensor that it is a view of
+from .containers import tensors_in
 
 
-def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> tuple[Any, list[Alias]]:
-    """Have `end` called in a backward when the gradient of an input is there; return the inputs, and what
-    `watch_edited` takes; None and nothing where none has a gradient."""
-    aliases: list[Alias] = []
+def next_number() -> int:
+    """Return the number that autograd will give to the next node that this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
 
-    def alias(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            tensor = tensor.view_as(tensor)
+
+def number_of(tensor: torch.Tensor) -> int:
+    """Return the number of the node that made a tensor; of a leaf, one that is above all."""
+    node: Any = tensor.grad_fn
+    return int(node._sequence_nr()) if node is not None else 2**63
+
+
+def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
+    """Have `end` called in a backward when the node of one of the inputs is about to run."""
+    seen: set[int] = set()
+    for tensor in tensors_in((args, kwargs), objects=False):
+        if tensor.grad_fn is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
             tensor.register_hook(lambda grad: end())
-            base: Any = tensor._base
-            beneath = base.grad_fn if base is not None else None
-            aliases.append(Alias(tensor, tensor._version, tensor.grad_fn, beneath))
-        return tensor
-
-    inputs = map_tensors((args, kwargs), alias)
-    return (inputs if aliases else None), aliases
-
-
-def watch_edited(aliases: Sequence[Alias], end: Callable[[], None]) -> None:
-    """After a scope's forward: see to inputs that it has edited in place."""
-    for tensor, version, own, beneath in aliases:
-        if tensor._version == version or beneath is None:
-            continue
-        first, node = None, tensor._base.grad_fn  # type: ignore[union-attr]
-        while node is not None and node is not beneath:
-            first, node = node, node.next_functions[0][0] if node.next_functions else None
-        if first is not None and node is not None:
-            first.register_hook(_unless_run(own, end))
-
-
-def _unless_run(own: Any, end: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls `end`, unless the backward under way comes to the node `own` later."""
-
-    def ends(*grads: Any) -> None:
-        if not torch._C._will_engine_execute_node(own):
-            end()
-
-    return ends

@@ -156,20 +156,20 @@ def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if isinstance(other, ShardedGrad) or other.shape != grad.shape:
         return NotImplemented
     # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
-    grad.source.add(grad, other, scaled=_in_backward())
+    grad.source.add(grad, other, scaled=in_backward())
     return grad
 
 
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     # How autograd accumulates with create_graph=True, which is grad mode in a backward: the sum is another
     # tensor, and the one before it is gone. Nobody else gets one.
-    accumulates = _in_backward() and torch.is_grad_enabled()
+    accumulates = in_backward() and torch.is_grad_enabled()
     if not accumulates or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
         return NotImplemented
     return ShardedGrad(grad.sharded, grad.source, grad.factor)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
