@@ -166,12 +166,10 @@ def test_a_wait_for_an_update_may_be_interrupted_and_made_again(tmp_path: Path) 
     chunk = engine_of(model).units[0].layout.chunks[0]
     pending = Pending(Recorder())
     pending.post([chunk])
-    for wait in (pending.wait_all, lambda: pending.wait_unit(chunk.unit)):
-        with interrupted(0.02):
-            wait()
+    with interrupted(0.02):
+        pending.wait_unit(chunk.unit)
     threading.Timer(0.02, lambda: pending.finish(chunk)).start()
     pending.wait_unit(chunk.unit)
-    pending.wait_all()
     infinity.close(optimizer)
 
 

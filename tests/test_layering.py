@@ -141,6 +141,38 @@ def test_a_file_is_short_and_does_nothing_dangerous(path: Path) -> None:
     assert not wrong
 
 
+def test_every_note_that_is_cited_exists() -> None:
+    """A note begins a line of a docstring or a comment; wherever else its name stands, it is cited."""
+    found: set[str] = set()
+    cited: dict[str, str] = {}
+    kinds = (".py", ".c", ".h", ".cpp", ".inl", ".md")
+    for folder in ("infinity", "csrc", "docs", "tests", "benchmarks"):
+        for path in sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in kinds):
+            if path == Path(__file__):
+                continue
+            text = re.sub(r"\n[ *#/]*", "\n", path.read_text(encoding="utf-8").replace('"""', ""))
+            for note in re.finditer(r"\[Note: ([^\]]+)\]", text):
+                name = note[1].replace("\n", " ")
+                if text[note.start() - 1] == "\n" and re.match(r"\s\w", text[note.end() :]):
+                    found.add(name)
+                else:
+                    cited[name] = str(path.relative_to(ROOT))
+    assert {name: path for name, path in cited.items() if name not in {*found, "name"}} == {}
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    """Over all imports, those inside of functions and for type checking only too."""
+    above: dict[Path, set[Path]] = {
+        p: {t for name, _, _ in imports(p) if (t := target_of(name)) not in (None, p)}  # type: ignore[misc]
+        for p in FILES
+        if p.name != "__init__.py"
+    }
+    while free := [p for p, targets in above.items() if not targets & above.keys()]:
+        for path in free:
+            del above[path]
+    assert not above
+
+
 def _calls(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Call) for n in ast.walk(node))
 

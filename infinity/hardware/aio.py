@@ -229,13 +229,9 @@ class Ring:
     def register_buffer(self, address: int, nbytes: int) -> bool:
         """Tell the kernel of a buffer in advance; return whether that was of use.
 
-        Forget it before its memory is unmapped.
+        Its memory must stay mapped until the ring is closed.
         """
         return self._check(lib.aio_ring_buffer(self._handle, address, nbytes, 1)) > 0
-
-    def forget_buffer(self, address: int, nbytes: int) -> None:
-        """Take back `register_buffer`."""
-        self._check(lib.aio_ring_buffer(self._handle, address, nbytes, 0))
 
     def register_file(self, file: DirectFile) -> bool:
         """Tell the kernel of a file in advance; return whether that was of use.

@@ -219,7 +219,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
         if self.delaying:
-            # [Note: two versions] The next forward uses what has just been published.
+            # The next forward uses what has just been published ([Note: two versions]).
             self._updater.post(work, delayed=True)
         else:
             # [Note: behind the next forward] Units are updated in the order of the forward; each

@@ -92,10 +92,6 @@ class ChunkVisit:
         self._copy_at = at
         self._copy_leased = plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE)
 
-    @property
-    def _numel(self) -> int:
-        return self.chunk.numel
-
     def read_state(self, *, early: bool = False, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
         when asked for. `early`: nobody waits for it yet."""

@@ -122,13 +122,6 @@ class Pending:
             self._changed.wait(lambda: self._error is not None or unit not in self._units)
         self._recorder.waited(wait, ("update", 0), unit=unit)
 
-    def wait_all(self) -> None:
-        """Block until every kernel has run; raise if one failed."""
-        while self._chunks:
-            self.check()
-            self._changed.wait(lambda: self._error is not None or not self._chunks)
-        self.check()
-
 
 def _copy_error(error: BaseException) -> BaseException:
     """Return `error` for another raise: one object must not gather the tracebacks of all."""

@@ -1,7 +1,8 @@
 """How long the use of a unit takes, and how fast units come: what prefetch needs to know.
 
-Both are measured as a run goes. Both err towards fetching early: the figures follow a faster compute
-or a slower fetch at once, and the contrary only step by step.
+[Note: the horizon] A unit whose use is farther away than its fetch takes, `MARGIN` times over, is left for
+later. Both times are measured as a run goes, and err towards fetching early: the figures follow a faster
+compute or a slower fetch at once, and the contrary only step by step.
 """
 
 from __future__ import annotations
