@@ -504,10 +504,10 @@ class EditingNet(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.wte(tokens)
         for i, block in enumerate(self.blocks):
+            x.register_hook(lambda grad, i=i: self.watch(i))  # just before what the block is given
             x = x * 0.5
             if self.view:
                 x = x.view(2, -1, WIDTH).flatten(0, 1)
-            x.register_hook(lambda grad, i=i: self.watch(i))
             x = block(x) + 0.5 * x
         return F.cross_entropy(self.tail(x), tokens)
 

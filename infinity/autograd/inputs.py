@@ -34,6 +34,8 @@ def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
     """Have `end` called in a backward when the node of one of the inputs is about to run."""
     seen: set[int] = set()
     for tensor in tensors_in((args, kwargs), objects=False):
-        if tensor.grad_fn is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensor.register_hook(lambda grad: end())
+        # What a scope does to a view in place gives its base a new node, and may leave the view's out.
+        for watched in (tensor, tensor._base):
+            if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
+                seen.add(id(watched))
+                watched.register_hook(lambda grad: end())
