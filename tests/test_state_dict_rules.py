@@ -124,6 +124,24 @@ def test_training_goes_on_with_the_same_bits(
 
 
 @places
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place) as (model, optimizer):
+        train(model, optimizer, range(2))
+        wanted = optimizer.state_dict()["state"]
+        wanted[0]["step"].fill_(301)  # of more bits than bf16 has
+        torch.set_default_dtype(default)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": wanted})
+        found = optimizer.state_dict()["state"]
+    assert wanted[0]["step"] == 301
+    for index, values in wanted.items():
+        assert {key: value.dtype for key, value in found[index].items()} == dict.fromkeys(
+            values, torch.float32
+        )
+        assert same_dict(found[index], values)
+
+
+@places
 @pytest.mark.parametrize("steps", [0, 2])
 def test_what_was_never_updated_keeps_its_master(place: str, steps: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -142,14 +142,13 @@ class States:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
         self._quiesce()
         numel = sharded.spec.numel
-        values = {"exp_avg": torch.empty(numel), "exp_avg_sq": torch.empty(numel)}
-        if sharded.spec.dtype is not torch.float32:
-            values["master"] = torch.empty(numel)
+        keys = ("exp_avg", "exp_avg_sq", *(("master",) if sharded.spec.dtype is not torch.float32 else ()))
+        values = {key: torch.empty(numel, dtype=torch.float32) for key in keys}
         for segment, here in self._visits(sharded, write=False):
             for key, section in _sections(here, values):
                 values[key][segment.offset : segment.offset + segment.numel].copy_(_slice(section, segment))
         shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
-        return {"step": torch.tensor(float(sharded.step)), **shaped}
+        return {"step": torch.tensor(sharded.step, dtype=torch.float32), **shaped}
 
     @sheltered
     def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
