@@ -562,6 +562,34 @@ def data_of_other_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
     return [*found, *finish(model, optimizer, api)]
 
 
+@door()
+def a_forward_with_data_given_in_a_block(model: Any, optimizer: Any, api: Api) -> Tensors:
+    """Evaluation, and training, with other weights: in the block as far as it is edited, and after it."""
+    found = []
+    with api.gathered(model):
+        average = [p.detach().clone() for p in model.parameters()]
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with api.gathered(model, write=True):
+            kept = [p.data for p in model.parameters()]
+            for p, mean in zip(model.parameters(), average, strict=True):
+                mean.lerp_(p.data, 0.5)
+                p.data = mean
+            with torch.no_grad():
+                found.append(model(batch(7)))
+            model(batch(8)).square().mean().backward()
+            gradients = [api.gradient(p) for p in model.parameters()]
+            found += [g.clone() for g in gradients if g is not None]
+            for p, value in zip(model.parameters(), kept, strict=True):
+                p.data = value
+            model.head.bias.data = model.head.bias.data + step
+        del kept
+        found.append(model(batch(9)))
+    return [*found, *finish(model, optimizer, api)]
+
+
 # -- parameters by name, and those of other units -----------------------------------------------
 
 

@@ -240,6 +240,122 @@ def test_such_edits_of_parameters_on_the_device_are_found_too(update: str, tmp_p
     infinity.unwrap(model)
 
 
+ON_DEVICE = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
+
+
+def elsewhere(model: Any, alias: torch.Tensor) -> None:
+    """A counted edit, and a block that keeps another one, hide nothing."""
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+
+
+def blocked(model: Any, alias: torch.Tensor) -> None:
+    with infinity.gathered(model.head.weight, write=True):
+        model.head.weight.data.mul_(0.5)
+
+
+def loaded(model: Any, alias: torch.Tensor) -> None:
+    model.load_state_dict({"head.weight": torch.ones(64, 64)}, strict=False)
+
+
+def evaluated(model: Any, alias: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.eval()(batch())
+    model.train()
+
+
+def nothing(model: Any, alias: torch.Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("where", "update", "then"),
+    [
+        *(("nvme", "overlap", then) for then in (blocked, loaded, evaluated, nothing)),
+        *(("device", "overlap", then) for then in (elsewhere, blocked, loaded)),
+        *(("device", "delayed", then) for then in (elsewhere, blocked, loaded, evaluated, nothing)),
+    ],
+)
+@pytest.mark.parametrize("when", ["before a forward", "before step"])
+def test_no_edit_through_an_alias_is_lost_silently(
+    where: str, update: str, then: Any, when: str, tmp_path: Path
+) -> None:
+    places = ON_DEVICE if where == "device" else dict.fromkeys(ON_DEVICE, where)
+    settings = {"update": update, "delay_warmup_steps": 1, "check_edits": True, **places}
+    model, optimizer = wrapped(tmp_path, Net(), **settings)
+
+    def step(edit: bool) -> None:
+        for moment in ("before a forward", "before step"):
+            if edit and moment == when:
+                alias.add_(1)
+                then(model, alias)
+            if moment == "before a forward":
+                model(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with infinity.gathered(model.head):
+        alias = model.head.bias.data
+    for _ in range(3):
+        step(False)
+    if then in (blocked, loaded) and update == "delayed":
+        infinity.flush(model)
+    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited (where|between)") as error:
+        step(True)
+    # What the error says works, and the other edits count.
+    if "flush" in str(error.value):
+        infinity.flush(model)
+    with infinity.gathered(model.head, write=True):
+        model.head.bias.data.fill_(3)
+    for _ in range(2):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    infinity.flush(model)
+    with infinity.gathered(model.head):
+        assert float((model.head.bias.detach() - 3).abs().max()) < 0.2
+        assert torch.equal(alias, model.head.bias)
+    infinity.unwrap(model)
+
+
+def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, Net(), **ON_DEVICE)
+    with torch.no_grad():
+        model.head.bias.fill_(3)
+    with infinity.gathered(model.head.weight, write=True):
+        pass
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    assert float((model.head.bias.detach() - 3).abs().max()) < 0.1
+    infinity.close(model)
+
+
+def test_a_step_inside_of_a_block_goes_on_from_its_edits(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, Net(), **ON_DEVICE, check_edits=True)
+    with infinity.gathered(model.head, write=True):
+        model.head.bias.data = torch.full_like(model.head.bias, 3)
+        model.head.weight.data.fill_(2)
+        model(batch()).square().mean().backward()
+        optimizer.step()
+    for parameter, value in ((model.head.bias, 3), (model.head.weight, 2)):
+        assert 0 < float((parameter.detach() - value).abs().max()) < 0.1
+    infinity.close(model)
+
+
+def test_an_edit_through_a_detached_alias_is_found_between_uses(tmp_path: Path) -> None:
+    """Torch counts it."""
+    model, optimizer = wrapped(tmp_path)
+    with infinity.gathered(model.head):
+        alias = model.head.bias.detach()
+    model(batch()).square().mean().backward()
+    alias.add_(1)
+    with pytest.raises(ParameterChangedError, match="between its uses"):
+        optimizer.step()
+    optimizer.step()
+    model(batch())
+    infinity.close(model)
+
+
 def test_gradients_from_before_wrap_are_refused(tmp_path: Path) -> None:
     model = Net()
     adam = torch.optim.AdamW(model.parameters())

@@ -99,7 +99,7 @@ def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterat
         if write:
             for index in indices:
                 named = {engine.params[p].index for p in params if engine.params[p].unit == index}
-                stack.enter_context(engine.states.editing(engine.units[index], named))
+                stack.enter_context(engine.states.editing(engine.units[index], named, owner))
         stack.callback(saved.leave, saved.enter(owner))
         yield
 

@@ -41,9 +41,11 @@ class Guard:
             raise autocast_error(f"a forward of {name or 'the model'}", self._device_type)
 
     def check_params(self) -> None:
-        """Raise `ParameterChangedError` if a parameter was cast, moved or unfrozen."""
+        """Raise `ParameterChangedError` if a parameter was cast, moved (`p.data = t`, but in a block that
+        keeps edits) or unfrozen."""
         for sharded in self._params:
-            sharded.check(self._units[sharded.unit].storage)
+            unit = self._units[sharded.unit]
+            sharded.check(None if unit.writers else unit.storage)
             unfrozen = sharded.param.requires_grad and not sharded.spec.trainable
             if unfrozen and torch.is_grad_enabled():  # PEFT unfreezes a reference adapter while it is used
                 raise ParameterChangedError(

@@ -176,7 +176,7 @@ class States:
                 changed = changed or not torch.equal(copy, new)
                 copy.copy_(new)
         if changed and unit.resident:
-            unit.looked()
+            unit.looked({sharded.index})
         if changed:
             bump([sharded])
 
@@ -206,11 +206,11 @@ class States:
     def check_edits(self) -> None:
         """Raise if a resident parameter was edited in place while a newer version of it waits to be
         published: the edit was made to values that are about to go."""
-        if not self._places.copies.any_newer():
-            return
         for unit in self._places.units:
-            edited = [p for p in unit.params if unit.resident and p.param._version != p.version]
-            if edited and any(self._places.copies.is_newer(c.id) for c in unit.layout.chunks):
+            if not unit.resident or not self._has_newer(unit):
+                continue
+            unit.check_edited(newer=True)
+            if edited := [p for p in unit.params if p.param._version != p.version]:
                 raise ParameterChangedError(
                     f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
                     expected="edits inside `with infinity.gathered(params, write=True):`",
@@ -218,27 +218,25 @@ class States:
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
                 )
 
+    @sheltered
     def check_unseen(self) -> None:
-        """Raise if a resident parameter was edited where torch does not count it: the next update would go
-        on from the master, without the edit. Only with ``Config(check_edits=True)``."""
+        """Raise if a parameter was edited where its next update would not see it: it would go on from the
+        master, without the edit. Most are found only with ``Config(check_edits=True)``."""
         for unit in self._places.units:
-            if unit.resident and unit.is_edited_unseen():
-                raise ParameterChangedError(
-                    f"a parameter of unit {unit.layout.name!r} was edited where torch does not count it",
-                    expected="edits inside `with infinity.gathered(params, write=True):`",
-                    found="an edit through `p.data`, numpy or another alias",
-                    cure="edit inside such a block; to keep this edit, enter one with the parameter and "
-                    "leave it",
-                )
+            unit.check_edited(newer=self._has_newer(unit))
+
+    def _has_newer(self, unit: ParamUnit) -> bool:
+        copies = self._places.copies
+        return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
 
     @sheltered
     def adopt_edits(self) -> None:
-        """Take over in-place edits of resident parameters (their version tells)."""
+        """Take over edits of resident parameters: those that torch counts (their version tells), and all so
+        far of a block that keeps them."""
         for unit in self._places.units:
-            if not unit.resident:
-                continue
-            edited = {p.index for p in unit.params if p.param._version != p.version}
-            if edited:
+            if unit.resident and unit.writers:
+                self._take(unit, {p.index for p in unit.params})
+            elif unit.resident and (edited := _edited(unit)):
                 self.adopt(unit, edited)
 
     @sheltered
@@ -262,9 +260,9 @@ class States:
                 here.write(state=chunk.trainable, copy=not unit.resident)
             finally:
                 here.leave()
-        for sharded in unit.params:
-            sharded.version = sharded.param._version
-        unit.looked()
+        for index in edited:
+            unit.params[index].version = unit.params[index].param._version
+        unit.looked(edited)
 
     def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
         low, high = segment.start, segment.start + segment.numel
@@ -277,38 +275,45 @@ class States:
             if plan.copy_tier is not Tier.DEVICE:
                 here.copy[part].copy_(new)
 
+    def _take(self, unit: ParamUnit, named: set[int]) -> None:
+        """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
+        edited. Raise `ParameterChangedError` after that if data have another shape."""
+        units = tuple(_EDITED.values())
+        written = {u.storage._cdata for u in units}
+        for each in units:
+            each.own_data(written)
+        moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
+        refused = unit.rebind()
+        self.adopt(unit, _edited(unit) | moved | named)
+        if refused:
+            raise ParameterChangedError(
+                f"the parameter {refused[0].name!r} was given data that do not fit it",
+                expected=f"shape {refused[0].spec.shape}",
+                found="another shape; the parameter has the values that it had",
+                cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
+                "`infinity.unwrap(model)`, change it, and wrap it again",
+            )
+
     @contextmanager
-    def editing(self, unit: ParamUnit, named: set[int]) -> Iterator[None]:
+    def editing(self, unit: ParamUnit, named: set[int], owner: object) -> Iterator[None]:
         """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
-        edited, and others that torch knows were; also when the block raises.
+        edited, and others that torch knows were; also when the block raises. `owner` keeps the unit.
 
         Raises:
             ParameterChangedError: a parameter was given data of another shape; the rest is kept.
         """
         assert unit.state is ParamState.UNSHARDED
-        before = [p.param._version for p in unit.params]
         block = object()
         _EDITED[block] = unit
+        unit.writers.add(owner)
         try:
             yield
         finally:
-            units = tuple(_EDITED.values())
-            written = {u.storage._cdata for u in units}
-            for each in units:
-                each.own_data(written)
-            _EDITED.pop(block, None)
-            moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
-            refused = unit.rebind()
-            edited = {p.index for p, v in zip(unit.params, before, strict=True) if p.param._version != v}
-            self.adopt(unit, edited | moved | named)
-            if refused:
-                raise ParameterChangedError(
-                    f"the parameter {refused[0].name!r} was given data that do not fit it",
-                    expected=f"shape {refused[0].spec.shape}",
-                    found="another shape; the parameter has the values that it had",
-                    cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
-                    "`infinity.unwrap(model)`, change it, and wrap it again",
-                )
+            try:
+                self._take(unit, named)
+            finally:
+                _EDITED.pop(block, None)
+                unit.writers.discard(owner)
 
     @sheltered
     def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -383,6 +388,10 @@ def bump(params: Sequence[ShardedParam]) -> None:
     torch.autograd.graph.increment_version([s.param for s in params])
     for sharded in params:
         sharded.version = sharded.param._version
+
+
+def _edited(unit: ParamUnit) -> set[int]:
+    return {p.index for p in unit.params if p.param._version != p.version}
 
 
 def _no_room(nbytes: int, room: int) -> BudgetError:

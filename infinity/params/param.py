@@ -413,13 +413,13 @@ class ShardedParam:
         torch.autograd.graph.increment_version(param)
         _SHARDED.pop(param, None)
 
-    def check(self, storage: torch.UntypedStorage) -> None:
-        """Raise `ParameterChangedError` if the parameter was cast or moved."""
+    def check(self, storage: torch.UntypedStorage | None) -> None:
+        """Raise `ParameterChangedError` if the parameter was cast, or moved out of `storage`."""
         param = self.param
         if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
             found = f"{param.dtype}, shape {tuple(param.shape)}"
         else:
-            if type(param) is ReleasedParameter or self.in_place(storage):
+            if storage is None or type(param) is ReleasedParameter or self.in_place(storage):
                 return
             found = "other storage"
         raise ParameterChangedError(

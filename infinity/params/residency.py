@@ -237,20 +237,21 @@ class Residency:
             )
         if unit.resident:
             self.resume(unit)
+            unit.check_edited(newer=True)
             self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
+            unit.looked()
         else:
             self._idle([unit])
             self._invalidate(unit)
         unit.newest = newest
-        unit.changes()
 
     @sheltered
     def release(self, indices: Iterable[int], user: object) -> None:
         """Take back `user`'s claim; a unit without users becomes idle."""
         units = [self.units[i] for i in indices]
         for unit in units:
-            unit.users.discard(user)
-            unit.keepers.discard(user)
+            for claims in (unit.users, unit.keepers, unit.writers):
+                claims.discard(user)
         self._idle(units)
 
     @sheltered
@@ -329,8 +330,7 @@ class Residency:
 
     def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
         self._device.trim()
-        copies = self._copies
-        part = copies.newest if unit.newest else copies.published
+        part = self._copies.newest if unit.newest else self._copies.published
         unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)
         self.fetches += 1
         self.peak = max(self.peak, self.allocated)

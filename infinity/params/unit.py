@@ -66,6 +66,7 @@ class ParamUnit:
         self.stale = False  # somebody holds the memory, and its values are from before an update
         self.users: set[object] = set()
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
+        self.writers: set[object] = set()  # those of them whose end takes over every edit
         self.newest = False  # shows the newest version instead of the published: [Note: two versions]
         self._memory = device.memory(layout.copy_nbytes)
         self.storage = self._memory.storage
@@ -74,7 +75,7 @@ class ParamUnit:
         self._fetcher: Fetcher | None = None
         self._warned = False
         self._look = look
-        self._sum: int | None = None  # of a resident unit: None while the engine changes it
+        self._sums: list[int] | None = None  # of the parameters; None while the engine changes the values
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
         self._starts = [at for at, _ in places]
         self._order = [i for _, i in places]
@@ -200,6 +201,7 @@ class ParamUnit:
         except Exception:
             self.filled = False
             raise
+        self._sums = None
         fetch = Fetch(self.view(0, self.layout.copy_nbytes), self.layout.chunks, parts, after)
         self._fetcher, self._fetch = fetcher, fetch
         fetcher.start(fetch, urgent=urgent)
@@ -218,32 +220,56 @@ class ParamUnit:
 
     def resume(self) -> None:
         """The update of a resident unit is over: its values may be used."""
-        if self._look and self._sum is None:
-            self._sum = self._checksum()
+        if self._sums is None:
+            self.looked()
         for param in self.params:
             param.restore()
 
     def changes(self) -> None:
         """The engine is about to change the values."""
-        self._sum = None
+        self._sums = None
 
-    def is_edited_unseen(self) -> bool:
-        """Return whether a resident unit was edited where torch does not count, if that is looked for."""
-        if self._sum is None or any(p.current_version != p.version for p in self.params):
-            return False
-        return self.resident and self._sum != self._checksum()
+    def edited(self) -> list[ShardedParam]:
+        """Return the parameters that were edited outside of a block that keeps edits: where torch counts it,
+        unless the unit is resident, as its next update takes those over; and elsewhere, if that is looked
+        for."""
+        if self.writers:
+            return []
+        counted = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
+        if self._sums is None:
+            return [] if self.resident else counted
+        unseen = [p for p, s, t in zip(self.params, self._sums, self._checksums(), strict=True) if s != t]
+        return [p for p in unseen if p not in counted] if self.resident else counted or unseen
+
+    def check_edited(self, *, newer: bool = False) -> None:
+        """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later. The
+        edits of a unit that is not resident are gone then. `newer`: values of a newer version wait."""
+        if not self.resident:
+            if self.state is ParamState.FETCHING and self.edited():
+                self.invalidate()
+            return
+        cure = "edit inside such a block; to keep this edit, enter one with the parameter and leave it"
+        if newer:
+            cure = "call `infinity.flush`, which drops the edit, then edit inside such a block"
+        if edited := self.edited():
+            raise _edit_of(edited[0], "where torch does not count it", cure)
 
     def wait_loaded(self) -> None:
         """Wait until the values are there: the device does (on a CPU, the host). Raises what went wrong."""
         if self._fetch is not None:
             self._device.wait_on_device(self._fetch.wait_issued())
             # The event stays with a fetch that the host has not seen done: reshard asks again.
+        if self._sums is None:
+            self.looked()
 
     def unshard(self) -> None:
-        """FETCHING → UNSHARDED."""
+        """FETCHING → UNSHARDED.
+
+        Raises:
+            ParameterChangedError: a parameter was edited since the last use; the edit is gone.
+        """
         self.wait_loaded()
-        if self._look:
-            self._sum = self._checksum()
+        self.check_edited()
         self.state = ParamState.UNSHARDED
         for param in self.params:
             param.restore()
@@ -254,17 +280,13 @@ class ParamUnit:
         Raises:
             ParameterChangedError: a parameter was edited, which would be lost.
         """
-        edited = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
+        edited = self.edited()
         for param in self.params:
             param.release()
         self.state = ParamState.FETCHING
         if edited:
             self.rebind()
-            for param in self.params:
-                param.version = param.current_version
-        elif self._look and self._sum != self._checksum():
-            edited = list(self.params)
-        if edited:
+            self._forget_edits()
             raise ParameterChangedError(
                 f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
                 expected="parameters that only the optimizer changes",
@@ -272,13 +294,23 @@ class ParamUnit:
                 cure="edit inside `with infinity.gathered(params, write=True):`",
             )
 
-    def looked(self) -> None:
-        """Note that the values are right as they are: an edit of them was taken over."""
+    def looked(self, indices: Collection[int] | None = None) -> None:
+        """Note that the values of the parameters with these `indices`, or of all, are right as they are."""
         if self._look:
-            self._sum = self._checksum()
+            now = self._checksums()
+            known = self._sums if self._sums is not None and indices is not None else now
+            self._sums = [now[i] if i in (indices or ()) else known[i] for i in range(len(now))]
 
-    def _checksum(self) -> int:
-        return zlib.crc32(self.view(0, self.layout.copy_nbytes).cpu().numpy().tobytes())
+    def _checksums(self) -> list[int]:
+        places = zip(self.layout.byte_offsets, self.params, strict=True)
+        views = (self.view(at, p.spec.numel * p.spec.dtype.itemsize) for at, p in places)
+        return [zlib.crc32(view.cpu().numpy().tobytes()) for view in views]
+
+    def _forget_edits(self) -> None:
+        """What was edited is not to be used any more."""
+        self._sums = None
+        for param in self.params:
+            param.version = param.current_version
 
     def _wait_fetch(self) -> None:
         """Wait until nothing is on its way to the storage."""
@@ -295,21 +327,40 @@ class ParamUnit:
     def reshard(self) -> bool:
         """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written.
 
-        Returns False, and does nothing, if somebody holds it: [Note: held units]."""
+        Returns False, and does nothing, if somebody holds it: [Note: held units].
+
+        Raises:
+            ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
+        """
+        return self._let_go(keep=False)
+
+    def _let_go(self, *, keep: bool) -> bool:
         for param in self.params:
             param.release()  # from here on nobody makes an alias
         self._wait_fetch()
-        if self.is_held():
+        held = self.is_held()
+        if held and not keep:
             return False
-        self._free()
-        return True
+        edited = self.edited()
+        if held:
+            self.stale = True
+            self.state = ParamState.SHARDED
+        else:
+            self._free()
+        if edited:
+            self._forget_edits()
+            cure = "edit inside such a block; the values are those from before the edit"
+            raise _edit_of(edited[0], "between its uses", cure)
+        return not held
 
     def invalidate(self) -> None:
         """FETCHING → SHARDED: the values are about to be those of another version. What somebody holds
-        keeps its memory, and is `stale`."""
-        if not self.reshard():
-            self.stale = True
-            self.state = ParamState.SHARDED
+        keeps its memory, and is `stale`.
+
+        Raises:
+            ParameterChangedError: a parameter was edited since the last use; the edit is gone.
+        """
+        self._let_go(keep=True)
 
     def free_unused(self) -> None:
         """Free memory that holds nothing: its owner let go, or an interrupt came before its fetch."""
@@ -322,6 +373,7 @@ class ParamUnit:
         self.state = ParamState.SHARDED
         self._memory.drop()
         self.filled = self.stale = False
+        self._sums = None
 
     @property
     def in_use(self) -> bool:
@@ -331,3 +383,12 @@ class ParamUnit:
     def settled(self) -> bool:
         """Return whether freeing the unit would not wait."""
         return self._fetch is None or self._fetch.settled()
+
+
+def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:
+    return ParameterChangedError(
+        f"the parameter {sharded.name!r} was edited {how}",
+        expected="edits inside `with infinity.gathered(params, write=True):`",
+        found="an edit through `p.data`, numpy or another alias",
+        cure=cure,
+    )
