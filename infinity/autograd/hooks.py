@@ -175,6 +175,8 @@ class Hooks:
             current.append(call)
             call.frame = saved.enter(self._token)
             self._residency.acquire(scope.units, scope)
+            if scope.looks:
+                self._use(scope.looks, False)
             if (log := self._recorder.log) is not None:
                 log.enter(call, "recompute" if in_backward() else "forward", _first(scope))
             if torch.is_grad_enabled():

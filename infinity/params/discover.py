@@ -7,6 +7,9 @@ no such group, as high up as possible below the root; and what a module in betwe
 What is frozen in such a subtree is a unit of its own: it never changes, so it stays on the device where there
 is room, whatever the rest does (low-rank adapters train some thousandths of a block).
 A tied parameter belongs to the unit that has it first; every scope that uses it needs that unit.
+
+Some modules of torch look at parameters below them before those modules begin, to choose a faster way, and
+would not take it for one that is released. They are scopes, too, that have present what they look at.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Scope:
     name: str
     module: nn.Module
     units: tuple[int, ...]
+    looks: tuple[int, ...] = ()  # units that it looks at first, present until the next scope begins
     working_set: tuple[int, ...] = ()  # with what the modules around it need
 
 
@@ -67,8 +71,29 @@ def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMe
         if needs:
             scopes.append(Scope(name, module, needs))
 
+    _add_looks(model, [name for name, _, whole in roots if whole], owner, scopes)
     _add_working_sets(scopes)
     return units, scopes
+
+
+def _looked_at(module: nn.Module) -> nn.Module | None:
+    """Return what torch asks `has_torch_function` of, with all below it, in a forward of `module`."""
+    if isinstance(module, nn.TransformerEncoder):
+        return next(iter(module.layers), None)
+    return module if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) else None
+
+
+def _add_looks(model: nn.Module, whole: Sequence[str], owner: dict[int, int], scopes: list[Scope]) -> None:
+    known = {scope.name: scope for scope in scopes}
+    for name, module in model.named_modules():
+        below = _looked_at(module)
+        if below is None or any(w in ("", name) or name.startswith(w + ".") for w in whole):
+            continue  # nothing, or a scope around it has all of it present
+        if name not in known:
+            scopes.append(Scope(name, module, ()))
+        scope = known.get(name, scopes[-1])
+        found = dict.fromkeys(owner[id(p)] for p in below.parameters())
+        scope.looks = tuple(unit for unit in found if unit not in scope.units)
 
 
 def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -150,4 +175,4 @@ def _add_working_sets(scopes: Sequence[Scope]) -> None:
             if other is not scope and (other.name == "" or scope.name.startswith(other.name + "."))
         ]
         needed = [u for s in (*around, scope) for u in s.units]
-        scope.working_set = tuple(dict.fromkeys(needed))
+        scope.working_set = tuple(dict.fromkeys([*needed, *scope.looks]))
