@@ -874,6 +874,8 @@ def test_tied_parameters_share_storage_in_a_state_dict(update: str, parameters: 
         tied.zero_()  # a copy
         assert not other.any()
         assert again["lm_head.weight"].any()
+        with pytest.raises(ParameterChangedError, match=r"'wte\.weight'"):
+            model.state_dict()
         assert model.state_dict()["lm_head.weight"].any()
     assert set(model.lm_head.state_dict()) == {"weight"}
     infinity.close(model)
@@ -910,6 +912,7 @@ def test_leases_that_nobody_needs_give_way_to_a_state_dict(parameters: str, tmp_
     model(tokens(7)).backward()  # reads ahead
     state = model.state_dict()
     part, copied = state["head.weight"][1:].view(-1), {n: v.clone() for n, v in state.items()}
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.values())
     used = sum(q.in_use for q in pool.stats().values())
     assert used >= sum(v.nbytes for v in state.values())
     optimizer.step()

@@ -421,6 +421,96 @@ def test_a_run_with_adapters_fetches_no_frozen_unit(tmp_path: Path) -> None:
         wrap.close()
 
 
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme", {"device": 0.5, "host": 0.5}])
+def test_checkpoints_of_libraries_have_every_tensor(parameters: Any, tmp_path: Path) -> None:
+    """They take tensors over one storage as tied: what they write is what they write of the plain model."""
+    safetensors, hub = need("safetensors.torch"), need("huggingface_hub")
+    accelerator = need("accelerate").Accelerator(cpu=True)
+    for tied in (False, True):
+        files, sizes = [], []
+        for offloaded in (False, True):
+            torch.manual_seed(0)
+            model = huggingface("llama", tied=tied)
+            out = tmp_path / f"{tied}{offloaded}"
+            (out / "hub").mkdir(parents=True)
+            if offloaded:
+                config = config_for(out, parameters=parameters)
+                model, optimizer = infinity.wrap(model, adamw(model), config)
+            accelerator.save_model(model, out / "accelerate")
+            safetensors.save_model(model, out / "model.safetensors")
+            hub.save_torch_model(model, out / "hub")
+            model.save_pretrained(out / "transformers")
+            torch.save(model.state_dict(), out / "state")
+            torch.save({"norm": model.state_dict()["model.norm.weight"]}, out / "norm")
+            written = [out / p for p in ("accelerate", "hub", "transformers", ".")]
+            files.append([safetensors.load_file(p / "model.safetensors") for p in written])
+            sizes.append([(out / p).stat().st_size for p in ("state", "norm")])
+            safetensors.load_model(model, out / "model.safetensors")
+            prepared = accelerator.prepare(model)
+            accelerator.save_state(out / "run")
+            accelerator.load_state(out / "run")
+            state = safetensors.load_file(out / "run" / "model.safetensors")
+            assert state.keys() == files[0][0].keys()
+            prepared(input_ids=tokens(0))
+            accelerator.free_memory()
+            if offloaded:
+                infinity.close(optimizer)
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+        torch.testing.assert_close(files[1], files[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_an_adapters_part_of_a_state_dict_is_saved_alone(parameters: str, tmp_path: Path) -> None:
+    peft, sizes = need("peft"), []
+    for offloaded in (False, True):
+        model = adapted("lora")
+        if offloaded:
+            model, optimizer = infinity.wrap(model, adamw(model), config_for(tmp_path, parameters=parameters))
+        torch.save(peft.get_peft_model_state_dict(model), tmp_path / "adapter")
+        sizes.append((tmp_path / "adapter").stat().st_size)
+    infinity.close(optimizer)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_what_reads_gradients_is_given_whole_ones(parameters: str, tmp_path: Path) -> None:
+    """As README says: AdaLoRA's allocator multiplies `p.grad` with the parameter, and masks parameters."""
+    peft, runs = need("peft"), []
+    for offloaded in (False, True):
+        torch.manual_seed(1)
+        config = peft.AdaLoraConfig(
+            *(None, "CAUSAL_LM"),
+            target_modules=["q_proj"],
+            init_r=4,
+            target_r=2,
+            total_step=8,
+            tinit=1,
+            tfinal=2,
+        )
+        model = peft.get_peft_model(llama(), config)
+        optimizer = adamw(model)
+        if offloaded:
+            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, parameters=parameters))
+        for step in range(8):
+            model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
+            optimizer.step()
+            if offloaded:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad = infinity.gradient(p).to(p.device, p.dtype)
+                with infinity.gathered(model, write=True):
+                    model.base_model.update_and_allocate(step)
+            else:
+                model.base_model.update_and_allocate(step)
+            optimizer.zero_grad()
+        runs.append({n: v.clone() for n, v in model.state_dict().items()})
+    infinity.close(optimizer)
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-6)
+
+
 # -- heads that are fused with the loss ----------------------------------------------------------
 
 

@@ -6,7 +6,8 @@ The same result on every placement, in every update mode, in either order of loa
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch import nn
 import infinity
 from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
-from infinity.core.errors import ParameterError, StateDictError
+from infinity.core.errors import ParameterChangedError, ParameterError, StateDictError
 from infinity.hardware.device import HostDevice
+from infinity.params.given import Given
 
 from .offloaded import ON_HOST, ON_NVME, config_for
 
@@ -310,6 +312,179 @@ def test_counts_that_make_no_sense_are_refused_and_nothing_changes(counts: Any, 
             optimizer.load_state_dict({**states, "infinity": counts})
         assert same(masters(optimizer), now)
         assert optimizer.loss_scale == 1024.0
+
+
+# -- what a state dict gives out ----------------------------------------------------------------------
+
+
+class Odd(Net):
+    """With parameters of no dimension, of no element, and with a dimension of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.thin = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.thin) * self.scale + self.nothing.sum()
+
+
+def check_storages(state: dict[str, torch.Tensor]) -> None:
+    """One each, as torch's parameters have, in torch's strides and with a version counter."""
+    for value in state.values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+        assert value.stride() == torch.empty(value.shape).stride()
+        assert not value.is_inference()
+    assert len({v.untyped_storage()._cdata for v in state.values()}) == len(state)
+
+
+@places
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.filterwarnings("ignore:.*stay on the device:RuntimeWarning")
+def test_each_tensor_has_a_storage_of_its_own(
+    dtype: str, update: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Net", Odd)
+    settings = {"dtype": dtype, "update": update, "delay_warmup_steps": 0}
+    with wrapped(tmp_path, place, **settings) as (model, optimizer):
+        train(model, optimizer, range(2))
+        state = model.state_dict()
+        check_storages(state)
+        check_storages(part := model.layers[1].state_dict())
+        assert torch.equal(part["weight"], state["layers.1.weight"])
+        file = io.BytesIO()
+        torch.save({"norm": part["bias"]}, file)
+        assert len(file.getvalue()) < 3000
+        with infinity.gathered(model):
+            check_storages(inside := model.state_dict())
+            assert same_dict(inside, state)
+        model.load_state_dict(inside)
+        model.load_state_dict(state)
+        assert same_dict(model.state_dict(), inside)
+
+        held = infinity.metrics(optimizer)["memory/held_units"]
+        assert held or (update == "delayed" and place in ("device", "resident"))  # which copies those, too
+        train(model, optimizer, range(2, 4))
+        if update == "overlap":  # they show what they show in torch
+            assert same_dict(model.state_dict(), inside)
+        del inside, state, part
+        train(model, optimizer, range(4, 5))
+        assert infinity.metrics(optimizer)["memory/held_units"] == 0
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_state_dict_of_any_thread_in_inference_mode(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place) as (model, optimizer):
+        states: list[dict[str, torch.Tensor]] = []
+
+        def take() -> None:
+            with torch.inference_mode():
+                states.append(model.state_dict())
+
+        take()
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        for state in states:
+            check_storages(state)
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("place", ["device", "resident"])
+def test_an_edit_through_a_state_dict_is_kept_on_the_device(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+        with torch.no_grad():
+            model.state_dict()["layers.0.weight"].fill_(0.5)
+            model.state_dict()["layers.1.weight"][0].mul_(3)
+        model(torch.zeros(1, WIDTH)).backward()
+        optimizer.step()
+        assert (model.state_dict()["layers.0.weight"] - 0.5).abs().max() < 0.1
+        plain: Any = Net()
+        plain.load_state_dict(model.state_dict())
+        found = [
+            train(m, o, range(1))
+            for m, o in ((model, optimizer), (plain, torch.optim.Adam([plain.unused.bias])))
+        ]
+        assert found[0] == pytest.approx(found[1])
+
+
+def edit_one(model: Any) -> Any:
+    model.state_dict()["layers.0.weight"].mul_(3)  # gone at once
+
+
+def edit_some(model: Any) -> Any:
+    state = model.state_dict()
+    for value in state.values():
+        value.add_(1)
+    return state
+
+
+def edit_a_view(model: Any) -> Any:
+    row = model.layers[0].state_dict()["weight"].detach()[1:]
+    model(torch.zeros(1, WIDTH))  # a look at what lives
+    return row.zero_()
+
+
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "forward": lambda model, optimizer: model(torch.zeros(1, WIDTH)),
+    "a layer's forward": lambda model, optimizer: model.layers[1](torch.zeros(1, WIDTH)),
+    "step": lambda model, optimizer: optimizer.step(),
+    "state_dict": lambda model, optimizer: model.layers[2].state_dict(),
+    "the optimizer's": lambda model, optimizer: optimizer.state_dict(),
+    "unwrap": lambda model, optimizer: infinity.unwrap(model),
+}
+
+
+@pytest.mark.parametrize("edit", [edit_one, edit_some, edit_a_view])
+@pytest.mark.parametrize("look", list(LOOKS))
+def test_an_edit_of_a_copy_is_told(look: str, edit: Callable[[Any], Any], tmp_path: Path) -> None:
+    with wrapped(tmp_path, "host", dtype="fp32") as (model, optimizer):
+        before = {n: v.clone() for n, v in model.state_dict().items()}
+        model(torch.ones(1, WIDTH)).backward()
+        kept = edit(model)
+        with pytest.raises(ParameterChangedError, match=r"'layers\.0\.weight'"):
+            LOOKS[look](model, optimizer)
+        assert same_dict(model.state_dict(), before)
+        LOOKS[look](model, optimizer)  # is told once
+        del kept
+
+
+@places
+def test_what_edits_copies_and_means_no_edit_is_left_alone(place: str, tmp_path: Path) -> None:
+    """Loading what was edited, writing it in a block, clones; the values are torch's."""
+    with wrapped(tmp_path, place, dtype="fp32", update="delayed", delay_warmup_steps=0) as (model, optimizer):
+        train(model, optimizer, range(2))
+        state = edit_some(model)
+        model.load_state_dict(state)
+        train(model, optimizer, range(2, 3))
+
+        state = edit_some(model)
+        wanted = {n: v.clone() for n, v in state.items()}
+        with infinity.gathered(model, write=True), torch.no_grad():
+            for name, param in model.named_parameters():
+                param.data.copy_(state[name])
+        model(torch.zeros(1, WIDTH))
+        assert same_dict(model.state_dict(), wanted)
+        for value in wanted.values():
+            value.zero_()
+        train(model, optimizer, range(3, 4))
+        del state
+        model(torch.zeros(1, WIDTH))
+        assert not engine_of(model).states.given._copies  # nothing is kept of what is gone
+
+
+def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -> None:
+    """`.cpu()` would be a copy in torch and is none of what lies on the host."""
+    with wrapped(tmp_path, "host") as (model, _):
+        given, copy = Given(staged=True), torch.zeros(3)
+        given.add(engine_of(model).params[model.unused.bias], copy)
+        copy.cpu().add_(1)
+        with pytest.warns(RuntimeWarning, match=r"'unused\.bias'"):
+            given.check()
+        given.check()
 
 
 # -- a device of its own ----------------------------------------------------------------------------

@@ -206,6 +206,7 @@ class Engine:
             compute_dtype=self.config.compute_dtype,
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
+            check_given=self.states.given.check,
             on_backward=self._backward_begins,
             recorder=self.recorder,
             activations=self.activations,

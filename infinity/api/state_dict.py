@@ -1,7 +1,8 @@
 """`state_dict` and `load_state_dict` of a wrapped model, in torch's own form.
 
 torch walks the modules and calls `detach` on each parameter, or `copy_` when it loads. While it
-does, a released parameter answers these two from its shards.
+does, a released parameter answers these two from its shards. Each tensor has a storage of its own, as in
+torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from infinity.core.errors import ReleasedParameterError
 from infinity.hardware.shelter import Shelter
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state import States
+from infinity.params.given import own as own_storage
 from infinity.params.param import ReleasedParameter, ShardedParam
 from infinity.params.residency import Residency
 
@@ -51,7 +53,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
     modules = {id(m) for m in model.modules()}
-    copies: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # of the state dict that is being made
+    given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
     memory: dict[ShardedParam, torch.Tensor] = {}  # for those to come
 
     def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
@@ -70,7 +72,8 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not _is_inside(module, modules):
-            copies.clear()
+            engine.states.given.check()
+            given.clear()
             memory.clear()
             everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
             memory.update(engine.states.make_room(everything))
@@ -91,24 +94,42 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def _copy(sharded: ShardedParam) -> torch.Tensor:
         """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage."""
-        known = copies.get(sharded)
-        before = known() if known is not None else None
+        before = _known(sharded)
         if before is not None:
             return before.detach()
         copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
-        copies[sharded] = weakref.ref(copy)
+        engine.states.given.add(sharded, copy)
+        given[sharded] = weakref.ref(copy)
         return copy
+
+    def _known(sharded: ShardedParam) -> torch.Tensor | None:
+        known = given.get(sharded)
+        return known() if known is not None else None
+
+    def _separate(sharded: ShardedParam, value: object) -> None:
+        """Give a view of a unit that is on the device a storage of its own; an edit counts as before."""
+        unit = engine.residency.units[sharded.unit].storage
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == unit._cdata:
+            before = _known(sharded)
+            value.data = own_storage(value) if before is None else before
+            given[sharded] = weakref.ref(value)
 
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         for s in own(module):
             s.on_detach = None
             engine.residency.answer(engine.residency.units[s.unit])
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            if param is not None and value is not param and param in engine.params:
+                _separate(engine.params[param], value)
         turn.leave(module)
 
-    def load_begins(module: nn.Module, *_: Any) -> None:
+    def load_begins(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         engine.check()
         engine.optimizer.publish()
         turn.enter(module)
+        loaded = [p for n, p in module._parameters.items() if prefix + n in state]
+        engine.states.given.forget(engine.params[p] for p in loaded if p is not None and p in engine.params)
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

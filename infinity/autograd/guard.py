@@ -64,13 +64,14 @@ class Guard:
         if not all(isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # tensors in their place: the scope that has them says what to write
         added = [n for n, p in model.named_parameters() if id(p) not in known]
+        names = added or [s.name for s in self._params if id(s.param) not in set(found)]
         raise ParameterChangedError(
-            f"parameters were added or replaced after `wrap`: {', '.join(map(repr, added))}"
-            if added
-            else "parameters were removed after `wrap`",
+            f"parameters were {'added or replaced' if added else 'removed'} after `wrap`: "
+            f"{', '.join(map(repr, names[:8]))}{' …' * (len(names) > 8)}",
             expected=f"the {len(known)} parameters that the model had at `wrap`",
             found=f"{len(found)} parameters",
-            cure="build the whole model, and resize or replace modules, before `wrap`",
+            cure="build the whole model, and resize, replace or remove modules, before `wrap`; or "
+            "`infinity.unwrap(model)`, change it, and wrap it again",
         )
 
     def check_replaced(self, scope: Scope) -> None:

@@ -70,6 +70,7 @@ class Hooks:
         compute_dtype: torch.dtype,
         output_dtype: torch.dtype | None,
         check: Callable[[], None],
+        check_given: Callable[[], None],
         on_backward: Callable[[], None],
         recorder: Recorder,
         activations: Activations | None = None,
@@ -83,6 +84,7 @@ class Hooks:
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         self._check = check
+        self._check_given = check_given
         self._on_backward = on_backward
         self._activations = activations
         self._guests = Guests(residency)
@@ -162,6 +164,8 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._guard.check_autocast(scope.name)
             self._guard.check_replaced(scope)
+            if not self._depth and not _in_backward():
+                self._check_given()
             call = _Call(scope, self._residency.shows_newest)
             if not in_backward():
                 if self._depth:
@@ -236,6 +240,7 @@ class Hooks:
             self._shelter.begin(self)  # once more: that ended what was left of others
             self._guard.check_params()
             self._guard.check_added(module)
+            self._check_given()
             self._residency.show(not module.training)
             self._residency.schedule.expect(torch.is_grad_enabled())
         self._depth += 1

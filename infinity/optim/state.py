@@ -16,6 +16,7 @@ import torch
 from infinity.core.errors import BudgetError, ParameterChangedError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
 from infinity.hardware.shelter import Shelter, sheltered
+from infinity.params.given import Given, own
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamState, ParamUnit
 from infinity.planning.partition import Chunk, Segment
@@ -37,6 +38,7 @@ class States:
         self._places = places
         self._quiesce = quiesce  # updates that are under way come first
         self._room = room  # host bytes that the budget leaves
+        self.given = Given(staged=places.device.staged)
 
     # -- wrap -------------------------------------------------------------------------------
 
@@ -221,7 +223,9 @@ class States:
     @sheltered
     def check_unseen(self) -> None:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
-        master, without the edit. Most are found only with ``Config(check_edits=True)``."""
+        master, without the edit. Most are found only with ``Config(check_edits=True)``. Or if a copy was
+        that a state dict gave out."""
+        self.given.check()
         for unit in self._places.units:
             unit.check_edited(newer=self._has_newer(unit))
 
@@ -262,6 +266,7 @@ class States:
                 here.leave()
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
+        self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
 
     def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
@@ -344,7 +349,7 @@ class States:
             finally:
                 if lease is not None:
                     lease.release()
-        return out.view(sharded.spec.shape)
+        return own(out.view(sharded.spec.shape))  # lent memory is a part of a lease
 
     @sheltered
     def value_of(self, sharded: ShardedParam) -> torch.Tensor:
