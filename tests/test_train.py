@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -294,6 +295,26 @@ def test_a_loss_that_does_not_fall_is_said_so(
     assert "did NOT fall" in out or "fell from" in out
     result = train(read_run(None, settings(text, nvme, steps=1, sample_tokens=0)))
     assert result["loss_fell"] is False
+
+
+@pytest.mark.parametrize(
+    "more", [{"lr": 1e30}, {"lr": 1e4, "dtype": "fp16", "schedule": "constant"}, {"lr": 1.0, "min_lr": 1e308}]
+)
+def test_a_run_that_diverges_is_reported(
+    more: dict[str, Any], text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = settings(text, nvme, steps=6, warmup=0, max_grad_norm=math.inf, **more)
+    assert run(["train", "--json", *options(given)]) == 0
+    shown = capsys.readouterr()
+
+    def strange(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    result = json.loads(shown.out, parse_constant=strange)
+    assert result["steps"] == 6
+    assert result["last_loss"] is None
+    assert result["sample"] == "def  [no more: the model's outputs are not finite numbers]"
+    assert "Bytes" in shown.err
 
 
 def test_json_is_all_that_stdout_gets(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,11 @@ class Reporter:
 
 
 def finite(value: Any) -> Any:
-    """Return `value`, or None for a number that JSON does not have (NaN, infinities)."""
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -17,7 +17,7 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield `count` tokens that follow `prompt`.
+    """Yield `count` tokens that follow `prompt`; fewer where the logits are no finite numbers any more.
 
     Args:
         logits: (1, sequence) tokens → (1, sequence, vocab). Called once per token: there is no
@@ -31,7 +31,10 @@ def generate(
         with torch.no_grad():
             last = logits(tokens[None, -context:])[0, -1].float().cpu() / temperature
         best = torch.topk(last, min(top_k, last.numel()))
-        choice = torch.multinomial(torch.softmax(best.values, -1), 1, generator=generator)
+        shares = torch.softmax(best.values, -1)
+        if not shares.isfinite().all():  # a run that has diverged
+            return
+        choice = torch.multinomial(shares, 1, generator=generator)
         token = best.indices[choice]
         tokens = torch.cat((tokens, token.to(tokens.device)))
         yield int(token)

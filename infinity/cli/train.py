@@ -52,6 +52,7 @@ from .workload import Workload, param_groups
 
 _VALIDATION_BATCHES = 4
 _PROMPT = "def "
+_DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
 _PROCESS = (
     "process: device + host + activations",
@@ -156,7 +157,8 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         "sample": text,
         "incomplete": [error_as_dict(error) for error in report.incomplete],
     }
-    return {key: finite(value) for key, value in result.items()}
+    strict: dict[str, Any] = finite(result)
+    return strict
 
 
 def _check_files(run: Run) -> None:
@@ -408,16 +410,22 @@ def _sample(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, repo
     )
     report.line()
     report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
+    shown = []
     if tokenizer is not None:
-        text = str(tokenizer.decode([*ids, *made]))
+        shown = [*ids, *made]
+        text = str(tokenizer.decode(shown))
         report.write(text)
     else:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = ""
         for token in itertools.chain(ids, made):
+            shown.append(token)
             piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
             report.write(piece)
             text += piece
+    if len(shown) < len(ids) + train.sample_tokens:
+        report.write(_DIVERGED)
+        text += _DIVERGED
     report.line()
     model.train()
     return text
