@@ -220,6 +220,21 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     assert suggestion in str(caught.value)
 
 
+@pytest.mark.parametrize("verb", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--prompt", "caf\udce9", "text in UTF-8"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_the_start(
+    verb: str, option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([verb, "--json", *SMALL, option, value]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["expected"], error["cure"]) == (expected, f"change {option}")
+
+
 def test_more_layers_than_any_model_has() -> None:
     with pytest.raises(ConfigError, match="from 1 to 10,000"):
         GPTShape(layers=10**8, width=64, heads=2)

@@ -83,6 +83,10 @@ class TrainSettings:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        try:
+            (self.prompt or "").encode()
+        except UnicodeEncodeError:
+            _wrong("train", "prompt", "text in UTF-8", self.prompt)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
