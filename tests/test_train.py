@@ -151,6 +151,14 @@ def test_data_that_cannot_be_used(content: bytes | None, word: str, tmp_path: Pa
     assert caught.value.cure
 
 
+def test_data_that_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), "/dev/zero", "/dev/null"):
+        with pytest.raises(DataError, match="there is no data") as caught:
+            find_files(name)
+        assert caught.value.found == "not a regular file"
+
+
 def test_an_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no text"):
         find_files(tmp_path)

@@ -88,7 +88,7 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
             raise DataError(
                 f"there is no data at {name!r}",
                 expected="a file, a directory or a glob",
-                found="nothing",
+                found="not a regular file" if path.exists() else "nothing",
                 cure="check --data; leave it out for Python's standard library",
             )
     texts = [p for p in found if p.stat().st_size and not _is_binary(p)]
