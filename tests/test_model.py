@@ -86,7 +86,7 @@ def test_saved_activations_are_exact(variant: dict[str, Any], dtype: torch.dtype
     assert activations_of(shape, 2, 48, dtype.itemsize, recompute=False).saved == saved_by(shape, dtype)
 
 
-@pytest.mark.parametrize("experts", [4, 8])
+@pytest.mark.parametrize("experts", [1, 4, 8])
 def test_saved_activations_of_experts_are_bounded(experts: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         shape = small(**{**MIXED, "experts": experts, "width": 128})
@@ -234,6 +234,8 @@ def test_a_tied_head_is_the_embedding() -> None:
         ({"heads": 64}, "width"),
         ({"kv_heads": 3}, "heads"),
         ({"inner": 0}, "inner"),
+        ({"experts": -3}, "experts.*\n.*from 0 to 10,000"),
+        ({"experts": 10**5}, "experts"),
     ],
 )
 def test_dimensions_that_cannot_be_used(changes: dict[str, Any], word: str) -> None:

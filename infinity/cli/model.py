@@ -24,7 +24,7 @@ MLPS = ("gelu", "swiglu")
 POSITIONS = ("rotary", "learned")
 
 
-#: The largest dimension; the most layers, for a plan looks at each and is to answer at once.
+#: The largest dimension; the most layers and experts, for a plan looks at each and is to answer at once.
 MOST: Final = (1 << 30, 10_000)
 
 
@@ -36,10 +36,11 @@ class GPTShape:
         kv_heads: heads of keys and values, each shared by as many heads of queries; None: `heads`.
         inner: width of the MLP; None: 4 × width, or for SwiGLU (three matrices) 8/3 × width in steps of 64.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        experts: MLPs in each block, of which a token passes `chosen`; 0: one, which every token passes.
+        experts: MLPs in each block, of which a token passes `chosen`, or the only one; 0: none, but one MLP,
+            which every token passes without a router.
 
     Raises:
-        ConfigError: a dimension is not positive, or `width` is not a multiple of `heads` (of
+        ConfigError: a dimension is out of range, or `width` is not a multiple of `heads` (of
             twice that for rotary positions), or `heads` not one of `kv_heads`.
     """
 
@@ -58,18 +59,15 @@ class GPTShape:
     chosen: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocab", "context", "kv_heads", "inner"):
+        for name in ("layers", "width", "heads", "vocab", "context", "kv_heads", "inner", "experts"):
             value = getattr(self, name)
             if value is None and name in ("kv_heads", "inner"):
                 continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not 1 <= value <= MOST[name == "layers"]
-            ):
+            least, most = int(name != "experts"), MOST[name in ("layers", "experts")]
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(
                     f"the model's {name} cannot be used",
-                    expected=f"an integer from 1 to {MOST[name == 'layers']:,}",
+                    expected=f"an integer from {least} to {most:,}",
                     found=repr(value),
                     cure=f"--{name} {256 if name in ('vocab', 'context') else 8}",
                 )

@@ -181,7 +181,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", "tied", "flag", "Use the embedding as the head.", "--tied/--untied"),
     Option("model", "kv_heads", "int", "Heads of keys and values; default: as many as heads."),
     Option("model", "inner", "int", "Width of the MLP; default: four times the width, SwiGLU 8/3 times."),
-    Option("model", "experts", "int", "MLPs in each block, of which a token passes two."),
+    Option("model", "experts", "int", "MLPs in each block, of which a token passes two; 0: no mixture."),
     Option("model", "init_from", "str", "A Hugging Face directory (config, safetensors, tokenizer)."),
     Option("data", "path", "str", "A file, directory or glob; default: Python's standard library.", "--data"),
     Option("data", "validation", "float", "Share of the text that is kept for validation."),
