@@ -208,6 +208,7 @@ def test_a_file_says_what_options_say_and_options_win(tmp_path: Path) -> None:
         ("a: b: c", "YAML"),
         ("train: {steps: 3, steps: 4}", "twice"),
         ("train: {lr: .inf}", "finite"),
+        (f"train: {{lr: 1{'0' * 400}}}", "a number"),
         ("data: {validation: .nan}", "share"),
         ("data: {validation: 1}", "share"),
     ],
@@ -225,6 +226,7 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     ("option", "value", "expected"),
     [
         ("--prompt", "caf\udce9", "text in UTF-8"),
+        ("--seed", str(1 << 64), "at least 0, and below 2^64"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_the_start(

@@ -87,6 +87,8 @@ class TrainSettings:
             (self.prompt or "").encode()
         except UnicodeEncodeError:
             _wrong("train", "prompt", "text in UTF-8", self.prompt)
+        if not self.seed < 1 << 64:  # what torch's generators take
+            _wrong("train", "seed", "at least 0, and below 2^64", self.seed)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
@@ -374,7 +376,7 @@ def _coerce(option: Option, value: Any) -> Any:
     elif option.kind == "float":
         try:
             value = value if isinstance(value, bool) else float(value)  # YAML reads 3e-4 as text
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             right = False
         right = right and not isinstance(value, bool)
     elif option.kind == "flag":
