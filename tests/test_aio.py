@@ -18,9 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infinity.core.config import MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, Config
 from infinity.core.errors import (
     BackendError,
     ClosedError,
@@ -307,6 +309,25 @@ def test_wrong_arguments(ring: Ring, file: DirectFile) -> None:
         ring.read(file, 0, memory.address, BLOCK)
     with pytest.raises(DirectoryError):
         DirectFile.open("/nonexistent/file")
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("block_bytes", 4096, MOST_BLOCK_BYTES), ("queue_depth", 1, MOST_QUEUE_DEPTH), ("deadline", 1e-9, 1e9)],
+)
+def test_a_ring_takes_what_a_config_takes_and_no_more(name: str, least: float, most: float) -> None:
+    def open_ring(value: Any) -> None:
+        Ring("x", backend="threads", threads=1, **{name: value}).close()
+
+    setting = "io_deadline" if name == "deadline" else name
+    for value in (least, most):
+        Config(**{setting: value})
+        open_ring(value)
+    for value in (0, most + 4096 if name != "deadline" else math.inf):
+        with pytest.raises(ConfigError):
+            Config(**{setting: value})
+        with pytest.raises(ConfigError):
+            open_ring(value)
 
 
 @pytest.mark.root

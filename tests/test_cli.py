@@ -223,6 +223,25 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("verb", ["plan", "train"])
 @pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("--queue-depth", "1000000", "no --queue-depth"),
+        ("--block-bytes", "1TiB", "no --block-bytes"),
+        ("--io-deadline", "inf", "--io-deadline 120.0"),
+    ],
+)
+def test_what_no_ring_takes_is_refused_at_the_start(
+    verb: str, option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on_nvme = [*SMALL, "--optimizer-state", "nvme", "--nvme", str(tmp_path)]
+    assert run([verb, "--json", *on_nvme, option, value]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["what"], error["cure"]) == (f"{option} cannot be used", cure)
+    assert run(["plan", "--json", *on_nvme, *(cure.split() if cure.startswith("-") else ())]) == 0
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+@pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
         ("--prompt", "caf\udce9", "text in UTF-8"),

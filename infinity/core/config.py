@@ -26,6 +26,10 @@ _SIZES = (
 UPDATES = ("overlap", "sync", "delayed")
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
+#: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h), and the seconds of a deadline,
+#: which it counts in ns.
+MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
+_DEADLINES = 1e-9, 1e9
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
 
 
@@ -78,11 +82,11 @@ class Config:
         update_depth: chunks in the update pipeline at once (read, update, write).
         read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
             runs, as far as `host_memory` leaves room.
-        block_bytes: largest single I/O request, in bytes, a multiple of 4096; None: what
+        block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB; None: what
             `infinity tune` found for the drive, else 1 MiB.
-        queue_depth: requests in the kernel at once, per directory; None: as tuned, else 32.
+        queue_depth: requests in the kernel at once, per directory, up to 4096; None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
-        io_deadline: seconds after which an unfinished transfer is an error.
+        io_deadline: seconds, up to 1e9, after which an unfinished transfer is an error.
         threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
             its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory, and at least one,
             where the device is not the CPU.
@@ -212,23 +216,32 @@ class Config:
             )
         self._number("max_grad_norm", self.max_grad_norm, positive=True, optional=True)
         self._number("io_deadline", self.io_deadline, positive=True)
+        if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
+            wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
+            self._wrong("io_deadline", wanted, self.io_deadline, "io_deadline=120.0")
         self._number("loss_scale", self.loss_scale, positive=True)
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
-        for name, least, multiple in (
-            ("chunk_elements", SPAN, SPAN),
-            ("update_depth", 1, 1),
-            ("block_bytes", 4096, 4096),
-            ("queue_depth", 1, 1),
-            ("loss_scale_window", 1, 1),
-            ("threads", 1, 1),
-            ("delay_warmup_steps", 0, 1),
+        for name, least, multiple, most in (
+            ("chunk_elements", SPAN, SPAN, None),
+            ("update_depth", 1, 1, None),
+            ("block_bytes", 4096, 4096, MOST_BLOCK_BYTES),
+            ("queue_depth", 1, 1, MOST_QUEUE_DEPTH),
+            ("loss_scale_window", 1, 1, None),
+            ("threads", 1, 1, None),
+            ("delay_warmup_steps", 0, 1, None),
         ):
             value = getattr(self, name)
             if value is None and name in ("threads", "block_bytes", "queue_depth"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple:
-                wanted = f"an integer ≥ {least}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not least <= value <= (value if most is None else most)
+                or value % multiple
+            ):
+                wanted = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
+                wanted += f", a multiple of {multiple}" if multiple > 1 else ""
                 self._wrong(name, wanted, value, f"{name}={type(self).__dataclass_fields__[name].default}")
 
     def _number(self, name: str, value: Any, *, positive: bool, optional: bool = False) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from infinity.core.config import MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT
 
@@ -26,7 +27,7 @@ from .probe import drive_of, mount_of
 
 _VERSION: Final = 1
 _MOST: Final = 1 << 20  # bytes of the file
-_LARGEST: Final = {"block_bytes": 1 << 30, "queue_depth": 4096, "threads": 256}
+_LARGEST: Final = {"block_bytes": MOST_BLOCK_BYTES, "queue_depth": MOST_QUEUE_DEPTH, "threads": 256}
 _log = logging.getLogger("infinity.tuned")
 
 
