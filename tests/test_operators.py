@@ -25,6 +25,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.cli.dialect import in_options
 from infinity.cli.main import run
+from infinity.cli.workload import BuiltIn
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB
@@ -333,6 +334,43 @@ def test_a_run_refuses_what_is_not_ours_and_the_cure_works(
     assert path.read_bytes() == b"weights" * 100_000
     path.rename(tmp_path / "away")
     assert run(["train", *words(text, nvme, "--steps", "1")]) == 0
+
+
+@pytest.mark.parametrize("kind", ["hard link", "folder is a file", "folder is a link"])
+def test_what_is_in_the_way_is_found_before_anything_is_built(
+    kind: str,
+    text: str,
+    nvme: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path(nvme, "infinity")
+    path = folder if kind.startswith("folder") else folder / "rank0.arena"
+    if kind == "hard link":
+        folder.mkdir(0o700)
+        path.write_bytes(bytes(MARK_NBYTES) + mark(MARK_NBYTES))
+        os.link(path, tmp_path / "second")
+    elif kind == "folder is a file":
+        path.write_bytes(b"")
+    else:
+        path.symlink_to(tmp_path)
+    command = words(text, nvme, "--steps", "1")
+
+    def build(*_: object) -> None:
+        raise AssertionError("the model was built")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BuiltIn, "build", build)
+        for verb in ("plan", "train"):
+            assert run([verb, *command]) == 2
+            assert f"to change: move {path} away" in capsys.readouterr().err
+        elsewhere = ["--parameters", "host", "--optimizer-state", "host", "--gradients", "host"]
+        assert run(["plan", *command, *elsewhere, "--host-memory", "1GiB"]) == 0  # it has no arena
+    path.rename(tmp_path / "away")
+    assert run(["plan", *command]) == 0
+    assert not folder.exists() or os.listdir(folder) == []  # a plan makes nothing
+    assert run(["train", *command]) == 0
 
 
 def test_what_a_run_left_that_was_killed_as_it_began_is_taken(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import torch
 from infinity.api.checks import machine_here
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
-from infinity.core.sizes import parse_size
+from infinity.core.sizes import Tier, parse_size
 from infinity.core.yaml_file import read_yaml
 from infinity.hardware.device import open_device
 from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
+from infinity.storage.arena import Arena
 
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
 # name → whether it must be there
@@ -36,7 +37,7 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
 
     Raises:
         ConfigError: the device is not here.
-        DirectoryError: an NVMe directory cannot be used.
+        DirectoryError: an NVMe directory cannot be used, or something stands where its arena belongs.
     """
     wanted = config.device or ""
     if wanted.startswith("cuda") and not torch.cuda.is_available():
@@ -50,7 +51,7 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
         )
     device = open_device(config.device)
     try:
-        return machine_here(config, device, unnamed=unnamed)
+        machine = machine_here(config, device, unnamed=unnamed)
     except DirectoryError as error:
         if not error.cure or error.cure.startswith("mkdir"):
             raise
@@ -58,6 +59,10 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
         raise
     finally:
         device.close()
+    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
+    for directory in config.directories if on_nvme and not unnamed else ():
+        Arena.check_way(directory)
+    return machine
 
 
 def load_machine(path: str) -> Machine:

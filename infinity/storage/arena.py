@@ -38,7 +38,7 @@ from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.hardware.aio import DirectFile
 
-from .leftovers import MARK_NBYTES, SUBDIRECTORY, mark, why_foreign
+from .leftovers import MARK_NBYTES, SUBDIRECTORY, arenas, mark, why_foreign
 
 _ATTEMPTS: Final = 10
 _STATX_DIOALIGN: Final = 0x2000
@@ -68,10 +68,7 @@ class Arena:
     """
 
     def __init__(self, directory: str, nbytes: int, *, rank: int = 0) -> None:
-        self.directory = os.path.abspath(directory)
-        self.nbytes = max(ceil_to(nbytes, ALIGNMENT), ALIGNMENT)
-        self.name = f"rank{int(rank)}.arena"
-        self.path = os.path.join(self.directory, SUBDIRECTORY, self.name)
+        self._name(directory, nbytes, rank)
         self.fd = -1
         self.direct = True
         self._pid = os.getpid()
@@ -92,6 +89,29 @@ class Arena:
             self._abandon()
             raise
         _arenas.add(self)
+
+    def _name(self, directory: str, nbytes: int, rank: int) -> None:
+        self.directory = os.path.abspath(directory)
+        self.nbytes = max(ceil_to(nbytes, ALIGNMENT), ALIGNMENT)
+        self.name = f"rank{int(rank)}.arena"
+        self.path = os.path.join(self.directory, SUBDIRECTORY, self.name)
+
+    @classmethod
+    def check_way(cls, directory: str, *, rank: int = 0) -> None:
+        """Raise the `DirectoryError` that an arena there would for what stands in its place; make nothing.
+        Another run's lock is not looked at: that run may end."""
+        arena = cls.__new__(cls)
+        arena._name(directory, 0, rank)
+        try:
+            os.close(arena._look_into_folder())
+            there = [each for each in arenas(directory) if each.path == arena.path]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise error if isinstance(error, DirectoryError) else arena._refused(error) from error
+        if there and there[0].state == "foreign":
+            expected = "an arena of ours, or nothing"
+            raise arena._in_the_way(arena.path, expected, errno.EEXIST, there[0].why)
 
     def _check_directory(self) -> None:
         try:
@@ -118,6 +138,10 @@ class Arena:
         folder = os.path.join(self.directory, SUBDIRECTORY)
         with contextlib.suppress(FileExistsError):  # of an earlier run, or of another rank
             os.mkdir(folder, 0o700)
+        return self._look_into_folder()
+
+    def _look_into_folder(self) -> int:
+        folder = os.path.dirname(self.path)
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
