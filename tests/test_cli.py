@@ -122,6 +122,24 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
 
 
+@pytest.mark.parametrize(
+    "option", ["--nvme-read", "--nvme-write", "--link", "--dram", "--tflops", "--endurance-tbw"]
+)
+def test_figures_of_hardware_are_checked_as_in_a_file(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on_nvme = ["--optimizer-state", "nvme", "--nvme", str(tmp_path)]
+    for value in ("-3", "0", "nan", "inf", "1e-300", "1e300"):
+        code, result = plan(capsys, *on_nvme, option, value)
+        assert code == 2
+        assert result["error"]["what"] == f"{option} cannot be used"
+    for value in ("1e-6", "1e9"):
+        code, result = plan(capsys, *on_nvme, option, value)
+        assert code == 0
+        json.dumps(result, allow_nan=False)
+        assert (result["wear"]["rated_bytes"] == float(value) * 1e12) is (option == "--endurance-tbw")
+
+
 def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     code, result = plan(capsys, "--host-memory", "100KB")
     assert code == 1

@@ -61,6 +61,8 @@ def test_the_example() -> None:
         ("host: {memory: much}", "much"),
         ("host: {memory: 1GiB, bandwidth: -3}", "bandwidth"),
         ("host: {memory: 1GiB, bandwidth: .nan}", "bandwidth"),
+        ("host: {memory: 1GiB, bandwidth: 0}", "bandwidth"),
+        ("host: {memory: 1GiB, bandwidth: 1.0e-300}", "bandwidth"),
         ("{host: {memory: 1GiB}, drives: {directory: /a}}", "list"),
         ("{host: {memory: 1GiB}, drives: [{directory: a, capacity: 1}]}", "absolute"),
         ("{host: {memory: 1GiB}, drives: [{directory: /a}]}", "capacity"),

@@ -6,7 +6,6 @@ read.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -24,6 +23,9 @@ from infinity.planning.machine import Drive, Machine
 from infinity.storage.arena import Arena
 
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
+#: Beyond these no figure of a plan would be a number any more.
+_LEAST, _MOST = 1e-6, 1e9
+FIGURE: Final = f"a number from {_LEAST:g} to {_MOST:g}"
 # name → whether it must be there
 _FILE: Final = {"host": True, "device": False, "drives": False, "temporary": False}
 _DEVICE: Final = {"memory": True, "link": False, "tflops": False}
@@ -171,9 +173,15 @@ def _figure(path: str, section: str, row: Mapping[str, Any], name: str) -> float
     value = row.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise _wrong(path, section, f"{name}: a number > 0", f"{name}: {value!r}")
+    if not is_figure(value):
+        raise _wrong(path, section, f"{name}: {FIGURE}", f"{name}: {value!r}")
     return float(value)
+
+
+def is_figure(value: object) -> bool:
+    """Return whether `value` may be a rate of hardware, or what it is rated for: see `FIGURE`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _LEAST <= value <= _MOST  # type: ignore[operator]
 
 
 def _wrong(path: str, section: str, expected: object, found: object) -> ConfigError:

@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
-from .machine import load_machine
+from .machine import FIGURE, is_figure, load_machine
+from .progress import finite
 from .settings import RunCommand, read_run, run_options
 
 #: TB that a drive is rated for where nobody says.
@@ -45,7 +47,9 @@ def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
 def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -> Wear:
     """Return what a run means for its drives; the one that wears out first decides. `endurance`: TB that
     each is rated for; None: as the machine is described."""
-    rated = [endurance or d.endurance or _ENDURANCE for d in machine.drives]
+    rated = [_ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
+    if endurance is not None:
+        rated = [endurance] * len(rated)
     most = min((r / s for r, s in zip(rated, shares_of(machine), strict=True)), default=_ENDURANCE)
     return wear(plan.traffic, steps=steps, tbw=most, drives=1)
 
@@ -123,6 +127,15 @@ def plan_command(
     Takes the arguments of `infinity train`. Exit code 1 when the run does not fit.
     """
     machine = None if machine_file is None else load_machine(machine_file)
+    figures = {"--nvme-read": nvme_read, "--nvme-write": nvme_write, "--link": link, "--dram": dram}
+    for option, value in {**figures, "--tflops": tflops, "--endurance-tbw": endurance_tbw}.items():
+        if value is not None and not is_figure(value):
+            raise ConfigError(
+                f"{option} cannot be used",
+                expected=FIGURE,
+                found=repr(value),
+                cure=f"leave {option} out, or give what the hardware does",
+            )
     said = Bandwidths(nvme_read, nvme_write, link, dram, tflops)
     case = Case(read_run(config_file, given), machine)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
@@ -134,7 +147,7 @@ def plan_command(
     if found is not None:
         result["command"] = command(case.run)
     if as_json:
-        click.echo(json.dumps(result))
+        click.echo(json.dumps(finite(result)))
     else:
         show(case, result)
     return 0 if plan.fits else 1
