@@ -14,6 +14,7 @@ Frozen chunks have a copy and nothing else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,12 +98,12 @@ class UnitLayout:
     chunks: tuple[Chunk, ...]
     copy_nbytes: int
 
-    @property
+    @functools.cached_property
     def trainable_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that have optimizer state."""
         return tuple(c for c in self.chunks if c.trainable)
 
-    @property
+    @functools.cached_property
     def gradient_nbytes(self) -> int:
         """Bytes of the unit's gradients in the compute dtype."""
         return sum(c.copy_nbytes for c in self.chunks if c.trainable)

@@ -6,6 +6,7 @@ very one that the engine allocates by.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,12 +39,12 @@ class Model:
     working_sets: Sequence[Sequence[int]]
     idle: int = 0
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters."""
         return sum(p.numel for _, params in self.units for p in params)
 
-    @property
+    @functools.cached_property
     def trainable(self) -> int:
         """Number of parameters that are updated."""
         return sum(p.numel for _, params in self.units for p in params if p.trainable)
