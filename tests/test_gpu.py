@@ -17,7 +17,8 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import Engine, engine_of
-from infinity.cli.roofline import analyse, read_trace, spans_of
+from infinity.cli.roofline import analyse, spans_of
+from infinity.cli.trace_file import read_trace
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.sizes import SPAN, Tier
 from infinity.hardware import adam_reference, cpu_adam

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli.roofline import analyse, common, read_trace, seconds, spans_of, union, without
+from infinity.cli.main import run
+from infinity.cli.roofline import analyse, common, seconds, spans_of, union, without
+from infinity.cli.trace import show
+from infinity.cli.trace_file import read_trace
 from infinity.core.errors import DataError
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda p: (min(p), max(p))))
@@ -242,3 +246,49 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         read_trace(str(tmp_path / "missing"))
     path.write_text(json.dumps(made()))
     assert len(spans_of(read_trace(str(path)))) == 3
+
+
+def _places(content: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Yield the path of everything in a JSON value."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in inner:
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from _places(value, (*path, key))
+
+
+_ABSENT = object()
+_ODD = (_ABSENT, None, "text", "[/x]", [], {}, [3], True, -1, 0, 1e300, 10**300, math.nan, math.inf)
+
+
+def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
+    """Whatever one place of it is changed to: an analysis in strict JSON, or a typed error."""
+    path = tmp_path / "t.json"
+    about = {"tuned_bytes_per_second": [1e9]}
+    kinds = [(kind, 0.1, 0.9, 10**8) for kind in ("compute", "stall", "read", "write", "update")]
+    whole = made(*kinds, steps=1, about=about)
+    whole["traceEvents"][1]["args"]["unit"] = "blocks.0"
+    places = list(_places(whole))
+    assert len(places) > 80
+    refused = 0
+    for place, odd in itertools.product(places, _ODD):
+        content = json.loads(json.dumps(whole))
+        inner = content
+        for key in place[:-1]:
+            inner = inner[key]
+        if odd is _ABSENT:
+            del inner[place[-1]]
+        else:
+            inner[place[-1]] = odd
+        path.write_text(json.dumps(content))
+        try:
+            result = analyse(read_trace(str(path)))
+            json.dumps(result, allow_nan=False)
+            if odd == "[/x]":  # which is markup
+                show(result)
+        except DataError:
+            refused += 1
+    assert refused > len(places)
+    for text, code in (("[" * 200_000, 2), (json.dumps(whole), 0)):
+        path.write_text(text)
+        assert run(["trace", str(path)]) == code

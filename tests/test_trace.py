@@ -20,7 +20,8 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.cli.bench.io_show import check_plot
 from infinity.cli.main import run
-from infinity.cli.roofline import Span, analyse, read_trace, spans_of, window_of
+from infinity.cli.roofline import Span, analyse, spans_of, window_of
+from infinity.cli.trace_file import read_trace
 from infinity.core.errors import ConfigError, DirectoryError, WrapError
 from infinity.core.spans import CAUSES
 from infinity.hardware.device import HostDevice

@@ -8,17 +8,15 @@ largest need by the step.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from infinity.api.trace import FORMAT
 from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
-from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS
+
+from .trace_file import SETTING
 
 Interval = tuple[int, int]  # ns since the trace began
 
@@ -39,12 +37,6 @@ _LOST: Final = {
     "stall: reduce": "of stalls for gradients on their way",
     "step()": "in `step()` itself",
     "outside": "outside of the model",
-}
-#: part of a chunk → the setting that places it
-_SETTING: Final = {
-    "state": "optimizer_state",
-    **dict.fromkeys(COPY_PARTS, "parameters"),
-    **dict.fromkeys(GRADIENT_PARTS, "gradients"),
 }
 
 
@@ -118,38 +110,11 @@ def seconds(intervals: Iterable[Interval]) -> float:
 # -- the file -------------------------------------------------------------------------------
 
 
-def read_trace(path: str) -> dict[str, Any]:
-    """Return the content of a file that `infinity.trace` wrote.
-
-    Raises:
-        DataError: it cannot be read, or is something else.
-    """
-    try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError) as error:
-        raise _not_a_trace(path, str(error)) from error
-    about = content.get("otherData") if isinstance(content, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        found = about.get("format") if isinstance(about, dict) else "none of our own"
-        raise _not_a_trace(path, f"format {found}")
-    return dict(content)
-
-
-def _not_a_trace(path: str, found: str) -> DataError:
-    return DataError(
-        f"{path!r} is no trace of infinity",
-        expected=f"a file of `infinity train --trace` or `infinity.trace`, format {FORMAT}",
-        found=found,
-        cure="record one: infinity train --trace t.json",
-    )
-
-
 def spans_of(content: Mapping[str, Any]) -> list[Span]:
     """Return the complete events of a trace, in ns."""
     spans = []
     for event in content["traceEvents"]:
-        if event["ph"] == "X":
+        if event.get("ph") == "X":
             begin = round(event["ts"] * 1000)
             args = event.get("args", {})
             spans.append(
@@ -167,7 +132,7 @@ def window_of(content: Mapping[str, Any], spans: Sequence[Span]) -> tuple[Interv
     """
     limit = content["otherData"].get("limit_reached_ns")
     ends = sorted(s.end for s in spans if s.kind == "step" and (limit is None or s.end <= limit))
-    if not ends:
+    if not ends or ends[-1] <= (ends[0] if len(ends) > 1 else 0):
         raise DataError(
             "the trace has no whole step",
             expected="at least one `optimizer.step()` inside it",
@@ -292,7 +257,7 @@ def _resources(spans: Sequence[Span], about: Mapping[str, Any]) -> list[Resource
 
 def _drives(name: str, spans: Sequence[Span], kinds: Sequence[str], about: Mapping[str, Any]) -> Resource:
     """Return what the drives did; that of several which needs longest decides."""
-    tuned = about["tuned_bytes_per_second"]
+    tuned = about.get("tuned_bytes_per_second")
     mine = [s for s in spans if s.kind in kinds]
     need, measured = 0.0, False
     for directory in {s.args["directory"] for s in mine}:
@@ -412,11 +377,11 @@ def _place(need: float, others: float, spans: Sequence[Span], about: Mapping[str
     traffic: dict[str, int] = {}
     for span in spans:
         if span.kind in ("read", "write"):
-            name = _SETTING[span.args["part"]]
+            name = SETTING[span.args["part"]]
             traffic[name] = traffic.get(name, 0) + span.nbytes
     setting = max(traffic, key=lambda name: traffic[name])
     shares = about["placements"][setting]
-    less = min(1.0, (need - others) / need * sum(traffic.values()) / traffic[setting])
+    less = min(1.0, (need - others) / need * sum(traffic.values()) / max(traffic[setting], 1))
     moved = math.ceil(round(less * shares["nvme"] * 10, 6)) / 10  # tenths, so that one can type it
     moved = min(moved, shares["nvme"])
     purpose = setting.replace("_", " ")  # and, with delayed updates, "parameters being updated"

@@ -14,7 +14,8 @@ from rich.table import Table
 from infinity.cli.bench.io_show import check_plot, gigabytes, save_figure, wide_console
 from infinity.core.sizes import format_size
 
-from .roofline import analyse, read_trace, spans_of, union, window_of
+from .roofline import analyse, spans_of, union, window_of
+from .trace_file import read_trace
 
 _COST: Final = 0.01  # of a step: what recording may cost
 _WORST: Final = 3  # units that are named
