@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -199,15 +201,24 @@ class Branches(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", ["weight", "part of a block", "block"])
-def test_threads_that_a_forward_starts_use_what_they_need(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "parameters", "update"),
+    [
+        *((way, "nvme", "overlap") for way in ("weight", "part of a block", "block")),
+        *(("weight", "device", update) for update in ("sync", "overlap", "delayed")),
+    ],
+)
+def test_threads_that_a_forward_starts_use_what_they_need(
+    way: str, parameters: str, update: str, tmp_path: Path
+) -> None:
+    settings = {**NVME, "parameters": parameters, "update": update, "delay_warmup_steps": 4}
     found = []
     for offloaded in (False, True):
         torch.manual_seed(0)
         model: nn.Module = Branches(way)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         if offloaded:
-            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, **NVME))
+            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, **settings))
         for step in range(4):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
@@ -217,6 +228,34 @@ def test_threads_that_a_forward_starts_use_what_they_need(way: str, tmp_path: Pa
     infinity.close(model)
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+_LOOKS = """
+import gc, threading
+import torch
+from infinity.core.turn import is_inside
+
+def look(who):
+    while not over.is_set():
+        circle = [torch.ones(2)]  # whoever collects it gives up the GIL
+        circle.append(circle)
+        is_inside(who)
+
+gc.set_threshold(1)
+over = threading.Event()
+looks = threading.Thread(target=look, args=[threading.get_ident()])
+looks.start()
+for _ in range(1000):
+    other = threading.Thread(target=int)
+    other.start()
+    other.join()
+over.set()
+looks.join()
+"""
+
+
+def test_a_look_at_another_threads_stack_holds_up_no_thread_that_starts() -> None:
+    subprocess.run([sys.executable, "-c", _LOOKS], cwd=Path(__file__).parents[1], timeout=120, check=True)
 
 
 def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> None:

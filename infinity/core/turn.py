@@ -4,7 +4,8 @@
 the engine are *spans*. While a thread has one, other threads wait before theirs; between its spans they come
 in. So a thread that saves or evaluates beside the one that trains finds nothing half done. Threads that a
 forward itself starts (a block whose children run side by side) are its *guests* and do not wait where they
-call modules or use parameters; for `gathered` and backwards of their own they wait like others.
+call modules or use parameters; for `gathered` and backwards of their own they wait like others. Who looks at
+a parameter on the device while its update is under way waits for that alone.
 
 No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
 its number. What an error or an interrupt left of it goes when that thread comes back, or when another one
@@ -14,6 +15,7 @@ joined in is on its stack: a thread's number is given to another when it ends.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -112,7 +114,7 @@ class Turn:
         joined = self._guests.get(who)
         if not joined:
             return False
-        frame = sys._current_frames().get(who)
+        frame = _innermost(who)
         while frame is not None:
             if frame in joined:
                 return True
@@ -179,12 +181,26 @@ def _waits_for(waiting: int, who: int) -> bool:
 
 def is_inside(ident: int) -> bool:
     """Return whether a thread is inside of a forward, a backward or a state dict."""
-    frame = sys._current_frames().get(ident)
+    frame = _innermost(ident)
     while frame is not None:
         if any(name in frame.f_code.co_name for name in _CALLS):
             return True
         frame = frame.f_back
     return False
+
+
+def _innermost(ident: int) -> FrameType | None:
+    if ident == threading.get_ident():
+        return sys._getframe()
+    # CPython has a lock while it makes these, which whoever starts a thread waits for. A garbage collection
+    # within may wait for that thread (torch gives tensors back without the GIL): CPython's issue 106883.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _lives(ident: int) -> bool:

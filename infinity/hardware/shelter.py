@@ -59,12 +59,13 @@ class Shelter:
         # The thread holds the queue, not the shelter, so a forgotten one ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
-    def run(self, call: Callable[[], _R], *, hold: float = 0.0) -> _R:
+    def run(self, call: Callable[[], _R], *, hold: float = 0.0, turn: bool = True) -> _R:
         """Return what `call` returns, or raise what it raises; an exception from a signal handler comes
         before it began, or does not stop it. It runs without grad mode.
 
         `hold`: seconds for which an interrupt is held back until the call is over. For what is quick and
-        looks at what is the user's (`p.grad`, param groups), which the user changes next.
+        looks at what is the user's (`p.grad`, param groups), which the user changes next. `turn`: it has the
+        engine to itself.
         """
         here = threading.get_ident()
         self.settle()
@@ -73,8 +74,8 @@ class Shelter:
                 return call()
         if here != self._main or self._closed:
             who = self._main if here == self._thread.ident else here
-            return self._have_turn(who or here, torch.no_grad, call)
-        task = Task(functools.partial(self._have_turn, here, self._carry(), call))
+            return self._make(call, who or here, torch.no_grad, turn)
+        task = Task(functools.partial(self._make, call, here, self._carry(), turn))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
             self._under_way = task
@@ -97,17 +98,19 @@ class Shelter:
         wait = not (self._staged and torch._C._current_graph_task_id() != -1)
         self.turn.enter(span, wait=wait)
 
-    def _have_turn(
-        self, who: int, there: Callable[[], AbstractContextManager[Any]], call: Callable[[], _R]
+    def _make(
+        self, call: Callable[[], _R], who: int, there: Callable[[], AbstractContextManager[Any]], turn: bool
     ) -> _R:
         span = object()
-        wait = not (self._staged and torch._C._current_graph_task_id() != -1)
-        self.turn.enter(span, lasting=True, who=who, wait=wait)
+        if turn:
+            wait = not (self._staged and torch._C._current_graph_task_id() != -1)
+            self.turn.enter(span, lasting=True, who=who, wait=wait)
         try:
             with there(), torch.no_grad():
                 return call()
         finally:
-            self.turn.leave(span)
+            if turn:
+                self.turn.leave(span)
 
     def settle(self) -> None:
         """Wait for what an interrupt left under way; raise what came of it."""

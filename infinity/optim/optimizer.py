@@ -224,9 +224,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         else:
             # [Note: behind the next forward] Units are updated in the order of the forward; each
             # is waited for where it is used, and everything by the next step; with "sync" by the end
-            # of this one, or after an interrupt by the next.
-            self._residency.suspend({u.chunk.unit for u in work})
+            # of this one, or after an interrupt by the next. Posted first: who looks at a parameter in
+            # between, on another thread, finds something to wait for.
             self._updater.post(work)
+            self._residency.suspend({u.chunk.unit for u in work})
         self._steps += 1
         if self._fp16:
             self._good_steps += 1

@@ -106,8 +106,9 @@ class Residency:
             ParameterError: somebody else uses another version of one of them.
         """
         wanted = [self.units[i] for i in indices]
-        if note and wanted:
-            self._note_pace()
+        if note and wanted and self._last is not None:
+            before, since = self._last
+            self._fetcher.pace.used(before, time.monotonic() - since)
         for unit in wanted:
             self._show(unit, user, self._newest if newest is None else newest and self._copies.two)
         for unit in wanted:
@@ -132,11 +133,6 @@ class Residency:
         if note and wanted:
             self._last = (wanted[-1].index, time.monotonic())
 
-    def _note_pace(self) -> None:
-        if self._last is not None:
-            unit, since = self._last
-            self._fetcher.pace.used(unit, time.monotonic() - since)
-
     @sheltered
     def suspend(self, indices: Iterable[int]) -> None:
         """Make the values of resident units wait for the update that was posted."""
@@ -155,21 +151,24 @@ class Residency:
         """Return whether a resident unit's values are on their way."""
         return unit.index in self._suspended
 
-    @sheltered
     def resume(self, unit: ParamUnit) -> None:
-        """Wait for a resident unit's values, then let them be used. Any thread may look at a parameter."""
+        """Wait for a resident unit's values, then let them be used. Any thread may, out of turn: who has the
+        turn may wait for this very thread, which its forward has started."""
+        self.shelter.run(functools.partial(self._resume, unit), turn=False)
+
+    def _resume(self, unit: ParamUnit) -> None:
         if (wait := self._suspended.get(unit.index)) is not None:
             wait()
             with self._suspending:
                 if self._suspended.get(unit.index) is wait:  # no other thread was quicker
-                    del self._suspended[unit.index]
                     unit.resume()
+                    del self._suspended[unit.index]
 
     @sheltered
     def resume_all(self) -> None:
         """Wait for every resident unit's values."""
         for i in sorted(self._suspended):
-            self.resume(self.units[i])
+            self._resume(self.units[i])
 
     @sheltered
     def publish(self) -> list[ShardedParam]:
