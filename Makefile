@@ -12,7 +12,7 @@ SHELL := /bin/bash
 # What `pip` installs. The package itself takes any torch ≥ 2.6; these commands take this one.
 TORCH := torch==2.13.0
 BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
-TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 hypothesis>=6.100,<7 transformers>=5,<6 \
+TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 pytest-xdist==3.8.0 hypothesis>=6.100,<7 transformers>=5,<6 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
 # What the tests of architectures import besides, in a folder that nothing else sees: with a torchvision that
@@ -41,14 +41,16 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
+# Processes that share the tests. One that is marked `serial` runs while the others wait.
+WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
 .PHONY: help setup train test test-all test-slow test-gpu lint types bench clean
 
 help:
 	@echo "make train      set up, then train a small GPT with its state on disk"
-	@echo "make test       set up, then run the tests"
-	@echo "make test-all   these and the architectures of transformers, diffusers and timm"
+	@echo "make test       set up, then run the tests that take minutes"
+	@echo "make test-all   all but those below: with all settings and seeds, and models of other libraries"
 	@echo "make test-slow  the tests that take long or much disk;  make test-gpu: those for a GPU"
 	@echo "make lint types bench clean"
 
@@ -114,10 +116,10 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
-	$(PYTEST) -m "not slow and not gpu and not architectures and not ecosystem"
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full and not architectures and not ecosystem"
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,12 @@ locks.checking = True
 # Child processes ask no one for a model or a data set.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
+# threads would spin while they wait for each other.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+
 
 @pytest.fixture(autouse=True)
 def _leave_torch_as_it_was() -> Iterator[None]:
@@ -37,8 +45,26 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     torch.set_rng_state(state)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of the test begins to count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked `serial` runs while no other worker runs one."""
+    serial = item.get_closest_marker("serial") is not None
+    with open(__file__) as machine, Path(__file__).with_name("__init__.py").open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # those that begin now come after one that waits for the machine
+        fcntl.flock(machine, fcntl.LOCK_EX if serial else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(machine, fcntl.LOCK_UN)  # closing it does not, if a child has it too
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test for a GPU fails in CI where there is none; `make test` does not select it."""
+    """Serial tests come last: then no worker waits for them that has others to run.
+
+    A test for a GPU fails in CI where there is none; `make test` does not select it.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("serial") is not None)
     if torch.cuda.is_available() or os.environ.get("CI"):
         return
     for item in items:

@@ -67,8 +67,12 @@ def _tensors(*kinds: Mapping[str, torch.Tensor]) -> str:
 
 
 def recorded(name: str) -> dict[str, str] | None:
-    """The digests of a case as they were recorded; None if the machine is another."""
+    """The digests of a case as they were recorded; None if the machine is another.
+
+    Sets torch's threads to those of the record: a worker of xdist has fewer.
+    """
     record = json.loads(RECORD.read_text())
+    torch.set_num_threads(record["machine"]["threads"])
     return record["cases"][name] if record["machine"] == machine() else None
 
 

@@ -331,6 +331,7 @@ def test_a_ring_takes_what_a_config_takes_and_no_more(name: str, least: float, m
 
 
 @pytest.mark.root
+@pytest.mark.serial
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("backend", WORKING)
 def test_a_stalled_read_misses_its_deadline(
@@ -369,6 +370,7 @@ def test_a_stalled_read_misses_its_deadline(
 
 
 @pytest.mark.root
+@pytest.mark.serial
 @pytest.mark.parametrize("backend", WORKING)
 def test_close_gives_up_after_its_timeout(stalled: Stalled, backend: str) -> None:
     ring = Ring("stalled", backend=backend)

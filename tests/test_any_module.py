@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import io
+import itertools
 import pickle
 import threading
 import warnings
@@ -34,6 +35,7 @@ from infinity.core.sizes import MiB, Tier
 
 from .cgroup import run_limited
 from .offloaded import config_for
+from .quick import quick
 from .test_doors import assert_close, least
 
 WIDTH, CLASSES, LAYERS = 64, 96, 3
@@ -378,8 +380,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("where", ["host", "nvme"])
-@pytest.mark.parametrize("budget", ["least", "large"])
+@pytest.mark.parametrize(
+    ("budget", "where"),
+    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_used_outside_its_own_module(name: str, budget: str, where: str, tmp_path: Path) -> None:
     make = MODELS[name]

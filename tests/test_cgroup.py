@@ -9,7 +9,7 @@ from .cgroup import run_limited
 MiB = 1 << 20
 TAKE = "import sys; x = bytearray(int(sys.argv[1])); x[::4096] = b'1' * len(x[::4096]); print('had it')"
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.serial]
 
 
 def test_within_the_limit() -> None:

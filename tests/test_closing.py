@@ -23,6 +23,7 @@ from infinity.core.errors import WrapError
 from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice, HostDevice
 
+from .quick import quick
 from .test_engine import build, tokens, train
 
 TIMEOUT = 60.0
@@ -126,7 +127,7 @@ print("home")
 """
 
 
-@pytest.mark.parametrize("where", ["update", "gradient", "h2d", "d2h", "fetch"])
+@pytest.mark.parametrize("where", quick(["update", "gradient", "h2d", "d2h", "fetch"], ["update", "fetch"]))
 def test_a_model_whose_last_reference_goes_in_one_of_its_own_threads(tmp_path: Path, where: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _DROPPED, where, str(tmp_path)]
@@ -160,7 +161,7 @@ def test_a_finalizer_only_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not [r for r in closing._reapers if not r._thread.is_alive()]
 
 
-@pytest.mark.parametrize("ends", ["model = None", "sys.exit(0)", "raise KeyError"])
+@pytest.mark.parametrize("ends", quick(["model = None", "sys.exit(0)", "raise KeyError"], ["raise KeyError"]))
 def test_the_end_of_the_program_closes_what_is_open(tmp_path: Path, ends: str) -> None:
     script = f"""
 import faulthandler, sys

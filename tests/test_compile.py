@@ -3,6 +3,7 @@ budget that is accepted and at a large one, and nothing is compiled again from s
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import infinity
 
 from .models import Block
 from .offloaded import config_for
+from .quick import quick
 from .test_doors import least
 
 STEPS = 3
@@ -155,9 +157,13 @@ def check(
     assert found["memory/device_units_peak(GiB)"] * 2**30 <= config.device_memory
 
 
-@pytest.mark.parametrize("budget", ["least", "large"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "when", "budget"),
+    quick(
+        itertools.product(FORMS, ["before", "after"], ["least", "large"]),
+        [("block.compile()", "before", "least"), ("torch.compile(model)", "after", "large")],
+    ),
+)
 def test_inductor(form: str, when: str, budget: str, tmp_path: Path) -> None:
     check(form, when, "inductor", budget, tmp_path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import infinity
 from infinity.core.errors import BudgetError
 
 from .offloaded import config_for
+from .quick import quick
 
 WIDTH, LAYERS = 64, 5
 Tensors = list[torch.Tensor]
@@ -689,8 +691,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("where", ["host", "nvme"])
-@pytest.mark.parametrize("budget", ["least", "large"])
+@pytest.mark.parametrize(
+    ("budget", "where"),
+    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
+)
 @pytest.mark.parametrize("name", DOORS)
 def test_door(name: str, budget: str, where: str, tmp_path: Path) -> None:
     wanted = [t.detach().clone() for t in by_torch(name)]

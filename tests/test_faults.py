@@ -34,6 +34,7 @@ from infinity.core.errors import (
 
 from . import fault_runs, models
 from .faults import FaultFS, build, missing_means
+from .quick import quick
 
 _ROOT = Path(__file__).parents[1]
 #: In a shell: `INFINITY_FAULT_SEED=7 pytest tests/test_faults.py` draws another sample.
@@ -119,6 +120,7 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
 
 
 @pytest.mark.root
+@pytest.mark.serial
 @pytest.mark.timeout(600)
 def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error() -> None:
     need_means()
@@ -483,15 +485,22 @@ finally:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.serial
 @pytest.mark.parametrize(
-    ("backend", "update", "closes"),
-    [
-        ("libaio", "overlap", ""),
-        ("threads", "overlap", ""),
-        ("libaio", "overlap", "closes"),
-        ("threads", "delayed", "closes"),
-    ],
+    ("backend", "update", "closes", "op"),
+    quick(
+        [
+            (*how, op)
+            for how in (
+                ("libaio", "overlap", ""),
+                ("threads", "overlap", ""),
+                ("libaio", "overlap", "closes"),
+                ("threads", "delayed", "closes"),
+            )
+            for op in ("read", "write")
+        ],
+        [("threads", "overlap", "", "write"), ("libaio", "overlap", "closes", "read")],
+    ),
 )
 def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
     faultfs: Path, tmp_path: Path, backend: str, update: str, closes: str, op: str
@@ -527,6 +536,7 @@ def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
 
 
 @pytest.mark.root
+@pytest.mark.serial
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_drive_that_stops_answering(faultfs: Path, tmp_path: Path, op: str) -> None:
     """Once it answers again nothing is left behind but the arena, which is the next run's."""

@@ -145,6 +145,7 @@ def test_a_person_sees_tables_and_warnings(tmp_path: Path) -> None:
     assert "[1/4]" in done.stderr
 
 
+@pytest.mark.serial  # in a directory that others know too
 def test_memory_is_not_taken_for_a_drive() -> None:
     found = bench("io", "/dev/shm", *SMALL, "--quick", "--pattern", "read")
     assert any("answers from memory" in text for text in found["warnings"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from .cgroup import run_limited, unavailable
+from .quick import quick
 
 _ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -112,7 +113,7 @@ def imported() -> int:
     return int(found.stdout) * 1024
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
 def test_host_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
     """Three sizes, everything on NVMe: the peak stays within the budgets plus activations, and
     its slope is far below a byte per parameter."""
@@ -137,7 +138,9 @@ def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
     assert 0.6 * planned <= result["measured"] <= planned + 16 * MIB, result
 
 
+@pytest.mark.full
 @pytest.mark.root
+@pytest.mark.serial
 def test_a_state_eight_times_the_memory_gives_the_same_bits(tmp_path: Path) -> None:
     """In a memory cgroup; what torch takes when it is imported differs from build to build."""
     limit = imported() + 300 * MIB

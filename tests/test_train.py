@@ -26,6 +26,8 @@ from infinity.cli.settings import read_run
 from infinity.cli.train import train
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 
+from .quick import quick
+
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
 
 
@@ -409,7 +411,7 @@ def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: st
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", quick([False, True], [True]))
 def test_a_log_without_room_does_not_end_the_run(as_json: bool, text: str, nvme: str, tmp_path: Path) -> None:
     with _small_disk(tmp_path / "small") as small:
         log = small / "log.jsonl"
