@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +43,16 @@ class Found(NamedTuple):
     masters: list[torch.Tensor]
 
 
-def plain(case: Case, dtype: torch.dtype, steps: int, warmup: int, look: tuple[int, ...] = ()) -> Found:
-    """θ_t = Adam(θ_{t−1}, ∇L_t(θ_{t−2})) after `warmup` steps, in plain torch."""
-    model, found = case.model, Found([], [], [])
+@functools.cache
+def plain(
+    name: str, dtype: torch.dtype, steps: int, warmup: int, look: tuple[int, ...] = (), **sizes: Any
+) -> Found:
+    """θ_t = Adam(θ_{t−1}, ∇L_t(θ_{t−2})) after `warmup` steps, in plain torch.
+
+    Several tests have what it returns: only for looking at.
+    """
+    this = case(name, **sizes)
+    model, found = this.model, Found([], [], [])
     params = list(model.parameters())
     newest = [p.detach().float().clone() for p in params]
     moments = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in params]
@@ -57,7 +65,7 @@ def plain(case: Case, dtype: torch.dtype, steps: int, warmup: int, look: tuple[i
     fill(newest)
     for t in range(1, steps + 1):
         before = [n.clone() for n in newest]
-        loss = case.loss(model, case.batches[t % len(case.batches)])
+        loss = this.loss(model, this.batches[t % len(this.batches)])
         loss.backward()
         found.losses.append(loss.item())
         options = {"lr": 1e-3 * t, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -68,7 +76,7 @@ def plain(case: Case, dtype: torch.dtype, steps: int, warmup: int, look: tuple[i
                 p.grad = None
         if t in look:
             fill(newest)
-            found.seen.append(glance(case))
+            found.seen.append(glance(this))
         fill(before if t > warmup else newest)  # what the forward of step t+1 sees
     found.masters.extend(newest)
     return found
@@ -134,21 +142,21 @@ def check(found: Found, wanted: Found) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_equals_a_plain_loop(tmp_path: Path, name: str, placement: str) -> None:
-    wanted = plain(case(name), torch.float32, 9, WARMUP)
+    wanted = plain(name, torch.float32, 9, WARMUP)
     check(offloaded(case(name), delayed(tmp_path, placement), 9), wanted)
-    assert wanted.losses != plain(case(name), torch.float32, 9, 9).losses  # the delay shows
+    assert wanted.losses != plain(name, torch.float32, 9, 9).losses  # the delay shows
 
 
 @pytest.mark.parametrize("placement", ["nvme", "host", "state on nvme", "split"])
 def test_equals_a_plain_loop_in_bf16(tmp_path: Path, placement: str) -> None:
-    wanted = plain(case("gpt", tied=True), torch.bfloat16, 9, WARMUP)
+    wanted = plain("gpt", torch.bfloat16, 9, WARMUP, tied=True)
     check(offloaded(case("gpt", tied=True), delayed(tmp_path, placement, dtype="bf16"), 9), wanted)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_eval_sees_the_newest_and_changes_nothing(tmp_path: Path, placement: str) -> None:
     look = (1, 3, 4, 5, 8)
-    wanted = plain(case("gpt"), torch.float32, 9, WARMUP, look)
+    wanted = plain("gpt", torch.float32, 9, WARMUP, look)
     check(offloaded(case("gpt"), delayed(tmp_path, placement), 9, look), wanted)
 
 
@@ -170,10 +178,10 @@ def test_looks_at_the_newest_change_nothing(tmp_path: Path, placement: str) -> N
         for a, b in zip(saved or held, held, strict=True):
             assert torch.equal(a, b)
 
-    wanted = plain(case("gpt"), torch.float32, 7, WARMUP)
+    wanted = plain("gpt", torch.float32, 7, WARMUP)
     check(offloaded(case("gpt"), delayed(tmp_path, placement), 7, between=look), wanted)
     for t in range(1, 8):
-        masters = plain(case("gpt"), torch.float32, t, WARMUP).masters
+        masters = plain("gpt", torch.float32, t, WARMUP).masters
         for a, b in zip(newest[t - 1], masters, strict=True):
             assert torch.equal(a, b)
 
@@ -183,7 +191,7 @@ def test_flush_publishes_the_newest(tmp_path: Path, placement: str) -> None:
     def flush(adam: OffloadOptimizer, t: int) -> None:
         infinity.flush(adam)
 
-    wanted = plain(case("gpt"), torch.float32, 8, 8)
+    wanted = plain("gpt", torch.float32, 8, 8)
     check(offloaded(case("gpt"), delayed(tmp_path, placement), 8, between=flush), wanted)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
 import warnings
@@ -635,10 +636,13 @@ def one_operator_over_two_units(model: Any, optimizer: Any, api: Api) -> Tensors
 # -- running them --------------------------------------------------------------------------------
 
 
+@functools.cache
 def by_torch(name: str) -> Tensors:
+    """What torch comes to. Many tests have it: only for looking at."""
     make, program = DOORS[name]
     model = make()
-    return program(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1), Api())
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+    return [t.detach().clone() for t in program(model, adam, Api())]
 
 
 def least(make: Callable[[], nn.Module], config: infinity.Config, setting: str) -> int:
@@ -697,14 +701,14 @@ def _one_thread() -> None:
 )
 @pytest.mark.parametrize("name", DOORS)
 def test_door(name: str, budget: str, where: str, tmp_path: Path) -> None:
-    wanted = [t.detach().clone() for t in by_torch(name)]
+    wanted = by_torch(name)
     for mode in ("sync", "overlap", "delayed"):
         assert_close(by_engine(name, tmp_path, budget, where, mode), wanted)
 
 
 @pytest.mark.parametrize("name", DOORS)
 def test_door_with_parameters_on_the_device(name: str, tmp_path: Path) -> None:
-    wanted = [t.detach().clone() for t in by_torch(name)]
+    wanted = by_torch(name)
     for mode in ("sync", "overlap", "delayed"):
         found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
         assert_close(found, wanted)

@@ -23,6 +23,7 @@ from infinity.core.turn import Turn
 
 from .models import case
 from .offloaded import config_for
+from .quick import quick
 
 NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
 
@@ -58,7 +59,7 @@ def _look(name: str, things: tuple[Any, ...], trained: threading.Event, errors: 
         errors.append(error)
 
 
-@pytest.mark.parametrize("update", ["sync", "overlap"])
+@pytest.mark.parametrize("update", quick(["sync", "overlap"], ["overlap"]))
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: Path) -> None:
     found = []
