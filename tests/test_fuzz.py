@@ -29,9 +29,9 @@ def cases_in(output: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("first", "last"), quick([(0, 40), (40, 200)], [(0, 40)]))
-def test_random_programs_do_what_torch_does(first: int, last: int) -> None:
-    assert cases_in(run("--seeds", f"{first}:{last}")) == last - first
+@pytest.mark.parametrize("first", quick(range(0, 200, 40), [0]))
+def test_random_programs_do_what_torch_does(first: int) -> None:
+    assert cases_in(run("--seeds", f"{first}:{first + 40}")) == 40
 
 
 @pytest.mark.slow
