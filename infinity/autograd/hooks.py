@@ -164,7 +164,7 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._guard.check_autocast(scope.name)
             self._guard.check_replaced(scope)
-            if not self._depth and not _in_backward():
+            if not self._depth and not in_backward():
                 self._check_given()
             call = _Call(scope, self._residency.shows_newest)
             if not in_backward():
