@@ -142,7 +142,7 @@ bench: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/python benchmarks/optimizer_step.py --directory runs/bench --output runs/bench/optimizer_step.json
 	$(BIN)/python benchmarks/whole_step.py --directory runs/bench --output runs/bench/whole_step.json
 	if command -v fio >/dev/null; then \
-	  $(BIN)/python benchmarks/io_fio.py --directory runs/bench --json runs/bench/io_fio.json; fi
+	  $(BIN)/python benchmarks/io_fio.py --directory runs/bench --output runs/bench/io_fio.json; fi
 
 clean:
 	rm -rf $(VENV) $(CLEAN) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,11 +8,12 @@ Cases: whole steps (forward, backward, `step()`, update="overlap", fp32, one seq
 the same gradients each time.
 
 Each case has two child processes, one of each checkout (its own `infinity`, its own native modules, this
-interpreter). Where a process's memory happens to lie makes it some percent faster or slower for as long as
-it lives, so both are replaced by new ones every --fresh pairs. A *turn* is a burst of steps and ends when all
-of it is complete, what goes on behind the last step included, so that nobody works in the other's turn. A
-*pair* is a turn of each, old first in one pair and new first in the next (ABBA), so that a machine that
-becomes faster or slower favours nobody. A pair's ratio is new ÷ old of the seconds of a turn.
+interpreter and this script, which knows of either only what a user does). Where a process's memory happens
+to lie makes it some percent faster or slower for as long as it lives, so both are replaced by new ones every
+--fresh pairs. A *turn* is a burst of steps and ends when all of it is complete, what goes on behind the last
+step included, so that nobody works in the other's turn. A *pair* is a turn of each, old first in one pair
+and new first in the next (ABBA), so that a machine that becomes faster or slower favours nobody. A pair's
+ratio is new ÷ old of the seconds of a turn.
 
 The figure is the median of the ratios. Its 95 % bounds are order statistics: the k-th smallest and the k-th
 largest ratio, with the largest k for which the median of what the ratios are drawn from lies outside in at
@@ -24,45 +25,68 @@ is above 1.06 pairs are added, up to --most. Have nothing else run on the machin
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from children import Child, lines, tell
+from gpt2 import GPT2
 
 WHOLE = ("state-on-host", "all-on-host", "state-on-nvme", "all-on-nvme")
 OPTIMIZER = {"optimizer-on-host": "state-on-host", "optimizer-on-nvme": "state-on-nvme"}
 FALLS_SHORT, ADD_PAIRS = 1.03, 1.06
-PACKAGES = ("torch", "transformers")
 
 
-# -- a child: nothing but its own checkout is imported ------------------------------------------
+# -- a child: of infinity nothing but its own checkout is imported, and by public names ---------
 
 
-def serve(tree: str, case: str, task_json: str) -> None:
-    """Build the contestant; for each line take as many steps as it says."""
-    from infinity.cli.bench import step_child as child
-
-    if not Path(child.__file__ or "").resolve().is_relative_to(Path(tree).resolve()):
-        sys.exit(f"Error: infinity of {child.__file__}, not of {tree}")
-    task = child.Task.from_json(task_json)
-    if case in WHOLE:
-        return child.serve(task)
+def serve(tree: str, text: str) -> None:
+    """Build the model; for each line take as many steps as it says."""
     import torch
 
-    torch.set_num_threads(task.threads)
-    who = child.build_infinity(task)
-    who.backward(task.model.loss_of(task.batch, task.tokens, who.device)(who.model))
-    who.settle()
-    child.tell({"params": who.numel, "threads": torch.get_num_threads()})
-    for line in child.lines():
+    import infinity
+
+    if not Path(infinity.__file__).resolve().is_relative_to(Path(tree).resolve()):
+        sys.exit(f"Error: infinity of {infinity.__file__}, not of {tree}")
+    task = json.loads(text)
+    torch.set_num_threads(task["settings"]["threads"])
+    gpt2 = GPT2(**task["model"])
+    config = infinity.Config(**task["settings"])
+    with infinity.init(config):
+        model = gpt2.build()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    model, optimizer = infinity.wrap(model, adam, config)
+    engine = engine_of(model)
+    loss_of = gpt2.loss_of(task["tokens"], engine.device.torch_device)
+    if not task["whole"]:
+        loss_of(model).backward()
+        engine.store.flush()
+    tell({"params": gpt2.parameters, "threads": torch.get_num_threads()})
+    for line in lines():
         begin = time.perf_counter()
         for _ in range(int(line)):
-            who.engine.optimizer.step()  # the gradients stay, so that each step has the same work
-        who.settle()
-        child.tell({"seconds": (time.perf_counter() - begin) / int(line)})
-    who.close()
+            if task["whole"]:
+                loss_of(model).backward()
+            optimizer.step()
+            if task["whole"]:  # else the gradients stay, so that each step has the same work
+                optimizer.zero_grad()
+        engine.quiesce()
+        engine.store.flush()
+        tell({"seconds": (time.perf_counter() - begin) / int(line)})
+    infinity.close(optimizer)
+
+
+def engine_of(model: Any) -> Any:
+    """Return the engine of a wrapped model, in whichever folder its checkout has the code: the module of
+    `wrap` has always been the engine's."""
+    import infinity
+
+    return importlib.import_module(infinity.wrap.__module__).engine_of(model)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -102,30 +126,22 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
     """Return the figures and all samples of one case."""
     import common
 
-    from infinity.cli.bench.step_case import Request, task_of
+    from infinity.cli.bench.step_run import settings_of
 
-    request = Request(
-        model=common.model_of(args),
-        directory=folder,
-        tokens=args.tokens,
-        threads=args.threads,
-        settings=json.loads(args.config),
-    )
-    update = "infinity-overlap" if case in WHOLE else "infinity-sync"
-    tasks = {
-        who: task_of(update, OPTIMIZER.get(case, case), os.path.join(folder, f"{case}-{who}"), request)
-        for who in trees
-    }
+    model, update = common.model_of(args), "overlap" if case in WHOLE else "sync"
+    settings = settings_of(OPTIMIZER.get(case, case), update, model.largest_unit)
+    task = {"model": asdict(model), "tokens": args.tokens, "whole": case in WHOLE}
+    settings |= {"device": "cpu", "dtype": "fp32", "threads": args.threads, **json.loads(args.config)}
     pairs: list[dict[str, Any]] = []
     while True:
-        children: dict[str, common.Child] = {}
+        children: dict[str, Child] = {}
         try:
             for who, tree in trees.items():
                 paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-                command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), case]
-                children[who] = common.Child(
+                text = json.dumps({**task, "settings": {**settings, "nvme": os.path.join(folder, who)}})
+                children[who] = Child(
                     who,
-                    [*command, tasks[who].as_json()],
+                    [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), text],
                     env={"PYTHONPATH": os.pathsep.join(paths)},
                     timeout=args.timeout,
                 )
@@ -146,27 +162,18 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
                 return {**found, "ready": ready, "samples": pairs}
 
 
-def commit_of(tree: Path) -> str | None:
-    """Return the commit of a checkout, with ``-dirty`` if it was changed; None: it is none."""
-    import subprocess
-
-    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return done.stdout.strip() or None
-
-
 def main() -> int:
     """Measure, print a table, write the JSON; 1 if a case falls short."""
     import common
 
-    parser = common.arguments(__doc__)
+    from infinity.cli.measure import scratch
+
+    parser = common.step_arguments(__doc__)
     parser.add_argument("--old", type=Path, required=True, help="the other checkout, built")
     parser.add_argument("--cases", nargs="+", choices=(*WHOLE, *OPTIMIZER), default=[*WHOLE, *OPTIMIZER])
     parser.add_argument("--most", type=int, default=31, help="most pairs of a case; --rounds is the least")
     parser.add_argument("--fresh", type=int, default=4, help="pairs that two processes live for")
     parser.add_argument("--burst", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for a start or a turn")
     args = parser.parse_args()
     trees = {"old": args.old.resolve(), "new": common.ROOT}
     for tree in trees.values():
@@ -174,12 +181,12 @@ def main() -> int:
             if not list((tree / "infinity").glob(f"{module}*.so")):
                 parser.error(f"{tree} has no {module}: build it with `python setup.py build_ext --inplace`")
     hardware = common.hardware(args.directory)
-    commits = {who: commit_of(tree) for who, tree in trees.items()}
+    commits = {who: common.commit_of(tree) for who, tree in trees.items()}
     found: dict[str, Any] = {}
     for case in args.cases:
-        with common.scratch(args.directory) as folder:
+        with scratch(args.directory) as folder:
             for who in trees:
-                os.makedirs(os.path.join(folder, f"{case}-{who}"))
+                os.makedirs(os.path.join(folder, who))
             row = found[case] = measure(case, trees, folder, args)
         seconds = f"new {row['new_seconds']:.3f} s ÷ old {row['old_seconds']:.3f} s"
         span = f"({row['low']:.3f}–{row['high']:.3f}, {row['pairs']} pairs)"
@@ -195,7 +202,7 @@ def main() -> int:
                 "pairs_of_two_processes": args.fresh,
                 "warmup_turns": args.warmup,
                 "hardware": hardware,
-                "versions": common.versions(*PACKAGES),
+                "versions": common.versions(),
                 "cases": found,
             },
         )
@@ -204,6 +211,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(*sys.argv[2:5])
+        serve(*sys.argv[2:4])
     else:
         sys.exit(main())

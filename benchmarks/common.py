@@ -1,7 +1,4 @@
-"""What the benchmarks share: options, what a machine is, results as JSON.
-
-Contestants and their children are those of `infinity bench step`.
-"""
+"""What the benchmarks share: options, turns and their ratios, what a machine is, results as JSON."""
 
 from __future__ import annotations
 
@@ -13,26 +10,44 @@ import os
 import platform
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from importlib import metadata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import runner
+from gpt2 import GPT2
+from runner import ROOT
+
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
-from infinity.cli.bench.contest import Child, lines, tell  # noqa: E402
-from infinity.cli.bench.step_case import start  # noqa: E402
-from infinity.cli.bench.step_child import ADAMW, Model, Task  # noqa: E402
-from infinity.cli.bench.step_rounds import median, paired  # noqa: E402
-from infinity.cli.measure import scratch  # noqa: E402
+PACKAGES = ("torch", "transformers", "infinity-offload")
 
-__all__ = ["ADAMW", "Child", "Model", "Task", "lines", "median", "paired", "scratch", "start", "tell"]
 
-#: GPT-2 with 203 M parameters, the size that the peers' figures are for.
-GPT2 = {"layers": 12, "width": 1024, "vocabulary": 50257, "positions": 256}
+# -- turns --------------------------------------------------------------------------------------
+
+
+def turns(names: Sequence[str], warmup: int, rounds: int) -> Iterator[tuple[str, bool]]:
+    """Yield whose turn is next, and whether it counts: in every round each has one, in an order that
+    rotates, so that a slow moment of the machine meets all of them."""
+    for turn in range(warmup + rounds):
+        at = turn % len(names)
+        for name in [*names[at:], *names[:at]]:
+            yield name, turn >= warmup
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return how many times as fast the first is: ratio of the medians, median of the ratios of the
+    rounds, and the lowest and highest of those."""
+    ratios = [t / o for o, t in zip(ours, theirs, strict=True)]
+    return {
+        "of_medians": round(statistics.median(theirs) / statistics.median(ours), 4),
+        "median_of_rounds": round(statistics.median(ratios), 4),
+        "lowest": round(min(ratios), 4),
+        "highest": round(max(ratios), 4),
+    }
 
 
 # -- what is measured on ----------------------------------------------------------------------
@@ -88,38 +103,33 @@ def hardware(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """Return versions of this interpreter, of infinity's commit and of `packages`."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    found["commit"] = git.stdout.strip() or None
-    return found
+def versions() -> dict[str, str | None]:
+    """Return versions of this interpreter, of infinity's commit and of the packages that are measured."""
+    found: dict[str, str | None] = {**dict.fromkeys(PACKAGES), **runner.versions(*PACKAGES)}
+    return {**found, "commit": commit_of(ROOT)}
 
 
-# -- results ----------------------------------------------------------------------------------
+def commit_of(tree: Path) -> str | None:
+    """Return the commit of a checkout, with ``-dirty`` if it was changed; None: it is none."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() or None
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes."""
+# -- options, results -------------------------------------------------------------------------
+
+
+def arguments(description: str | None, *, directory: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with what every benchmark takes; `directory`: and what those on a drive take."""
     # So that a benchmark that is told to end takes its files and children along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--directory", default=".", help="on the drive to measure; a folder is made in it")
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds (a median needs 7)")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before those")
+    if directory:
+        parser.add_argument(
+            "--directory", default=".", help="on the drive to measure; a folder is made in it"
+        )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--deepspeed-python",
@@ -127,10 +137,25 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         help="an interpreter that has DeepSpeed and transformers",
     )
     parser.add_argument("--output", type=Path, help="a JSON file")
-    for name in ("layers", "width", "vocabulary", "positions"):
-        parser.add_argument(f"--{name}", type=int, default=GPT2[name])
-    parser.add_argument("--tokens", type=int, default=128, help="per step, in one sequence")
     return parser
+
+
+def step_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with what the benchmarks of steps take besides."""
+    parser = arguments(description)
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds (a median needs 7)")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before those")
+    for name in ("layers", "width", "vocabulary", "positions"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(GPT2, name))
+    parser.add_argument("--tokens", type=int, default=128, help="per step, in one sequence")
+    parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a turn")
+    return parser
+
+
+def model_of(args: argparse.Namespace) -> GPT2:
+    """Return the model that the options describe."""
+    return GPT2(**{name: getattr(args, name) for name in ("layers", "width", "vocabulary", "positions")})
 
 
 def publish(path: Path | None, result: dict[str, Any]) -> None:
@@ -150,18 +175,3 @@ def publish(path: Path | None, result: dict[str, Any]) -> None:
 def _public(words: Sequence[str]) -> list[str]:
     """Return the command line without the paths of this machine."""
     return [os.path.basename(w.rstrip("/")) if w.startswith("/") else w for w in words]
-
-
-# -- the model --------------------------------------------------------------------------------
-
-
-def model_of(args: argparse.Namespace) -> Model:
-    """Return the GPT-2 of transformers that the options describe."""
-    return Model(
-        kind="gpt2",
-        layers=args.layers,
-        width=args.width,
-        heads=max(1, args.width // 64),
-        vocab=args.vocabulary,
-        context=args.positions,
-    )

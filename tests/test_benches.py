@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -189,20 +188,3 @@ def test_every_kind_of_memory_crosses_the_link() -> None:
     rates = {(row["kind"], row["direction"]): row["bytes_per_second"] for row in found["rows"]}
     for direction in ("h2d", "d2h"):
         assert rates["registered", direction] > rates["pageable", direction]
-
-
-def test_bounds_of_ratios_against_another_commit() -> None:
-    path = Path(__file__).parents[1] / "benchmarks" / "against_commit.py"
-    spec = importlib.util.spec_from_file_location("against_commit", path)
-    assert spec is not None
-    assert spec.loader is not None
-    against = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(against)
-    assert against.bounds([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]) == (5.0, 2.0, 8.0)
-    assert against.bounds([float(i) for i in range(1, 7)]) == (3.5, 1.0, 6.0)
-    assert against.bounds([1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
-    assert against.bounds([float(i) for i in range(1, 26)]) == (13.0, 8.0, 18.0)
-    pairs = [{"old": {"seconds": 1.0}, "new": {"seconds": 1.031 + i / 1e4}} for i in range(9)]
-    assert against.figures(pairs)["falls_short"]
-    pairs[0]["new"]["seconds"] = pairs[1]["new"]["seconds"] = 1.0
-    assert not against.figures(pairs)["falls_short"]

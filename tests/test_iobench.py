@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from infinity.cli.bench import io_show
+from infinity.cli import console
 from infinity.cli.bench.group import bench_group
 from infinity.cli.bench.io import Request, cases_of, choose_size, keep_what_fits, settings_of
 from infinity.cli.bench.io_case import run_pass
@@ -171,7 +171,7 @@ def test_a_plot_or_the_reason_why_there_is_none(tmp_path: Path, monkeypatch: pyt
         assert drawn.read_bytes().startswith(b"\x89PNG")
         assert "out.xyz" in str(refused(*arguments, str(tmp_path / "out.xyz")))
     assert isinstance(refused(*arguments, "/missing/out.png"), ConfigError)
-    monkeypatch.setattr(io_show.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(console.importlib.util, "find_spec", lambda name: None)
     error = refused(*arguments, str(drawn))
     assert "infinity-offload[plot]" in str(error.cure)
 

@@ -18,7 +18,7 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.bench.io_show import check_plot
+from infinity.cli.console import check_plot
 from infinity.cli.main import run
 from infinity.cli.roofline import Span, analyse, spans_of, window_of
 from infinity.cli.trace_file import read_trace

@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner
 
 from infinity.cli.bench.io_load import Settings
-from infinity.cli.bench.io_show import Teller
+from infinity.cli.console import status_line
 from infinity.cli.tune import Tuner, as_yaml, find, smallness, tune_command
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
@@ -114,7 +114,7 @@ def saturating(settings: Settings) -> float:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_smallest_that_is_as_good_is_taken(seed: int) -> None:
-    with Teller(quiet=True) as tell:
+    with status_line(quiet=True) as tell:
         chosen, measured = find(MadeUp(saturating, 0.01, seed), ("libaio", "uring", "threads"), tell, 0.3)
     assert chosen.backend in ("libaio", "uring")
     assert 8 * MiB <= chosen.block_bytes * chosen.queue_depth <= 16 * MiB
@@ -127,7 +127,7 @@ def test_a_backend_that_is_better_wins(seed: int) -> None:
     def rate(settings: Settings) -> float:
         return saturating(settings) * (2 if settings.backend == "uring" else 1)
 
-    with Teller(quiet=True) as tell:
+    with status_line(quiet=True) as tell:
         chosen, _ = find(MadeUp(rate, 0.03, seed), ("libaio", "uring", "threads"), tell, 0.3)
     assert chosen.backend == "uring"
 

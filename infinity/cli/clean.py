@@ -12,12 +12,14 @@ from infinity.core.errors import DirectoryError
 from infinity.core.sizes import format_size
 from infinity.storage.leftovers import Found, arenas
 
+from .options import absolute, directories_argument, json_option
+
 _SAID = {"dead": "removed", "live": "kept: a run has it", "foreign": "kept"}
 
 
 @click.command("clean")
-@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@directories_argument
+@json_option
 def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
     """Remove the arenas that killed runs have left in each DIR.
 
@@ -25,7 +27,7 @@ def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
     removed here by itself.
     """
     found: list[Found] = []
-    for directory in dict.fromkeys(map(os.path.abspath, directories)):
+    for directory in absolute(directories):
         found += clean(directory)
     if as_json:
         rows = [

@@ -21,6 +21,7 @@ from infinity.hardware import cores, probe
 from infinity.version import __version__
 
 from .doctor_directory import ERROR, OK, WARNING, Finding, directory
+from .options import absolute, json_option
 
 DISTRIBUTION: Final = "infinity-offload"
 _PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
@@ -306,13 +307,13 @@ def worst(findings: Sequence[Finding]) -> str:
 
 @click.command("doctor")
 @click.argument("directories", nargs=-1, metavar="[DIR...]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
     """Look over this machine and, if named, directories on NVMe drives; say what to change.
 
     Exit code 0: everything works, warnings or not; 1: something does not work.
     """
-    findings = examine(tuple(dict.fromkeys(map(os.path.abspath, directories))))
+    findings = examine(absolute(directories))
     status = worst(findings)
     if as_json:
         result: dict[str, Any] = {"status": status, "findings": [f._asdict() for f in findings]}

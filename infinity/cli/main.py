@@ -24,6 +24,7 @@ from .ending import (
     print_anything,
     say_ended,
 )
+from .options import LazyGroup
 from .shown import error_as_dict, show_error
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
@@ -62,20 +63,14 @@ class _Stopped(Exception):
     """An interrupt, or a signal that ends a command: `__cause__`. click would make its own of it."""
 
 
-class _Verbs(click.Group):
-    """A group whose commands are imported when they are asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all verbs, in the order of the table."""
-        return list(VERBS)
+class _Verbs(LazyGroup):
+    """The verbs. An interrupt ends one as an exception that click leaves alone."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a verb."""
-        if cmd_name not in VERBS:
-            return None
-        module, attribute, _ = VERBS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        close_on_signals()
+        """Import a verb; from then on signals close what it has open."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            close_on_signals()
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -85,13 +80,13 @@ class _Verbs(click.Group):
         except KeyboardInterrupt as error:
             raise _Stopped from error
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs without importing them."""
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in VERBS.items()])
 
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Verbs,
+    title="Verbs",
+    table=VERBS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="infinity")
 def cli() -> None:
     """Train PyTorch models whose state does not fit on the device or in host memory."""

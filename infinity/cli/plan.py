@@ -16,6 +16,7 @@ from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
 from .machine import FIGURE, is_figure, load_machine
+from .options import json_option
 from .progress import finite
 from .settings import RunCommand, read_run, run_options
 
@@ -108,7 +109,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
 @click.option("--link", type=float, help="GB/s between host and device.")
 @click.option("--dram", type=float, help="GB/s of host memory.")
 @click.option("--tflops", type=float, help="TFLOP/s that the device reaches.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def plan_command(
     config_file: str | None,
     machine_file: str | None,

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from infinity.cli.bench.io_show import check_plot, gigabytes, save_figure, wide_console
 from infinity.core.sizes import format_size
 
+from .console import check_plot, figure_in, gigabytes, table_of, wide_console
+from .options import json_option
 from .roofline import analyse, spans_of, union, window_of
 from .trace_file import read_trace
 
@@ -37,7 +36,7 @@ _TRACKS: Final = {
 @click.command("trace")
 @click.argument("file")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw it: one step and the roofline (matplotlib).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def trace_command(file: str, plot_file: str | None, as_json: bool) -> int:
     """Say where the time of a step went, and what bounds it.
 
@@ -61,17 +60,16 @@ def show(result: Mapping[str, Any]) -> None:
     console = wide_console()
     step = result["step_seconds"]
     title = f"{result['steps']} steps of {_seconds(step)}: where the user's thread was"
-    where = Table("", "per step", "of it", title=title, title_justify="left", box=box.SIMPLE)
+    where = table_of("", "per step", "of it", title=title)
     for name, value in result["where"].items():
         if value >= 0.0005 * step or name == "compute":
             phases = ""
             if name == "compute" and result["phases"]:
                 phases = f" ({', '.join(f'{k} {_seconds(v)}' for k, v in result['phases'].items())})"
             where.add_row(name + phases, _seconds(value), f"{value / step:.1%}")
-    _right(where)
     console.print(where)
     title = "What each resource needs at its bandwidth"
-    roof = Table("", "bytes", "GB/s", "needs", "of a step", title=title, title_justify="left", box=box.SIMPLE)
+    roof = table_of("", "bytes", "GB/s", "needs", "of a step", title=title)
     for resource in result["resources"]:
         rate = gigabytes(resource["bandwidth"]) if resource["bytes"] else "–"
         roof.add_row(
@@ -81,7 +79,6 @@ def show(result: Mapping[str, Any]) -> None:
             _seconds(resource["seconds"]),
             f"{resource['share']:.1%}",
         )
-    _right(roof)
     console.print(roof)
     waited = {unit: kinds["stall"] for unit, kinds in result["units"].items() if "stall" in kinds}
     worst = sorted(waited, key=lambda unit: -waited[unit])[:_WORST]
@@ -110,12 +107,6 @@ def _notes(console: Console, result: Mapping[str, Any]) -> None:
         )
 
 
-def _right(table: Table) -> None:
-    for column in table.columns[1:]:
-        column.justify = "right"
-        column.no_wrap = True
-
-
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
@@ -126,11 +117,11 @@ def plot(content: Mapping[str, Any], result: Mapping[str, Any], path: str) -> No
     Raises:
         ConfigError: matplotlib does not know the format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    with figure_in(path, 12, 7) as figure:
+        _draw(figure, content, result)
 
-    figure = Figure(figsize=(12, 7))
-    FigureCanvasAgg(figure)
+
+def _draw(figure: Any, content: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 2])
     spans = spans_of(content)
     (_, last), _ = window_of(content, spans)
@@ -156,5 +147,3 @@ def plot(content: Mapping[str, Any], result: Mapping[str, Any], path: str) -> No
     lower.set_xlabel(f"seconds needed per step; efficiency {result['efficiency']:.1%}")
     lower.legend(loc="lower right")
     figure.suptitle(result["sentence"], fontsize=9, wrap=True)
-    figure.tight_layout()
-    save_figure(figure, path)

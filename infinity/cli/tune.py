@@ -11,11 +11,10 @@ hold fewer bytes in flight, so what is urgent waits less.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
@@ -24,7 +23,8 @@ from infinity.cli.bench.io import Request as Sizing
 from infinity.cli.bench.io import choose_size
 from infinity.cli.bench.io_case import run_pass
 from infinity.cli.bench.io_load import Job, Load, Settings, check_directory
-from infinity.cli.bench.io_show import Teller, gigabytes, wide_console
+from infinity.cli.console import gigabytes, status_line, wide_console
+from infinity.cli.options import absolute, directories_argument, json_option
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
@@ -115,7 +115,7 @@ def rivals(tuner: Tuner, best: Settings, worth: float) -> list[Settings]:
 
 
 def find(
-    tuner: Tuner, backends: Sequence[str], tell: Teller, seconds: float
+    tuner: Tuner, backends: Sequence[str], tell: Callable[[str], None], seconds: float
 ) -> tuple[Settings, dict[str, Any]]:
     """Return the settings, and how they were found (rates in bytes per second).
 
@@ -167,7 +167,7 @@ def find(
     }
 
 
-def tune(directory: str, seconds: float, tell: Teller) -> tuple[Settings, dict[str, Any]]:
+def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[Settings, dict[str, Any]]:
     """Find the settings for one directory in about `seconds`."""
     check_directory(directory)
     backends = [name for name, verdict in available_backends(directory).items() if verdict == "ok"]
@@ -207,10 +207,10 @@ def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
 
 
 @click.command("tune")
-@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
+@directories_argument
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="In all.")
 @click.option("--store/--no-store", default=True, help="Keep the result, so that auto uses it.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_json: bool) -> int:
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
@@ -218,11 +218,11 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
     Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
     result cannot be kept; it is printed then, too.
     """
-    places = list(dict.fromkeys(map(os.path.abspath, directories)))
+    places = absolute(directories)
     for directory in places:
         check_directory(directory)
     results, kept, lost = [], None, None
-    with Teller(quiet=as_json) as tell:
+    with status_line(quiet=as_json) as tell:
         for directory in places:
             settings, measured = tune(directory, seconds / len(places), tell)
             if store:

@@ -22,14 +22,15 @@ from typing import Any, Final
 import click
 
 from infinity.cli.bench.io_load import check_directory
-from infinity.cli.bench.io_show import Teller, wide_console
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
 
+from .console import status_line, wide_console
 from .measure import scratch
+from .options import device_option, json_option
 from .progress import finite
 from .verify_run import (
     CLIP,
@@ -262,8 +263,8 @@ def show(result: dict[str, Any]) -> None:
 
 @click.command("verify")
 @click.option("--nvme", "directory", default=".", metavar="DIR", help="On an NVMe drive. Default: here.")
-@click.option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@device_option
+@json_option
 def verify_command(directory: str, device: str | None, as_json: bool) -> int:
     """Check that every placement and update mode gives the same bits on this machine, in a minute.
 
@@ -274,7 +275,7 @@ def verify_command(directory: str, device: str | None, as_json: bool) -> int:
     opened = open_device(device)
     name = str(opened.torch_device)
     opened.close()
-    with Teller(quiet=as_json) as tell:
+    with status_line(quiet=as_json) as tell:
         result = verify(name, os.path.abspath(directory), tell)
     if as_json:
         click.echo(json.dumps(result))

@@ -18,6 +18,8 @@ from typing import Any, Final
 import click
 import torch
 
+from infinity.cli.console import table_of, wide_console
+from infinity.cli.options import json_option
 from infinity.core.errors import BudgetError, ConfigError
 from infinity.core.sizes import MiB, ceil_to, format_size
 from infinity.hardware import cpu_adam
@@ -181,7 +183,7 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
 @click.option("--isa", "isas", multiple=True, help="Instruction set; may be given again. Default: all.")
 @click.option("--threads", type=click.IntRange(min=1), multiple=True, help="Default: 1 and all cores.")
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def adam_command(
     params: int, isas: tuple[str, ...], threads: tuple[int, ...], repeats: int, as_json: bool
 ) -> None:
@@ -200,21 +202,10 @@ def adam_command(
     if as_json:
         click.echo(json.dumps({"benchmark": "adam", "parameters": params, "repeats": repeats, "rows": rows}))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "ISA",
-        "threads",
-        "Mparam/s",
-        "spread",
-        "GB/s",
-        "ceiling",
-        "of ceiling",
+    table = table_of(
+        *("ISA", "threads", "Mparam/s", "spread", "GB/s", "ceiling", "of ceiling"),
         title=f"CPU Adam, {params:,} parameters: bf16 gradient → fp32 state → bf16 copy",
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
     for row in rows:
         table.add_row(
             row["isa"],
@@ -225,4 +216,4 @@ def adam_command(
             f"{row['ceiling_gb_per_s']:.1f} GB/s",
             f"{row['of_ceiling']:.0%}",
         )
-    Console(highlight=False).print(table)
+    wide_console().print(table)

@@ -12,12 +12,14 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import click
 
+from infinity.cli.console import check_plot, status_line
+from infinity.cli.options import absolute, chosen, directories_argument, json_option, listed
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size, parse_size
@@ -31,7 +33,7 @@ from .adam import AdamWork, rate
 from .io_case import Case, Effort, check_settings, check_sizes, measure_case, run_pass
 from .io_fio import find_fio
 from .io_load import PATTERNS, Job, Load, Settings, check_directory, usable_bytes
-from .io_show import Teller, check_plot, plot, show
+from .io_show import plot, show
 from .io_sustained import cache_warning, read_twice, sustained
 
 _LEAST: Final = 16 * MiB
@@ -192,7 +194,7 @@ def facts_as_dict(facts: DirectoryFacts) -> dict[str, Any]:
     }
 
 
-def measure(request: Request, effort: Effort, tell: Teller) -> dict[str, Any]:
+def measure(request: Request, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return everything as JSON has it. Rates in bytes per second, times in seconds."""
     for directory in request.directories:
         check_directory(directory)
@@ -254,7 +256,7 @@ def _measure_cases(
     effort: Effort,
     result: dict[str, Any],
     warnings: list[str],
-    tell: Teller,
+    tell: Callable[[str], None],
     compare_scattered: bool,
 ) -> None:
     first, chunk = cases[0].settings, cases[0].job.chunk
@@ -285,13 +287,9 @@ def _measure_cases(
         warnings += said
 
 
-def _listed(values: Sequence[str]) -> list[str]:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
 def _numbers(name: str, values: Sequence[str], *, size: bool = False) -> tuple[int, ...]:
     try:
-        return tuple(parse_size(v, name) if size else int(v) for v in _listed(values))
+        return tuple(parse_size(v, name) if size else int(v) for v in listed(values))
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
@@ -300,18 +298,8 @@ def _numbers(name: str, values: Sequence[str], *, size: bool = False) -> tuple[i
         ) from error
 
 
-def _words(name: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    words = tuple(_listed(values))
-    for word in words:
-        if word not in known:
-            raise ConfigError(
-                f"unknown --{name}", expected=", ".join(known), found=repr(word), cure=f"--{name} {known[0]}"
-            )
-    return words
-
-
 @click.command("io")
-@click.argument("directories", nargs=-1, required=True, metavar="DIR...")
+@directories_argument
 @click.option("--quick", "mode", flag_value="quick", help="About five seconds: no fio, no scattered.")
 @click.option("--full", "mode", flag_value="full", help="Every backend, block, depth: minutes.")
 @click.option("--size", help="Of the file in each directory. Default: 1GiB (quick 256MiB, full 4GiB).")
@@ -331,7 +319,7 @@ def _words(name: str, values: Sequence[str], known: Sequence[str]) -> tuple[str,
     metavar="SECONDS",
     help="Write this long, past a drive's write cache, and show bandwidth over time. Wears the drive.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 @click.option("--plot", "plot_file", help="Draw the result into this file (.png, .svg, .pdf).")
 def io_command(
     directories: tuple[str, ...],
@@ -360,15 +348,15 @@ def io_command(
     check_plot(plot_file)
     mode = mode or "default"
     request = Request(
-        directories=tuple(dict.fromkeys(map(os.path.abspath, directories))),
+        directories=tuple(absolute(directories)),
         mode=mode,
         size=None if size is None else parse_size(size, "--size"),
         blocks=_numbers("block", block, size=True),
         depths=_numbers("depth", depth),
         threads=_numbers("threads", threads),
-        backends=_words("backend", backend, ("auto", *BACKENDS)),
-        patterns=_words("pattern", pattern, PATTERNS),
-        orders=_words("order", order, ("sequential", "scattered")),
+        backends=chosen("backend", backend, ("auto", *BACKENDS)),
+        patterns=chosen("pattern", pattern, PATTERNS),
+        orders=chosen("order", order, ("sequential", "scattered")),
         adam=adam and sustained is None,
         sustained=sustained,
     )
@@ -379,7 +367,7 @@ def io_command(
         repeats=repeats or effort.repeats,
         fio=effort.fio if fio is None else fio,
     )
-    with Teller(quiet=as_json) as tell:
+    with status_line(quiet=as_json) as tell:
         result = measure(request, effort, tell)
     if plot_file is not None:
         plot(result, plot_file)

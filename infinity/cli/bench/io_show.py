@@ -1,50 +1,17 @@
-"""What `bench io` shows: progress, a table, a plot."""
+"""What `bench io` shows: a table and a plot."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.outputs import check_outputs, is_plot
-from infinity.core.errors import ConfigError
+from infinity.cli.console import figure_in, gigabytes, show_warnings, table_of, wide_console
 from infinity.core.sizes import format_size
 
 from .io_sustained import sustained_text
-
-
-class Teller:
-    """Says on stderr what is being done: one line that changes on a terminal, plain lines elsewhere."""
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._quiet = quiet
-        self._status = self._console.status("") if self._console.is_terminal else None
-
-    def __enter__(self) -> Teller:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, text: str) -> None:
-        """Show `text`."""
-        if self._status is not None:
-            self._status.update(text)
-        elif not self._quiet:
-            self._console.print(text, markup=False)
-
-
-def gigabytes(rate: float) -> str:
-    """Return bytes per second as GB/s."""
-    return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.3f}"
 
 
 def label(case: Mapping[str, Any]) -> str:
@@ -64,12 +31,6 @@ def how(case: Mapping[str, Any], *, name: bool = False) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{value * 1e3:.2f}"
-
-
-def wide_console() -> Console:
-    """Return a console for tables: as wide as the terminal, wide enough where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -103,8 +64,7 @@ def show(result: Mapping[str, Any]) -> None:
             console.print(f"{at:7.1f} s {gigabytes(rate):>7} GB/s {'█' * round(40 * rate / top)}")
     if result["verified_bytes"]:
         console.print(f"{format_size(result['verified_bytes'])} were read back and are what was written.")
-    for text in result["warnings"]:
-        console.print(f"warning: {text}", style="yellow", markup=False)
+    show_warnings(console, result["warnings"])
 
 
 def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
@@ -112,10 +72,7 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
     hows = list(dict.fromkeys(how(case, name=name) for case in cases))
     names = ["what", *(["how"] if len(hows) > 1 else []), "GB/s", "spread", "ms: p50, p99, p99.9", "CPU s/GB"]
     names += ["fio GB/s", "of fio", "fio CPU", "fio, huge pages", "of that"] if peers else []
-    table = Table(*names, title=hows[0] if len(hows) == 1 else None, title_justify="left", box=box.SIMPLE)
-    for column in table.columns[1:]:
-        column.no_wrap = True
-        column.justify = "left" if column.header == "how" else "right"
+    table = table_of(*names, title=hows[0] if len(hows) == 1 else None, left=1 + (len(hows) > 1))
     for case in cases:
         latency, cpu, fio = case["latency_seconds"], case["cpu_seconds_per_gb"], case["fio"]
         row = [label(case), *([how(case, name=name)] if len(hows) > 1 else [])]
@@ -148,34 +105,20 @@ def _submits(console: Console, cases: Sequence[Mapping[str, Any]]) -> None:
             return
 
 
-def check_plot(path: str | None) -> None:
-    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a plot needs matplotlib",
-            expected="matplotlib, an optional dependency",
-            found="it is not installed",
-            cure="pip install 'infinity-offload[plot]', or leave --plot out",
-        )
-    check_outputs([("--plot", path, is_plot)])
-
-
 def plot(result: Mapping[str, Any], path: str) -> None:
     """Draw the result into a file; its ending says in which format.
 
     Raises:
         ConfigError: matplotlib does not know the format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
     cases, over_time = result["cases"], result["sustained"]
-    panels = bool(cases) + bool(over_time)
-    figure = Figure(figsize=(9, max(3.0, 0.42 * len(cases) + 1.5) + 2.5 * bool(over_time and cases)))
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(max(panels, 1), 1, index + 1) for index in range(max(panels, 1))]
+    height = max(3.0, 0.42 * len(cases) + 1.5) + 2.5 * bool(over_time and cases)
+    with figure_in(path, 9, height) as figure:
+        axes = figure.subplots(max(1, bool(cases) + bool(over_time)), squeeze=False)[:, 0]
+        _draw(axes, cases, over_time)
+
+
+def _draw(axes: Any, cases: Sequence[Mapping[str, Any]], over_time: Mapping[str, Any] | None) -> None:
     if cases:
         axis, places = axes[0], list(range(len(cases)))
         middle = [case["bytes_per_second"] / 1e9 for case in cases]
@@ -199,22 +142,3 @@ def plot(result: Mapping[str, Any], path: str) -> None:
         axis.set_ylim(bottom=0)
         axis.set_xlabel("seconds")
         axis.set_ylabel("GB/s")
-    figure.tight_layout()
-    save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: str) -> None:
-    """Write a matplotlib figure to `path`.
-
-    Raises:
-        ConfigError: matplotlib does not know the format.
-    """
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(
-            f"the plot {path!r} cannot be drawn",
-            expected="a name that ends in .png, .svg or .pdf",
-            found=str(error),
-            cure="--plot out.png",
-        ) from error

@@ -19,6 +19,8 @@ from typing import Any, Final
 import click
 import torch
 
+from infinity.cli.console import show_warnings, table_of, wide_console
+from infinity.cli.options import json_option
 from infinity.core.errors import ConfigError, InfinityError, StorageError
 from infinity.core.sizes import GiB, MiB, format_size, parse_size
 from infinity.hardware import cpu_adam
@@ -27,7 +29,6 @@ from infinity.hardware.probe import available_host_memory, gpus
 from infinity.storage.memory import HostMapping
 
 from .adam import spread
-from .io_show import wide_console
 
 KINDS: Final = ("pageable", "pinned", "registered")
 DIRECTIONS: Final = ("h2d", "d2h", "both")
@@ -137,7 +138,7 @@ def _row(kind: str, direction: str, rates: list[float]) -> dict[str, Any]:
 @click.option("--device", help="cuda or cuda:N; cpu measures memory alone. Default: cuda where there is one.")
 @click.option("--size", default="256MiB", show_default=True, help="Of one copy.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=9, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> None:
     """Measure copies between host and device: pageable, pinned, registered; each way and both at once."""
     nbytes = parse_size(size, "--size")
@@ -170,18 +171,12 @@ def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> 
         result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
         click.echo(json.dumps({**result, "warnings": warnings}))
         return
-    from rich import box
-    from rich.table import Table
-
     where = f"{name}, copies of {format_size(nbytes)}" + (f", NUMA node {node}" if node is not None else "")
-    table = Table(
-        "host memory", "direction", "GB/s", "spread", title=where, title_justify="left", box=box.SIMPLE
-    )
+    table = table_of("host memory", "direction", "GB/s", "spread", title=where, left=2)
     for row in rows:
         table.add_row(
             row["kind"], row["direction"], f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['spread']:.0%}"
         )
     console = wide_console()
     console.print(table)
-    for text in warnings:
-        console.print(f"warning: {text}", style="yellow", markup=False)
+    show_warnings(console, warnings)

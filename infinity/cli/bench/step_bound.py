@@ -18,18 +18,20 @@ had its own: the bound is low rather than high. efficiency = bound ÷ measured.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
-from infinity.core.sizes import GiB, MiB
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, Config
+from infinity.core.sizes import GiB, MiB, parse_dtype
 from infinity.hardware.tuned import tuned
 
 from .adam import AdamWork, rate
 from .io_case import run_pass
 from .io_load import Job, Load, Settings, usable_bytes
+from .step_run import PLACEMENTS
 
 _FILE: Final = GiB  # of the drive's probe
 _LEAST_FILE: Final = 128 * MiB
@@ -79,28 +81,22 @@ def bound(update: str, found: Measured) -> float:
     return max(compute, nvme, found.adam)
 
 
+@dataclass
 class Rates:
-    """Measures the drive and the kernel, once per round; medians of all rounds so far.
+    """Measures the kernel and, with a `load`, the drive: once per round; medians of all rounds so far."""
 
-    Args:
-        directory: on the drive to be measured; None: no drive.
-    """
-
-    def __init__(self, directory: str | None, load: Load | None, settings: Settings) -> None:
-        self._directory = directory
-        self._load = load
-        self._settings = settings
-        self._work = AdamWork(_ADAM)
-        self._adam: list[float] = []
-        self._nvme: list[float] = []
+    load: Load | None
+    settings: Settings
+    _work: AdamWork = dataclasses.field(default_factory=lambda: AdamWork(_ADAM))
+    _adam: list[float] = dataclasses.field(default_factory=list)
+    _nvme: list[float] = dataclasses.field(default_factory=list)
 
     def measure(self, *, nvme: bool) -> None:
         """Measure the kernel, and with `nvme` the drive."""
         self._adam += rate(self._work.update, self._work.numel, 2)
-        if nvme and self._load is not None:
-            with self._load.ring(self._settings) as ring:
-                passed = run_pass([(self._load, ring)], self._settings, _MIXED, _SECONDS)
-            self._nvme.append(passed.rate)
+        if nvme and self.load is not None:
+            with self.load.ring(self.settings) as ring:
+                self._nvme.append(run_pass([(self.load, ring)], self.settings, _MIXED, _SECONDS).rate)
 
     def forget(self) -> None:
         """Begin anew: rates drift, and those of other rounds say nothing."""
@@ -121,7 +117,7 @@ class Rates:
         return {
             "adam_parameters_per_second": self.adam,
             "nvme_mixed_bytes_per_second": self.nvme,
-            "ring": self._settings._asdict(),
+            "ring": self.settings._asdict(),
         }
 
 
@@ -130,24 +126,89 @@ def rates(directory: str | None) -> Iterator[Rates]:
     """Lend what measures the rates; the drive's file is gone afterwards. The ring is opened as the
     store opens its own: as tuned, or with the defaults.
 
+    Args:
+        directory: on the drive to be measured; None: no drive.
+
     Raises:
         DirectoryError: the directory is unfit, or has not the room.
     """
-    found = tuned(directory) if directory is not None else None
     settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH)
-    if found is not None:
+    if directory is None:
+        yield Rates(None, settings)
+        return
+    if (found := tuned(directory)) is not None:
         settings = Settings(found.backend, found.block_bytes, found.queue_depth, found.threads)
-    with contextlib.ExitStack() as stack:
-        load = None
-        if directory is not None:
-            window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
-            nbytes = max(2 * window, min(probe_bytes(directory), _FILE)) // MiB * MiB
-            load = stack.enter_context(Load(directory, nbytes, grain=settings.block_bytes, window=window))
-            with load.ring(settings) as ring:  # what was never written is read without the drive
-                run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
-        yield Rates(directory, load, settings)
+    window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
+    nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
+    with Load(directory, nbytes, grain=settings.block_bytes, window=window) as load:
+        with load.ring(settings) as ring:  # what was never written is read without the drive
+            run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
+        yield Rates(load, settings)
 
 
 def probe_bytes(directory: str) -> int:
     """Return the bytes of the drive's probe."""
     return max(_LEAST_FILE, min(_FILE, usable_bytes(directory)[0] // 4))
+
+
+# ---- figures ----
+
+
+def steady(turn: Mapping[str, Any]) -> float:
+    """Return the median step of a turn in its steady state: from the second on, or the only one."""
+    intervals = turn["intervals"]
+    return float(statistics.median(intervals[1:] or intervals))
+
+
+def figures(turns: Sequence[Mapping[str, Any]], params: int) -> dict[str, Any]:
+    """Return medians of turns (see `Stepper.turn`); seconds and bytes of a step."""
+    row = {
+        "seconds": statistics.median(steady(turn) for turn in turns),
+        "seconds_with_drain": statistics.median(turn["seconds"] for turn in turns),
+        **{part: statistics.median(t[part] for t in turns) for part in ("forward", "backward", "step")},
+        "read_bytes": statistics.median(turn["read"] for turn in turns),
+        "written_bytes": statistics.median(turn["written"] for turn in turns),
+        "device_peak": max(turn["device_peak"] for turn in turns),
+        "last_loss": turns[-1]["losses"][-1],
+    }
+    row["bytes_per_parameter"] = (row["read_bytes"] + row["written_bytes"]) / params
+    return row
+
+
+def beside_bound(
+    row: Mapping[str, Any],
+    torch_row: Mapping[str, Any],
+    rates: Rates,
+    *,
+    placement: str,
+    update: str,
+    dtype: str,
+    params: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the bound of a step whose `figures` are `row`, and how near it came.
+
+    Args:
+        torch_row: the same figures of plain torch in memory.
+        settings: of `infinity.Config`, as the run was given them.
+    """
+    where = PLACEMENTS[placement]
+    told = {k: v for k, v in settings.items() if k == "read_ahead_memory"}
+    ahead = int(Config(**told).read_ahead_memory)
+    copies = params * parse_dtype(dtype).itemsize
+    found = Measured(
+        forward=torch_row["forward"],
+        backward=torch_row["backward"],
+        adam=torch_row["step"] if where.optimizer_state == "device" else params / rates.adam,
+        moved=row["read_bytes"] + row["written_bytes"],
+        nvme_rate=rates.nvme,
+        read_ahead=min(ahead, 12 * params) if where.optimizer_state == "nvme" else 0,
+        copies=copies if where.parameters == "nvme" else 0,
+        gradients=copies if where.gradients == "nvme" else 0,
+    )
+    least = bound(update, found)
+    return {
+        "bound": least,
+        "efficiency": least / row["seconds"],
+        "bound_of": {**dataclasses.asdict(found), "nvme_seconds": found.nvme},
+    }

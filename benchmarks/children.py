@@ -1,9 +1,9 @@
-"""Contestants of a measurement: child processes that take turns.
+"""Child processes that take turns.
 
-A contestant prints ``@@ {json}`` once when it is ready and once after each line that it is sent;
-anything else that it prints is kept as its log. As they take turns, a slow moment of the machine
-meets all of them, and nobody's memory is counted as another's. The standard library alone is imported
-here, so that a peer that lives in another environment can be a contestant too.
+A child prints ``@@ {json}`` once when it is ready and once after each line that it is sent; anything else
+that it prints is kept as its log. As they take turns, a slow moment of the machine meets all of them, and
+nobody's memory is counted as another's. The standard library alone is imported here, so that a peer that
+lives in another environment can take part.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 MARK: Final = "@@ "
-_POLL: Final = 0.1
-_GRACE: Final = 20.0  # seconds that a contestant has to end
+_GRACE: Final = 20.0  # seconds that a child has to end
 
 
 class ChildError(RuntimeError):
-    """A contestant ended, or did not answer in time (`code` None). `log` is the end of what it printed."""
+    """A child ended, or did not answer in time (`code` None). `log` is the end of what it printed."""
 
     def __init__(self, what: str, code: int | None, log: str) -> None:
         said = [line for line in log.splitlines() if line.strip()]
@@ -42,7 +41,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """One contestant. `command` is a whole command line; `timeout` is for each answer, in seconds.
+    """One child. `command` is a whole command line; `timeout` is for each answer, in seconds.
 
     Raises:
         ChildError: it ended before it was ready, or was not ready in time.
@@ -54,9 +53,7 @@ class Child:
         self.name = name
         self.timeout = timeout
         self._log: deque[str] = deque(maxlen=400)
-        self._answers: deque[dict[str, Any]] = deque()
-        self._changed = threading.Condition()
-        self._ended = False
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: it has ended
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -75,24 +72,19 @@ class Child:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        """The process, for /proc."""
-        return self._process.pid
-
     def ask(self, line: str) -> dict[str, Any]:
         """Send one line; return the answer, with the bytes that the process made drives read and write.
 
         Raises:
             ChildError: it ended or is too slow.
         """
-        before = io_bytes(self.pid)
+        before = _io_bytes(self._process.pid)
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended, which _answer says with its log
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
         answer = self._answer()
-        after = io_bytes(self.pid)
+        after = _io_bytes(self._process.pid)
         answer["read_bytes"], answer["written_bytes"] = (a - b for a, b in zip(after, before, strict=True))
         return answer
 
@@ -112,33 +104,26 @@ class Child:
         return "".join(list(self._log))
 
     def _listen(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                answer = _answer_in(line)
-                with self._changed:
-                    if answer is None:
-                        self._log.append(line)
-                    else:
-                        self._answers.append(answer)
-                    self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        for line in self._process.stdout or ():
+            answer = _answer_in(line)
+            if answer is None:
+                self._log.append(line)
+            else:
+                self._answers.put(answer)
+        self._answers.put(None)
 
     def _answer(self) -> dict[str, Any]:
-        until = time.monotonic() + self.timeout
-        with self._changed:
-            while not self._answers and not self._ended and time.monotonic() < until:
-                self._changed.wait(_POLL)
-            if self._answers:
-                return self._answers.popleft()
-            ended = self._ended
-        if not ended:
+        what = "ended"
+        try:
+            answer = self._answers.get(timeout=self.timeout)
+        except queue.Empty:
+            answer, what = None, f"did not answer in {self.timeout:.0f} s"
             self._process.kill()
+        if answer is not None:
+            return answer
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
-        what = "ended" if ended else f"did not answer in {self.timeout:.0f} s"
-        code = self._process.returncode if ended else None
+        code = self._process.returncode if what == "ended" else None
         raise ChildError(f"{self.name} {what}", code, self.log()[-6000:])
 
 
@@ -153,58 +138,7 @@ def _answer_in(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def tell(answer: Mapping[str, Any]) -> None:
-    """Answer the parent (in a child)."""
-    sys.stdout.write(MARK + json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def lines() -> Iterator[str]:
-    """Yield what the parent asks, until it asks no more (in a child)."""
-    for line in sys.stdin:
-        yield line.strip()
-
-
-class Watch(threading.Thread):
-    """Looks at the anonymous memory of processes, from outside of them, every 20 ms.
-
-    Args:
-        pids: processes by name. `anonymous` has the most bytes of each so far.
-    """
-
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        super().__init__(name="watch", daemon=True)
-        self._pids = dict(pids)
-        self._done = threading.Event()
-        self.anonymous = dict.fromkeys(pids, 0)
-
-    def run(self) -> None:
-        """Look until `stop`."""
-        while not self._done.wait(0.02):
-            for name, pid in self._pids.items():
-                self.anonymous[name] = max(self.anonymous[name], status(pid).get("RssAnon", 0))
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._done.set()
-        self.join()
-
-
-def status(pid: int) -> dict[str, int]:
-    """Return the sizes in /proc/PID/status, in bytes; empty when the process is gone."""
-    found = {}
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith("kB"):
-            found[name] = int(value.split()[0]) * 1024
-    return found
-
-
-def io_bytes(pid: int) -> tuple[int, int]:
+def _io_bytes(pid: int) -> tuple[int, int]:
     """Return the bytes that a process made drives read and write, so far (proc_pid_io(5))."""
     try:
         pairs = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
@@ -213,7 +147,30 @@ def io_bytes(pid: int) -> tuple[int, int]:
     return int(pairs["read_bytes"]), int(pairs["write_bytes"])
 
 
-def forget_peak(pid: int | str = "self") -> None:
-    """Make VmHWM count from here on."""
+# -- in a child -------------------------------------------------------------------------------
+
+
+def tell(answer: Mapping[str, Any]) -> None:
+    """Answer the parent."""
+    sys.stdout.write(MARK + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def lines() -> Iterator[str]:
+    """Yield what the parent asks, until it asks no more."""
+    for line in sys.stdin:
+        yield line.strip()
+
+
+def forget_peak() -> None:
+    """Make `peak_memory` count from here on."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

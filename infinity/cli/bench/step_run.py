@@ -1,0 +1,167 @@
+"""Models that take steps: offloaded by the engine, or in plain torch with everything in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.core.sizes import GiB, Tier
+
+#: One AdamW for everybody.
+ADAMW: Final[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Placement(NamedTuple):
+    """Where infinity keeps things, as `infinity.Config` has it."""
+
+    parameters: str
+    gradients: str
+    optimizer_state: str
+
+
+PLACEMENTS: Final[dict[str, Placement]] = {
+    "in-memory": Placement("device", "device", "device"),
+    "state-on-host": Placement("device", "host", "host"),
+    "all-on-host": Placement("host", "host", "host"),
+    "state-on-nvme": Placement("device", "host", "nvme"),
+    "state-and-gradients-on-nvme": Placement("device", "nvme", "nvme"),
+    "all-on-nvme": Placement("nvme", "nvme", "nvme"),
+}
+
+
+def settings_of(placement: str, update: str, largest_unit: int) -> dict[str, Any]:
+    """Return the settings of `infinity.Config` for one case; `largest_unit` in parameters."""
+    settings: dict[str, Any] = {**PLACEMENTS[placement]._asdict(), "update": update}
+    if update == "delayed":  # from the first step on, not after its warm-up
+        settings["delay_warmup_steps"] = 0
+    if settings["parameters"] == "nvme":  # else everything would be fetched ahead into what is free
+        settings |= dict.fromkeys(("device_memory", "host_memory"), max(GiB, 32 * largest_unit))
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepper:
+    """A model that can take steps.
+
+    Attributes:
+        step: `step()` and `zero_grad()` of its optimizer.
+        settle: waits for what goes on behind the last step.
+        moved: bytes that its store has read and written so far.
+        memory: bytes that the engine has on the device and on the host.
+    """
+
+    model: Any
+    device: torch.device
+    step: Callable[[], None]
+    backward: Callable[[Any], None] = torch.Tensor.backward
+    settle: Callable[[], None] = lambda: None
+    moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    memory: Callable[[], int] = lambda: 0
+    close: Callable[[], None] = lambda: None
+
+    def turn(self, loss_of: Callable[[Any], Any], count: int, *, apart: bool = False) -> dict[str, Any]:
+        """Take `count` steps (forward, backward, `step`); return what they took, in seconds and bytes.
+
+        ``intervals`` are from the end of one `step` to the end of the next: from the second on, each has
+        the update of the step before behind it. ``seconds`` is the turn by its number of steps, what goes
+        on behind the last step included: it is waited for, so that nobody works in another's turn.
+
+        Args:
+            apart: wait for a device after forward and backward, so that their times are their own. That
+                would undo an overlap, so only torch is measured so.
+        """
+        cuda = self.device.type == "cuda"
+        wait: Callable[[], Any] = torch.cuda.synchronize if cuda and apart else (lambda: None)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        parts = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        losses, intervals = [], []
+        moved = self.moved()
+        begin = last = time.perf_counter()
+        for _ in range(count):
+            start = time.perf_counter()
+            loss = loss_of(self.model)
+            wait()
+            after_forward = time.perf_counter()
+            self.backward(loss)
+            wait()
+            after_backward = time.perf_counter()
+            self.step()
+            wait()
+            losses.append(loss.item())
+            end = time.perf_counter()
+            parts["forward"] += after_forward - start
+            parts["backward"] += after_backward - after_forward
+            parts["step"] += end - after_backward
+            intervals.append(end - last)
+            last = end
+            del loss
+        self.settle()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        read, written = ((b - a) / count for a, b in zip(moved, self.moved(), strict=True))
+        return {
+            "seconds": seconds / count,
+            "intervals": intervals,
+            **{name: value / count for name, value in parts.items()},
+            "losses": losses,
+            "read": read,
+            "written": written,
+            "device_peak": torch.cuda.max_memory_allocated() if cuda else 0,
+        }
+
+
+def offloaded(build: Callable[[], nn.Module], **settings: Any) -> Stepper:
+    """Return a model wrapped by the engine. `settings` are of `infinity.Config`.
+
+    Raises:
+        InfinityError: it does not fit, or the settings contradict each other.
+    """
+    # Not at the top: an interpreter without the native modules can step plain models.
+    from infinity import Config, close, init, wrap
+    from infinity.api.engine import engine_of
+
+    config = Config(**settings)
+    with init(config):
+        model = build()
+    model, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+    engine = engine_of(model)
+
+    def settle() -> None:
+        engine.quiesce()
+        engine.store.flush()
+
+    def moved() -> tuple[int, int]:
+        stats = engine.store.stats()
+        return sum(s.bytes_read for s in stats), sum(s.bytes_written for s in stats)
+
+    return Stepper(
+        model=model,
+        device=engine.device.torch_device,
+        step=_both(optimizer),
+        settle=settle,
+        moved=moved,
+        memory=lambda: engine.footprint.total(Tier.DEVICE) + engine.footprint.total(Tier.HOST),
+        close=lambda: close(optimizer),
+    )
+
+
+def in_memory(build: Callable[[], nn.Module], *, device: str, dtype: torch.dtype) -> Stepper:
+    """Return a model in plain torch on `device`, with torch's fused AdamW."""
+    model = build().to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    return Stepper(model=model, device=torch.device(device), step=_both(optimizer))
+
+
+def _both(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,231 @@
+"""`benchmarks/`: children that take turns, races, pairs against another checkout."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--layers", "1", "--width", "64", "--vocabulary", "300", "--tokens", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _as_a_script_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def script(name: str, *arguments: str, timeout: float = 280) -> str:
+    """Run a benchmark with a small model; return what it printed."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- children ----
+
+
+def child(body: str, timeout: float = 60) -> Any:
+    children = importlib.import_module("children")
+    return children.Child("child", [sys.executable, "-u", "-c", body], timeout=timeout)
+
+
+def test_a_child_answers_each_line() -> None:
+    body = """
+import sys
+print('@@ {}')
+for line in sys.stdin:
+    print('note'); print('@@ no answer'); print('@@ {"n": ' + line.strip() + '}')
+"""
+    one = child(body)
+    assert one.ready == {}
+    assert one.ask("3")["n"] == 3
+    assert one.ask("4")["n"] == 4
+    one.close()
+    assert one.log().count("note\n@@ no answer\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "what"),
+    [
+        ("raise ValueError('no such thing')", 60, "ValueError: no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "ended by SIGKILL"),
+        ("import time; time.sleep(60)", 0.5, "did not answer"),
+    ],
+)
+def test_a_child_that_fails_says_why(body: str, timeout: float, what: str) -> None:
+    children = importlib.import_module("children")
+    with pytest.raises(children.ChildError, match=what) as caught:
+        child(body, timeout)
+    assert re.search(what, caught.value.reason)
+
+
+def test_peaks_are_those_since_they_were_forgotten() -> None:
+    children = importlib.import_module("children")
+    body = """
+from children import *
+tell({})
+for line in lines():
+    forget_peak(); held = bytearray(int(line)); del held; tell({"peak": peak_memory()})
+"""
+    env = {"PYTHONPATH": str(ROOT / "benchmarks")}
+    one = children.Child("child", [sys.executable, "-u", "-c", body], env=env)
+    large, small = one.ask(str(64 << 20))["peak"], one.ask("1")["peak"]
+    one.close()
+    assert large > small + (32 << 20)
+
+
+# ---- turns and ratios ----
+
+
+def test_turns_rotate() -> None:
+    common = importlib.import_module("common")
+    turns = list(common.turns(["a", "b", "c"], 1, 2))
+    assert "".join(name for name, _ in turns) == "abcbcacab"
+    assert [counts for _, counts in turns] == [False] * 3 + [True] * 6
+
+
+def test_ratios_are_of_medians_and_of_rounds() -> None:
+    common = importlib.import_module("common")
+    assert common.paired([1.0, 2.0], [2.0, 6.0]) == {
+        "of_medians": 2.6667,
+        "median_of_rounds": 2.5,
+        "lowest": 2.0,
+        "highest": 3.0,
+    }
+
+
+def test_a_model_counts_its_parameters() -> None:
+    gpt2 = importlib.import_module("gpt2")
+    assert gpt2.GPT2().parameters == 202_882_048
+    small = gpt2.GPT2(layers=2, width=64, vocabulary=300, positions=16)
+    assert small.parameters == sum(p.numel() for p in small.build().parameters())
+
+
+# ---- races ----
+
+
+def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}\nraise AssertionError('Not enough buffers 0 for swapping 1')\n")
+    fake.chmod(0o700)
+    place, output = tmp_path / "d", tmp_path / "result.json"
+    place.mkdir()
+    said = script(
+        *("whole_step.py", *TINY, "--modes", "state-on-nvme", "--update", "overlap"),
+        *("--directory", str(place), "--rounds", "2", "--warmup", "0", "--burst", "2"),
+        *("--deepspeed-python", str(fake), "--output", str(output)),
+    )
+    result = json.loads(output.read_text())
+    assert result["command"].startswith("python benchmarks/whole_step.py")
+    assert result["versions"]["torch"]
+    group = result["placements"]["state-on-nvme"]
+    assert set(group["table"]) == {"infinity-overlap", "torch"}
+    assert "Not enough buffers 0" in group["errors"]["deepspeed"]["error"]
+    assert group["errors"]["deepspeed"]["exit_status"] == 1
+    row = group["table"]["infinity-overlap"]
+    assert row["efficiency"] == pytest.approx(row["bound"] / row["seconds"])
+    assert 24 <= row["bytes_per_parameter"] < 49
+    assert row["read_bytes"] == row["written_bytes"]
+    assert row["peak_rss"] > 0
+    assert row["bound_of"]["nvme_rate"] == group["rates"]["nvme_mixed_bytes_per_second"]
+    assert len(group["samples"]["torch"]) == 2
+    ours, torchs = (group["samples"][n][-1]["losses"] for n in ("infinity-overlap", "torch"))
+    assert ours == pytest.approx(torchs, rel=1e-4)  # the same model, data and optimizer
+    assert set(group["speedups"]["infinity-overlap"]) == {"of_torch"}
+    assert group["wanted"]["infinity-overlap"]["of_bound"] == 1.15
+    assert "of its bound" in said
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_races_of_several_modes(tmp_path: Path) -> None:
+    arguments = ["--rounds", "2", "--warmup", "1", "--modes", "state-on-nvme", "all-on-host", "all-on-nvme"]
+    arguments += ["--update", "overlap", "delayed", "--burst", "2", "--contestants", "infinity", "torch"]
+    output = tmp_path / "r.json"
+    script("whole_step.py", *TINY, *arguments, "--directory", str(tmp_path), "--output", str(output))
+    result = json.loads(output.read_text())
+    assert set(result["placements"]) == {"state-on-nvme", "all-on-host", "all-on-nvme"}
+    for group in result["placements"].values():
+        assert set(group["table"]) == {"infinity-overlap", "infinity-delayed", "torch"}
+
+
+@pytest.mark.slow
+def test_the_optimizers_step_beside_merely_reading_and_writing(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    arguments = ["--rounds", "2", "--warmup", "1", "--directory", str(tmp_path), "--output", str(output)]
+    script("optimizer_step.py", *TINY, *arguments)
+    result = json.loads(output.read_text())
+    assert set(result["table"]) == {"step", "merely"}
+    assert result["bytes_each_way"] >= 12 * result["params"]
+
+
+@pytest.mark.slow
+def test_adam_beside_its_ceiling(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    arguments = ["--params", "300000", "--repetitions", "7", "--threads", "1", "--output", str(output)]
+    script("adam.py", *arguments)
+    result = json.loads(output.read_text())
+    assert set(result["ratios"]) >= {"of_ceiling", "of_torch"}
+    assert len(result["seconds"]["kernel"]) == 7
+
+
+@pytest.mark.slow
+def test_the_rings_beside_fio(tmp_path: Path) -> None:
+    if importlib.import_module("infinity.cli.bench.io_fio").find_fio() is None:
+        pytest.skip("fio is not installed")
+    output = tmp_path / "r.json"
+    arguments = ["--nbytes", str(64 << 20), "--block", "65536", "--depth", "4", "--ticket", "262144"]
+    arguments += ["--seconds", "0.05", "--repeats", "2", "--directory", str(tmp_path)]
+    script("io_fio.py", *arguments, "--backends", "threads", "--output", str(output))
+    table = json.loads(output.read_text())["table"]
+    assert set(table) == {"read", "write", "mixed"}
+    assert table["mixed"]["threads"]["of fio-huge"] > 0
+
+
+# ---- pairs against another checkout ----
+
+
+def test_bounds_of_ratios_against_another_commit() -> None:
+    against = importlib.import_module("against_commit")
+    assert against.bounds([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]) == (5.0, 2.0, 8.0)
+    assert against.bounds([float(i) for i in range(1, 7)]) == (3.5, 1.0, 6.0)
+    assert against.bounds([1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
+    assert against.bounds([float(i) for i in range(1, 26)]) == (13.0, 8.0, 18.0)
+    pairs = [{"old": {"seconds": 1.0}, "new": {"seconds": 1.031 + i / 1e4}} for i in range(9)]
+    assert against.figures(pairs)["falls_short"]
+    pairs[0]["new"]["seconds"] = pairs[1]["new"]["seconds"] = 1.0
+    assert not against.figures(pairs)["falls_short"]
+
+
+def test_the_engine_of_a_checkout_with_other_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    against = importlib.import_module("against_commit")
+    assert against.engine_of.__module__ == "against_commit"
+    old, engines = types.ModuleType("infinity"), types.ModuleType("infinity.surface.engine")
+    engines.__dict__["engine_of"] = lambda model: ("engine of", model)
+    exec("def wrap(): ...", engines.__dict__)
+    old.__dict__["wrap"] = engines.__dict__["wrap"]
+    monkeypatch.setitem(sys.modules, "infinity", old)
+    monkeypatch.setitem(sys.modules, "infinity.surface.engine", engines)
+    assert against.engine_of("m") == ("engine of", "m")
+
+
+@pytest.mark.slow
+def test_pairs_against_this_very_checkout(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "against_commit.py"), *TINY, "--old", str(ROOT)]
+    command += ["--directory", str(tmp_path), "--burst", "1", "--warmup", "1", "--rounds", "2", "--most", "2"]
+    command += ["--fresh", "1", "--cases", "state-on-nvme", "optimizer-on-host", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode in (0, 1), done.stderr  # with two pairs a case may well fall short
+    result = json.loads(output.read_text())
+    assert set(result["cases"]) == {"state-on-nvme", "optimizer-on-host"}
+    assert all(case["pairs"] == 2 for case in result["cases"].values())
