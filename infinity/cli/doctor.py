@@ -20,7 +20,7 @@ from infinity.core.sizes import GiB, MiB, format_size
 from infinity.hardware import cores, probe
 from infinity.version import __version__
 
-from .doctor_directory import ERROR, OK, WARNING, Finding, directory
+from .doctor_directory import ERROR, OK, WARNING, Finding, directory, note
 from .options import absolute, json_option
 
 DISTRIBUTION: Final = "infinity-offload"
@@ -50,7 +50,7 @@ def versions() -> Iterator[Finding]:
     for name, extra in _OPTIONAL:
         found = importlib.util.find_spec(name) is not None
         text = "installed" if found else f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')"
-        yield Finding(name, OK, text)
+        yield note(name, text)
 
 
 def _why_not_imported(name: str) -> str | None:
@@ -67,15 +67,14 @@ def package() -> Iterator[Finding]:
     try:
         version = importlib.metadata.version(DISTRIBUTION)
         same = version == __version__
-        yield Finding(
+        yield note(
             "distribution",
-            OK if same else WARNING,
             f"{DISTRIBUTION} {version}" + ("" if same else f", but the code that runs is {__version__}"),
             None if same else "pip install again, or remove the other copy",
         )
     except importlib.metadata.PackageNotFoundError:
         text = f"{DISTRIBUTION} is not installed; {__version__} runs from {ours}"
-        yield Finding("distribution", WARNING, text, "pip install . in the source directory")
+        yield note("distribution", text, "pip install . in the source directory")
     try:
         other = importlib.metadata.version("infinity")
         yield Finding(
@@ -85,10 +84,10 @@ def package() -> Iterator[Finding]:
             f"pip uninstall infinity && pip install --force-reinstall --no-deps {DISTRIBUTION}",
         )
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("name", OK, "the unrelated PyPI package infinity is not installed")
+        yield note("name", "the unrelated PyPI package infinity is not installed")
     for other_path in shadows(ours, sys.path):
-        yield Finding("import", WARNING, f"{other_path} is imported elsewhere as infinity", "move it away")
-    yield Finding("import", OK, f"infinity is {ours}")
+        yield note("import", f"{other_path} is imported elsewhere as infinity", "move it away")
+    yield note("import", f"infinity is {ours}")
 
 
 def shadows(ours: Path, path: Sequence[str]) -> list[Path]:
@@ -107,23 +106,19 @@ def native() -> Iterator[Finding]:
     try:
         aio = importlib.import_module("infinity.hardware.aio")
         forced = os.environ.get("INFINITY_AIO")
-        yield Finding("native I/O", OK, f"infinity._aio{f', INFINITY_AIO={forced}' if forced else ''}")
+        yield note("native I/O", f"infinity._aio{f', INFINITY_AIO={forced}' if forced else ''}")
         for name, verdict in aio.available_backends().items():
-            yield Finding(
-                f"backend {name}", OK if verdict == "ok" else WARNING, verdict, _backend_cure(name, verdict)
-            )
+            yield note(f"backend {name}", verdict, _backend_cure(name, verdict))
     except InfinityError as error:
         yield Finding("native I/O", ERROR, str(error.found or error.what), error.cure)
     try:
         adam = importlib.import_module("infinity.hardware.cpu_adam")
         isas = adam.available_isas()
         forced = os.environ.get("INFINITY_ISA")
-        slow = adam.isa() != isas[-1]
         text = f"{adam.isa()} of {', '.join(isas)}; {adam.threads()} threads" + (
             f", INFINITY_ISA={forced}" if forced else ""
         )
-        cure = "unset INFINITY_ISA" if slow else None
-        yield Finding("native Adam", WARNING if slow else OK, text, cure)
+        yield note("native Adam", text, "unset INFINITY_ISA" if adam.isa() != isas[-1] else None)
     except InfinityError as error:
         yield Finding("native Adam", ERROR, str(error.found or error.what), error.cure)
     except (ImportError, OSError) as error:  # torch, or what torch loads
@@ -150,43 +145,33 @@ def _backend_cure(name: str, verdict: str) -> str | None:
 def memory() -> Iterator[Finding]:
     """Host memory, and what limits it."""
     available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
-    few = available < 2 * GiB
-    yield Finding(
-        "host memory",
-        WARNING if few else OK,
-        f"{format_size(available)} available",
-        "end other programs, or lower --host-memory" if few else None,
-    )
+    few = "end other programs, or lower --host-memory" if available < 2 * GiB else None
+    yield note("host memory", f"{format_size(available)} available", few)
     text = (
         "no limit"
         if limit is None
         else f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
     )
-    yield Finding("cgroup", OK, text)
+    yield note("cgroup", text)
     locked = probe.memlock_limit()
     low = locked is not None and locked < _LEAST_LOCKED
-    yield Finding(
+    yield note(
         "memlock",
-        WARNING if low else OK,
         "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that",
         "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None,
     )
     contexts = probe.aio_contexts()
     if contexts is None:
-        yield Finding("aio-max-nr", WARNING, "the kernel does not say", "check that /proc/sys is mounted")
+        yield note("aio-max-nr", "the kernel does not say", "check that /proc/sys is mounted")
     else:
         used, most = contexts
-        few = most - used < _LEAST_CONTEXTS
-        text = f"{used:,} of {most:,} requests are taken"
-        yield Finding(
-            "aio-max-nr", WARNING if few else OK, text, "sysctl -w fs.aio-max-nr=1048576" if few else None
-        )
+        few = "sysctl -w fs.aio-max-nr=1048576" if most - used < _LEAST_CONTEXTS else None
+        yield note("aio-max-nr", f"{used:,} of {most:,} requests are taken", few)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = huge.read_text() if huge.exists() else "[never]"
     never = "[never]" in mode
-    yield Finding(
+    yield note(
         "huge pages",
-        WARNING if never else OK,
         "off: transfers take more CPU time" if never else mode[mode.index("[") + 1 : mode.index("]")],
         f"echo madvise > {huge}" if never else None,
     )
@@ -203,17 +188,16 @@ def processors() -> Iterator[Finding]:
     if limits.ranks > 1:
         text += f", shared by {limits.ranks} ranks"
     low = limits.quota is not None and limits.quota < 1
-    yield Finding("cores", WARNING if low else OK, text, "raise the cgroup's cpu quota" if low else None)
+    yield note("cores", text, "raise the cgroup's cpu quota" if low else None)
     threads = [cores.adam_threads(limits.mine, staged=staged, rings=1) for staged in (False, True)]
-    yield Finding(
+    yield note(
         "threads",
-        OK,
         f"Adam takes {threads[0]} beside torch on the CPU, {threads[1]} with a GPU and one NVMe directory "
         f"(less one for each more); torch takes {_torch_threads()} and keeps them",
     )
     nodes = probe.numa_nodes()
     if len(nodes) < 2:
-        yield Finding("NUMA", OK, "one node")
+        yield note("NUMA", "one node")
         return
     text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
     used = [n.number for n in nodes if n.cpus & mine]
@@ -222,10 +206,9 @@ def processors() -> Iterator[Finding]:
     for name, node in own.items():
         chosen = cores.choose_node(nodes, mine, node, ())
         where = "where the kernel puts them" if chosen is None else f"on node {chosen}"
-        yield Finding("buffers", OK, f"for {name} they are {where}, as far as there is room")
-    yield Finding(
+        yield note("buffers", f"for {name} they are {where}, as far as there is room")
+    yield note(
         "NUMA",
-        WARNING if across else OK,
         f"{text}; this process may run on {', '.join(map(str, used))}",
         "numactl --cpunodebind=N --membind=N, with the node of the GPU and the drives" if across else None,
     )
@@ -249,19 +232,17 @@ def devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         there = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
         text = "none that torch sees; the CPU computes"
-        if there and torch.version.cuda is None:
-            yield Finding("GPU", ERROR, f"{text}, but there is a driver", "install a torch built for CUDA")
-        elif there:
-            yield Finding(
-                "GPU", ERROR, f"{text}, but there is a driver", "compare nvidia-smi and torch's CUDA"
-            )
+        if there:
+            built = torch.version.cuda is not None
+            cure = "compare nvidia-smi and torch's CUDA" if built else "install a torch built for CUDA"
+            yield Finding("GPU", ERROR, f"{text}, but there is a driver", cure)
         else:
-            yield Finding("GPU", OK, text)
+            yield note("GPU", text)
         return
     for gpu in probe.gpus():
         node = "unknown" if gpu.numa_node is None else str(gpu.numa_node)
         memory_text = f"{format_size(gpu.free)} of {format_size(gpu.total)} free"
-        yield Finding(f"GPU {gpu.number}", OK, f"{gpu.name}, {memory_text}, {gpu.pci}, NUMA node {node}")
+        yield note(f"GPU {gpu.number}", f"{gpu.name}, {memory_text}, {gpu.pci}, NUMA node {node}")
     from infinity.hardware.device import open_device
     from infinity.storage.memory import HostMapping
 
@@ -270,7 +251,7 @@ def devices() -> Iterator[Finding]:
     try:
         device.register(mapping.address, mapping.nbytes)
         device.unregister(mapping.address, mapping.nbytes)
-        yield Finding("pinning", OK, f"{format_size(mapping.nbytes)} of the engine's memory can be pinned")
+        yield note("pinning", f"{format_size(mapping.nbytes)} of the engine's memory can be pinned")
     except InfinityError as error:
         yield Finding("pinning", ERROR, str(error.found), error.cure)
 

@@ -28,6 +28,11 @@ class Finding(NamedTuple):
     cure: str | None = None
 
 
+def note(name: str, found: str, cure: str | None = None) -> Finding:
+    """Return a warning where there is something to change, else that it is well."""
+    return Finding(name, OK if cure is None else WARNING, found, cure)
+
+
 def directory(path: str) -> Iterator[Finding]:
     """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
     try:
@@ -40,7 +45,7 @@ def directory(path: str) -> Iterator[Finding]:
     if drive is not None:
         text += f" ({drive.model})" if drive.model else ""
         text += "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
-    yield Finding(path, OK, text)
+    yield note(path, text)
     yield from _medium(path, medium)
     yield from _leftovers(path)
     if not facts.writable:
@@ -48,15 +53,12 @@ def directory(path: str) -> Iterator[Finding]:
         return
     few = facts.free < _LEAST_FREE
     text = f"{format_size(facts.free)} of {format_size(facts.total)}"
-    yield Finding(
-        f"{path}: free", WARNING if few else OK, text, "free space, or another drive" if few else None
-    )
+    yield note(f"{path}: free", text, "free space, or another drive" if few else None)
     aligned = facts.alignment is None or 0 < facts.alignment <= 4096
     says = "" if facts.alignment is None else f", alignment {facts.alignment} B"
     direct = bool(facts.direct) and aligned
-    yield Finding(
+    yield note(
         f"{path}: O_DIRECT",
-        OK if direct else WARNING,
         f"works{says}" if direct else f"does not work{says}: every byte passes through the page cache",
         None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
     )
@@ -65,13 +67,11 @@ def directory(path: str) -> Iterator[Finding]:
     if not gpus and drive is not None:
         chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
         if chosen is not None:
-            yield Finding(f"{path}: buffers", OK, f"those of a run with this drive prefer node {chosen}")
+            yield note(f"{path}: buffers", f"those of a run with this drive prefer node {chosen}")
     if drive is not None and drive.numa_node is not None and gpus:
         near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
-        yield Finding(
-            f"{path}: NUMA", OK if near else WARNING, text, None if near else "a drive near the GPU"
-        )
+        yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
 
 
 def _cure_of_path(path: str, number: int | None) -> str:
@@ -99,38 +99,34 @@ def _refusal(facts: probe.DirectoryFacts) -> tuple[str, str]:
 def _medium(path: str, medium: Medium) -> Iterator[Finding]:
     """What makes a directory unfit for state, though files can be made there."""
     if medium.kind == MEMORY:
-        yield Finding(f"{path}: tier", WARNING, "it is memory, not a drive", "name a directory on a drive")
+        yield note(f"{path}: tier", "it is memory, not a drive", "name a directory on a drive")
     elif medium.kind == NETWORK:
-        yield Finding(
+        yield note(
             f"{path}: tier",
-            WARNING,
             "it is behind a network: slower than a drive, and others share it",
             "name a directory on a local drive",
         )
     if medium.loop:
-        yield Finding(
+        yield note(
             f"{path}: loop device",
-            WARNING,
             "a file plays the drive: every byte passes two file systems",
             "name a directory on the drive that holds the file",
         )
     if medium.rotational:
         names = ", ".join(medium.drives)
-        yield Finding(
+        yield note(
             f"{path}: rotational",
-            WARNING,
             f"{names}: a rotational disk reads and writes a few hundred MB/s at most",
             "name a directory on an SSD",
         )
     for name in medium.drives:
         wear = wear_of(name)
         if wear.used is None:
-            yield Finding(f"{path}: wear", OK, f"{name}: unknown ({wear.why})")
+            yield note(f"{path}: wear", f"{name}: unknown ({wear.why})")
         else:
-            worn = wear.used >= _WORN
             text = f"{name}: {wear.used:.0%} of the endurance that it is rated for is used"
-            cure = "another drive; infinity plan says what a run writes" if worn else None
-            yield Finding(f"{path}: wear", WARNING if worn else OK, text, cure)
+            worn = "another drive; infinity plan says what a run writes"
+            yield note(f"{path}: wear", text, worn if wear.used >= _WORN else None)
 
 
 def _leftovers(path: str) -> Iterator[Finding]:
@@ -140,18 +136,18 @@ def _leftovers(path: str) -> Iterator[Finding]:
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         cure = "look at it as the user who ran there, or name another directory"
-        yield Finding(f"{path}: leftovers", WARNING, f"its subdirectory cannot be looked at: {reason}", cure)
+        yield note(f"{path}: leftovers", f"its subdirectory cannot be looked at: {reason}", cure)
         return
     for each in found:
         size = format_size(each.nbytes)
         if each.state == "dead":
             text = f"{each.path}, {size}: a killed run has left it; the next run there takes its space"
-            yield Finding(f"{path}: leftover", WARNING, text, f"infinity clean {quote(path)}")
+            yield note(f"{path}: leftover", text, f"infinity clean {quote(path)}")
         elif each.state == "foreign":
             text = f"{each.path}, {size}: {each.why}; no run can begin there"
-            yield Finding(f"{path}: leftover", WARNING, text, f"move {quote(each.path)} away")
+            yield note(f"{path}: leftover", text, f"move {quote(each.path)} away")
         else:
-            yield Finding(f"{path}: in use", OK, f"{each.path}, {size}: of a run that is under way")
+            yield note(f"{path}: in use", f"{each.path}, {size}: of a run that is under way")
 
 
 def _backends_of(path: str) -> Iterator[Finding]:
@@ -167,11 +163,11 @@ def _backends_of(path: str) -> Iterator[Finding]:
         text = f"auto takes {chosen}, {shape} ({reason})" + (f"; {'; '.join(refused)}" if refused else "")
         slower = chosen == "threads" and not reason.startswith(("asked for", "as infinity tune"))
         cure = "a local file system with O_DIRECT, or allow Linux AIO" if slower else None
-        yield Finding(f"{path}: backend", WARNING if slower else OK, text, cure)
+        yield note(f"{path}: backend", text, cure)
         found = tuned(path)
         text = f"infinity tune {path} finds the settings for this drive (never run)"
         if found is not None:
             text = f"{found.backend}, {format_size(found.block_bytes)} × {found.queue_depth}"
-        yield Finding(f"{path}: tuned", OK, text)
+        yield note(f"{path}: tuned", text)
     except InfinityError as error:
         yield Finding(f"{path}: backend", ERROR, f"{error.what}: {error.found}", error.cure)

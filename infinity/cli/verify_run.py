@@ -8,7 +8,6 @@ before each step, and with fp16 losses that overflow.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,11 +181,7 @@ def _train(case: Case, device: str, folders: Sequence[str], steps: int) -> Trace
 
 
 def _extra(case: Case) -> dict[str, Any]:
-    known = {f.name for f in dataclasses.fields(Config)}
-    extra = dict(_FP16) if case.dtype == "fp16" else {}
-    if case.update == "delayed":
-        extra |= {k: v for k, v in _WARMUP.items() if k in known}
-    return extra
+    return {**(_FP16 if case.dtype == "fp16" else {}), **(_WARMUP if case.update == "delayed" else {})}
 
 
 def compare(found: Trace, wanted: Trace) -> Difference | None:
