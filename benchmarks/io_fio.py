@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(Load(args.directory, args.nbytes, grain=args.block, window=window))
         rings = [stack.enter_context(load.ring(each)) for each in sizes]
-        run_pass([(load, rings[0])], sizes[0], Job("write"), 3600, limit=args.nbytes)
+        run_pass([(load, rings[0])], sizes[0], Job("write", chunk=args.ticket), 3600, limit=args.nbytes)
         for pattern in PATTERNS:
             contenders: dict[str, Callable[[], Run]] = {
                 each.backend: partial(ours, load, ring, each, pattern, args.ticket)
