@@ -13,7 +13,6 @@ recomputation uses it; and so does a forward that uses a parameter of another sc
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 
 from infinity.core.spans import Recorder, now
-from infinity.core.turn import is_inside
+from infinity.core.turn import calls_around, is_inside
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import in_backward
 from infinity.params.discover import Scope
@@ -234,7 +233,7 @@ class Hooks:
         self._guard.check_autocast("")
         if self._depth and not in_backward():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
-            self._depth = min(self._depth, _calls_around(module))
+            self._depth = min(self._depth, calls_around(module))
         if not in_backward() and not self._depth:
             self.settle()
             self._shelter.begin(self)  # once more: that ended what was left of others
@@ -444,12 +443,3 @@ def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tenso
             owner._gradient_arrives(mine)
 
     return take
-
-
-def _calls_around(module: nn.Module) -> int:
-    """Return how many calls of `module` the one under way is inside of."""
-    calls, frame = -1, sys._getframe(1)
-    while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
-    return max(0, calls)

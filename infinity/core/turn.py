@@ -189,6 +189,15 @@ def is_inside(ident: int) -> bool:
     return False
 
 
+def calls_around(module: object) -> int:
+    """Return how many calls of `module` the one under way is inside of."""
+    calls, frame = -1, sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return max(0, calls)
+
+
 def _innermost(ident: int) -> FrameType | None:
     if ident == threading.get_ident():
         return sys._getframe()
