@@ -367,6 +367,23 @@ def test_gradients_from_before_wrap_are_refused(tmp_path: Path) -> None:
     infinity.close(infinity.wrap(model, adam, config_for(tmp_path))[1])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("parameters", ["nvme", "host", "device"])
+def test_a_graph_from_before_wrap_fails_as_after_an_edit(
+    parameters: str, frozen: bool, tmp_path: Path
+) -> None:
+    model = Net()
+    model.blocks.requires_grad_(not frozen)
+    adam = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    loss = model(batch().requires_grad_()).square().mean()
+    infinity.wrap(model, adam, config_for(tmp_path, parameters=parameters))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(batch()).square().mean().backward()
+    assert infinity.gradient(model.head.weight) is not None
+    infinity.close(model)
+
+
 def test_data_of_another_shape_is_refused_and_the_rest_is_kept(tmp_path: Path) -> None:
     model, _ = wrapped(tmp_path)
     block = model.blocks[0]

@@ -26,7 +26,7 @@ from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.optim import misuse
 from infinity.optim.optimizer import OffloadOptimizer, check_optimizer
-from infinity.optim.state import States
+from infinity.optim.state import States, bump
 from infinity.optim.update import Updater
 from infinity.optim.visit import Places
 from infinity.params.copies import Copies
@@ -250,6 +250,7 @@ class Engine:
                     moments[sharded.index] = saved
             data = [p.data for p in old]
             self.states.take_over(unit, moments)
+            bump(unit.params)  # what a graph from before has saved of them is gone
             for param in old:
                 optimizer.state.pop(param, None)
             for tensor in data:
