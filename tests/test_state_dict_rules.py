@@ -23,6 +23,7 @@ from infinity.core.errors import ParameterChangedError, ParameterError, StateDic
 from infinity.hardware.device import HostDevice
 from infinity.params.given import Given
 
+from .models import case
 from .offloaded import ON_HOST, ON_NVME, config_for
 from .quick import quick
 
@@ -513,3 +514,25 @@ def test_a_load_leaves_nothing_of_a_lease_on_the_device(
         assert same_dict(model.state_dict(), weights)
         optimizer.load_state_dict(states)
         assert same_dict(model.state_dict(), weights)
+
+
+@pytest.mark.parametrize("parameters", ["nvme", "device"])
+def test_a_load_that_would_replace_parameters_is_refused_and_the_cure_works(
+    parameters: str, tmp_path: Path
+) -> None:
+    this, plain = case("gpt"), case("gpt", seed=1).model
+    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, parameters=parameters))
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    new = plain.state_dict()
+    for target, state in ((model, new), (model.head, plain.head.state_dict())):
+        with pytest.raises(ParameterChangedError, match="leave assign out"):
+            target.load_state_dict(state, assign=True)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    plain.load_state_dict(new, assign=True)  # leaves torch's mark in it
+    wanted = {n: v.clone() for n, v in new.items()}
+    model.load_state_dict(new)
+    assert all(torch.equal(v, wanted[n]) for n, v in model.state_dict().items())
+    this.loss(model, this.batches[0]).backward()
+    optimizer.step()
+    infinity.close(optimizer)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.autograd.hooks import Hooks
-from infinity.core.errors import ReleasedParameterError
+from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.hardware.shelter import Shelter
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state import States
@@ -124,7 +124,15 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
                 _separate(engine.params[param], value)
         turn.leave(module)
 
-    def load_begins(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    def load_begins(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        # torch leaves this mark in the state dict, where the next load, of whichever kind, finds it.
+        if metadata.pop("assign_to_params_buffers", False) and _assigns():
+            raise ParameterChangedError(
+                "load_state_dict(assign=True) of a wrapped model would replace its parameters",
+                expected="assign=False, which copies the values into the parameters",
+                found="assign=True",
+                cure="leave assign out, or load before `wrap`",
+            )
         engine.check()
         engine.optimizer.publish()
         turn.enter(module)
@@ -169,4 +177,13 @@ def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
     return False
 
 
+def _assigns() -> bool:
+    """Return whether the `load_state_dict` that is under way was called with ``assign=True``."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _LOAD_STATE_DICT and frame.f_back is not None:
+        frame = frame.f_back
+    return bool(frame.f_locals.get("assign"))
+
+
+_LOAD_STATE_DICT = nn.Module.load_state_dict.__code__
 _STATE_DICT = nn.Module.state_dict.__code__
