@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.checks import check_model
 from infinity.api.init import ScratchFile, init, release, scratch_extent
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, WrapError
@@ -380,3 +381,69 @@ def test_parameters_that_do_not_overlap_in_one_storage_are_taken(
     with infinity.gathered(model):
         assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
     infinity.close(model)
+
+
+class _Buffered(nn.Module):
+    """A linear layer and a buffer over its weight's memory, or one that only looks like it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(64, 64)
+        weight = self.head.weight
+        match kind:
+            case "all":
+                self.register_buffer("seen", weight.data)
+            case "a row":
+                self.register_buffer("seen", weight.detach()[3], persistent=False)
+            case "empty":
+                self.register_buffer("seen", weight.data[:0])
+            case "meta":
+                self.register_buffer("seen", torch.empty(64, 64, device="meta"), persistent=False)
+            case "sparse":
+                self.register_buffer("seen", torch.eye(64).to_sparse())
+            case "the Parameter":
+                self.register_buffer("seen", weight)
+            case "two buffers":
+                self.register_buffer("seen", torch.ones(64))
+                self.register_buffer("again", self.seen[:32])
+            case "detached":
+                self.seen = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.head.weight.detach() if self.seen is None else self.seen
+        return self.head(x) @ seen.reshape(-1, 64).t()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", ["all", "a row"])
+def test_a_buffer_over_a_parameters_memory_is_refused_and_the_cures_work(
+    kind: str, inside: bool, tmp_path: Path
+) -> None:
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", parameters="nvme")
+    with infinity.init(config) if inside else contextlib.nullcontext():
+        model = _Buffered(kind)
+    with pytest.raises(WrapError, match=r"'seen' shares memory with the parameter 'head.weight'"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model.register_buffer("seen", model.seen.detach().clone())
+    infinity.close(infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[0])
+    losses = []
+    for wrapped in (False, True):
+        model = _Buffered("detached" if wrapped else "all")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if wrapped:
+            model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
+        for _ in range(3):
+            loss = model(torch.ones(2, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    infinity.close(model)
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["empty", "meta", "sparse", "the Parameter", "two buffers"])
+def test_other_buffers_are_taken(kind: str, tmp_path: Path) -> None:
+    model = _Buffered(kind)
+    check_model(model, torch.optim.AdamW(model.parameters()))

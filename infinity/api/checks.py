@@ -178,15 +178,22 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
             found="none",
             cure="wrap a model that has some",
         )
-    _check_apart(named)
+    buffers = [(n, b) for n, b in model.named_buffers() if id(b) not in known and _has_address(b)]
+    _check_apart(named, buffers)
     return groups
 
 
-def _check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise `WrapError` if two parameters share memory: each is to have a place of its own."""
+def _has_address(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _check_apart(named: list[tuple[str, nn.Parameter]], buffers: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise `WrapError` if a parameter shares memory with another one, or with a buffer: each is to have a
+    place of its own."""
     spans: dict[object, list[tuple[int, int, str, torch.Tensor]]] = {}
-    for name, param in named:
-        data = param.detach()
+    names = {name for name, _ in buffers}
+    for name, tensor in (*named, *buffers):
+        data = tensor.detach()
         nbytes = span_elements(data) * data.element_size()
         if nbytes:
             storage, offset = origin(data)
@@ -197,8 +204,9 @@ def _check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         for span in sorted(row, key=lambda span: span[0]):
             open_ = [other for other in open_ if other[1] > span[0]]
             for other in open_:
-                if _overlap(other, span):
-                    _refuse(other, span)
+                kept = [s[2] for s in (other, span) if s[2] in names]
+                if len(kept) < 2 and _overlap(other, span):
+                    _refuse(other, span, kept)
             open_.append(span)
 
 
@@ -221,8 +229,21 @@ def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, 
     return bool(looked_at.any())
 
 
-def _refuse(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> None:
+def _refuse(
+    first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor], buffers: list[str]
+) -> None:
     (begin, end, name, data), (other_begin, other_end, other, other_data) = first, second
+    if buffers:
+        param = other if name in buffers else name
+        raise WrapError(
+            f"the buffer {buffers[0]!r} shares memory with the parameter {param!r}",
+            expected="buffers with memory of their own",
+            found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the buffer would keep "
+            "the values of now",
+            cure=f"leave out the buffer and have its module's forward use the parameter, detached: "
+            f"`model.{param}.detach()`; or, if these values are to stay, give it a copy: "
+            "register_buffer(name, p.detach().clone())",
+        )
     same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
     raise WrapError(
         f"the parameters {name!r} and {other!r} share memory, but are not one Parameter",
