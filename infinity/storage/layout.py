@@ -1,4 +1,4 @@
-"""Where each chunk's parts lie: pure arithmetic, a function of the specs alone.
+"""Where each chunk's parts lie: pure arithmetic, from the specs and the directories' weights.
 
 A chunk lies in one directory. Within a directory's arena come the regions, ``copy`` first, then
 ``state``, then ``gradient``, then others by name; within a region slot 0 of every part, in chunk
