@@ -18,7 +18,7 @@ from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory, nameless_file
 from infinity.hardware.tuned import bandwidths
 from infinity.params.discover import UnitMembers
-from infinity.params.param import sharded_of
+from infinity.params.param import sharded_of, why_not
 from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine, budget_of
 from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS, ChunkPlan, ParamSpec
@@ -146,6 +146,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 expected="parameters that are plain tensors",
                 found=f"{type(param.data).__name__}, as FSDP's fully_shard or quantization makes it",
                 cure="hand the model to `wrap` as it was built, before anything else shards or quantizes it",
+            )
+        if reason := why_not(param):
+            raise WrapError(
+                f"the parameter {name!r} is of a class that cannot be offloaded",
+                expected="nn.Parameter, or a subclass that may be derived from",
+                found=f"{type(param).__name__}: {reason}",
+                cure="make it an nn.Parameter, before the optimizer is built: nn.Parameter(p.detach())",
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise WrapError(

@@ -2,14 +2,13 @@
 
 `ShardedParam` is what the engine knows of one `nn.Parameter`; nothing is hung on the parameter.
 
-[Note: released parameters] Released storage has no memory (on CUDA its size is 0, on a CPU its
-pages are protected) while the shape stays: any operator would crash, and `torch.save` might
-silently write nothing. So while a parameter is released
-its `__class__` is `ReleasedParameter`, whose `__torch_function__` raises with the cure
-(torch's `UninitializedParameter` is the precedent). Metadata stays readable. `unshard` restores
-the class. Storage is refilled in place and without a version bump, so graphs that saved the
-parameter stay valid; `step()` bumps the versions of what it updates, so that a graph from before
-the step fails as it does in torch.
+[Note: released parameters] Released storage has no memory (on CUDA its size is 0, on a CPU its pages are
+protected) while the shape stays: any operator would crash, and `torch.save` might silently write nothing.
+So while a parameter is released its `__class__` is `ReleasedParameter`, whose `__torch_function__` raises
+with the cure (torch's `UninitializedParameter` is the precedent). Metadata stays readable. `unshard`
+restores the class. Storage is refilled in place and without a version bump, so graphs that saved the
+parameter stay valid; `step()` bumps the versions of what it updates, so that a graph from before the step
+fails as it does in torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.planning.partition import ParamSpec
 
+from . import subclass
 from .eager import eager
 
 _T: Any = torch.Tensor
@@ -79,10 +79,12 @@ _CURE = (
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values are not on the device."""
 
+    plain: ClassVar[type] = nn.Parameter  # what it is at other times
+
     @classmethod
     @eager
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let metadata through; raise `ReleasedParameterError` for all else."""
         kwargs = kwargs or {}
@@ -99,8 +101,7 @@ class ReleasedParameter(nn.Parameter):
         used = [p for p in _walk((args, kwargs)) if isinstance(p, nn.Parameter)]
         released = [p for p in used if isinstance(p, ReleasedParameter)]
         if _use(used, released, func is _T.data_ptr):
-            with torch._C.DisableTorchFunctionSubclass():  # all are there
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)  # all are there, and have their classes
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
@@ -109,7 +110,7 @@ class ReleasedParameter(nn.Parameter):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ReleasedParameter({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> Any:
         raise ReleasedParameterError(
@@ -132,10 +133,12 @@ class PendingParameter(nn.Parameter):
     """The class of a parameter that is on the device while its update is under way: metadata is
     answered at once, whoever needs the values waits for the unit."""
 
+    plain: ClassVar[type] = nn.Parameter
+
     @classmethod
     @eager
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the values, then do what was asked."""
         kwargs = kwargs or {}
@@ -166,6 +169,11 @@ class PendingParameter(nn.Parameter):
         return self.__reduce_ex__(proto)
 
 
+def why_not(param: nn.Parameter) -> str:
+    """Return what keeps a parameter of a user's class from being released; "" if nothing does."""
+    return subclass.why_not(param, (ReleasedParameter, PendingParameter))
+
+
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a backward that names parameters (``inputs=``) with the nodes that accumulate their gradients
     instead, so that what it runs, recomputation for one, meets parameters as they are."""
@@ -185,9 +193,7 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kwargs = {**kwargs, "materialize_grads": False, "allow_unused": True}
         args, kwargs = edge(args), {k: edge(v) for k, v in kwargs.items()}
     found = func(*args, **kwargs)
-    if zeros:
-        return tuple(z if g is None else g for g, z in zip(found, zeros, strict=True))
-    return found
+    return tuple(z if g is None else g for g, z in zip(found, zeros, strict=True)) if zeros else found
 
 
 def _use(used: list[nn.Parameter], released: list[ReleasedParameter], address: bool) -> bool:
@@ -208,11 +214,10 @@ def _use(used: list[nn.Parameter], released: list[ReleasedParameter], address: b
 
 
 def _settle(param: PendingParameter) -> None:
-    sharded = sharded_of(param)
-    if sharded is not None and sharded.on_wait is not None:
+    if (sharded := sharded_of(param)) is not None and sharded.on_wait is not None:
         sharded.on_wait()
     else:  # its engine is gone, and with it the update
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.__class__ = type(param).plain
 
 
 def _walk(value: Any) -> list[Any]:
@@ -266,10 +271,6 @@ def _type(param: ReleasedParameter, dtype: Any = None, *args: Any, **kwargs: Any
     )
 
 
-def _share(param: ReleasedParameter) -> Any:
-    return _unchanged(param, None, None, "share_memory_()", copy=True)
-
-
 def _set_data(param: ReleasedParameter, value: object) -> Any:
     return None if value is param else NotImplemented
 
@@ -280,8 +281,7 @@ def _detach(param: torch.Tensor) -> Any:
 
 
 def _copy(param: ReleasedParameter, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    sharded = sharded_of(param)
-    if sharded is None or sharded.on_copy is None:
+    if (sharded := sharded_of(param)) is None or sharded.on_copy is None:
         return NotImplemented
     sharded.on_copy(source)
     return param
@@ -293,7 +293,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.detach: _detach,
     _T.copy_: _copy,
     _T.type: _type,
-    _T.share_memory_: _share,
+    _T.share_memory_: lambda param: _unchanged(param, None, None, "share_memory_()", copy=True),
     _T.cpu: _move("cpu"),
     _T.cuda: _move("cuda"),
     **{
@@ -390,12 +390,12 @@ class ShardedParam:
 
     def release(self) -> None:
         """Make every use of the values raise."""
-        self.param.__class__ = ReleasedParameter
+        self.param.__class__ = subclass.variant(ReleasedParameter, self.cls)
 
     def suspend(self, wait: Callable[[], None]) -> None:
         """Make every use of the values `wait` for the update; that restores the class."""
         self.on_wait = wait
-        self.param.__class__ = PendingParameter
+        self.param.__class__ = subclass.variant(PendingParameter, self.cls)
 
     def restore(self) -> None:
         """Give the parameter its class back."""
@@ -418,9 +418,9 @@ class ShardedParam:
         param = self.param
         if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
             found = f"{param.dtype}, shape {tuple(param.shape)}"
+        elif storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage):
+            return
         else:
-            if storage is None or type(param) is ReleasedParameter or self.in_place(storage):
-                return
             found = "other storage"
         raise ParameterChangedError(
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
