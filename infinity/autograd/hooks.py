@@ -12,7 +12,6 @@ recomputation uses it; and so does a forward that uses a parameter of another sc
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -166,13 +165,14 @@ class Hooks:
             if not self._depth and not in_backward():
                 self._check_given()
             call = _Call(scope, self._residency.shows_newest)
-            if not in_backward():
-                if self._depth:
-                    call.guest = self._guests.join()
-                else:  # not called through the root
-                    self._shelter.begin(call)
-                    self._residency.show(not scope.module.training)
-                    call.newest = self._residency.shows_newest
+            if in_backward():
+                self._end_passed()
+            elif self._depth:
+                call.guest = self._guests.join()
+            else:  # not called through the root
+                self._shelter.begin(call)
+                self._residency.show(not scope.module.training)
+                call.newest = self._residency.shows_newest
             self._release_lazy(scope)
             self._release_wanted()
             current.append(call)
@@ -279,9 +279,9 @@ class Hooks:
 
     def _watch(self, output: Any, call: _Call) -> None:
         @eager
-        def begins(number: int, grad: torch.Tensor) -> None:
+        def begins(grad: torch.Tensor) -> None:
             self._queue_end()
-            self._end(lambda other: other.start > number and other.thread == threading.get_ident())
+            self._end_passed()
             call.task = torch._C._current_graph_task_id()
             self._begun[call] = None
             self._release_wanted()
@@ -294,7 +294,11 @@ class Hooks:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(begins, inputs.number_of(tensor)))
+                tensor.register_hook(begins)
+
+    def _end_passed(self) -> None:
+        number = inputs.number_now()
+        self._end(lambda call: call.start > number and call.thread == threading.get_ident())
 
     def _end(self, which: Callable[[_Call], bool]) -> None:
         for call in filter(which, tuple(self._begun)):
@@ -370,6 +374,7 @@ class Hooks:
         addresses, until a scope does."""
         if in_backward():
             self._queue_end()
+            self._end_passed()
         if self._wanted != units:
             self._residency.release([u for u in self._wanted if u not in self._addressed], self)
             self._wanted = units

@@ -2,11 +2,10 @@
 
 [Note: the end of a scope's backward] Autograd gives every node that a thread makes a number, and runs what
 was made last first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
-when a node runs that was made before the scope computed anything. Two kinds of nodes tell: those of the
-scope's inputs, by a hook on each (on the tensor itself, so that the scope gets what its caller passed), and
-those of other scopes' outputs. Whichever comes first; it is never too early. An input that is a leaf has no
-node of its own and tells nothing; nor does one in a container that nobody looks into. What is left is over
-when the backward that began it is.
+when a node runs that was made before the scope computed anything. We look at the number of the node that runs
+wherever a backward comes to us: at a scope's inputs (by hooks on the tensors themselves, so that the scope
+gets what its caller passed), at other scopes' outputs, at a recomputation, at what was saved of a unit that is
+not there. Never too early; what is left is over when the backward that began it is.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def next_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def number_of(tensor: torch.Tensor) -> int:
-    """Return the number of the node that made a tensor; of a leaf, one that is above all."""
-    node: Any = tensor.grad_fn
-    return int(node._sequence_nr()) if node is not None else 2**63
+def number_now() -> int:
+    """Return the number of the node that a backward of this thread is at; if none, one above all."""
+    node = torch._C._current_autograd_node()
+    return int(node._sequence_nr()) if node is not None else 2**64
 
 
 def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
