@@ -4,8 +4,8 @@
 was made last first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
 when a node runs that was made before the scope computed anything. We look at the number of the node that runs
 wherever a backward comes to us: at a scope's inputs (by hooks on the tensors themselves, so that the scope
-gets what its caller passed), at other scopes' outputs, at a recomputation, at what was saved of a unit that is
-not there. Never too early; what is left is over when the backward that began it is.
+gets what its caller passed), at other scopes' outputs, at a recomputation, at what was saved of a unit that
+is not there. Never too early; what is left is over when the backward that began it is.
 """
 
 from __future__ import annotations
