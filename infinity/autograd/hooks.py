@@ -94,15 +94,14 @@ class Hooks:
         self._wanted: tuple[int, ...] = ()  # units that were asked for last, by autograd or by an operator
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
         self._handles: list[Any] = []
-        root = model
         self._depth = 0  # forwards of the root under way
         # Of each scope: its forwards under way, innermost last.
         self._current: list[tuple[Scope, list[_Call]]] = []
         self._root_frames: list[object] = []  # of its forwards under way, hooks on saved tensors
-        self._handles.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
             self._install(scope)
-        self._handles.append(root.register_forward_hook(self._leave, always_call=True))
+        self._handles.append(model.register_forward_hook(self._leave, always_call=True))
         for sharded in params:
             if sharded.param.requires_grad:
                 self._handles.append(
@@ -169,6 +168,7 @@ class Hooks:
                 self._end_passed()
             elif self._depth:
                 call.guest = self._guests.join()
+                call.start = call.start if call.guest is None else -1  # another thread's numbers
             else:  # not called through the root
                 self._shelter.begin(call)
                 self._residency.show(not scope.module.training)
@@ -297,8 +297,8 @@ class Hooks:
                 tensor.register_hook(begins)
 
     def _end_passed(self) -> None:
-        number = inputs.number_now()
-        self._end(lambda call: call.start > number and call.thread == threading.get_ident())
+        number, task = inputs.number_now(), torch._C._current_graph_task_id()
+        self._end(lambda call: call.start > number and call.task == task)  # on whichever thread it runs
 
     def _end(self, which: Callable[[_Call], bool]) -> None:
         for call in filter(which, tuple(self._begun)):
