@@ -84,8 +84,9 @@ class Residency:
         return sum(u.layout.copy_nbytes for u in self.units if u.filled and not u.resident)
 
     def held(self) -> list[ParamUnit]:
-        """Return the units whose memory somebody else holds, of those that nobody uses."""
-        return [u for u in self.units if u.filled and not u.in_use and u.settled() and u.is_held()]
+        """Return the units whose memory somebody else holds, of those that nobody uses or writes."""
+        idle = (u for u in self.units if u.filled and not u.in_use and u.settled())
+        return [u for u in idle if u.index not in self._suspended and u.is_held()]
 
     @sheltered
     def acquire(
