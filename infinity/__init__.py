@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api.calls import close, flush, gathered, gradient, metrics, unwrap
-    from .api.engine import wrap
+    from .api.gathered import gathered, gradient
     from .api.init import init
+    from .api.metrics import metrics
     from .api.trace import trace
+    from .api.wrap import close, flush, unwrap, wrap
     from .core.config import Config
     from .core.errors import InfinityError
 
@@ -37,8 +38,9 @@ _HOMES = {
     "InfinityError": "core.errors",
     "init": "api.init",
     "trace": "api.trace",
-    "wrap": "api.engine",
-    **dict.fromkeys(("close", "flush", "gathered", "gradient", "metrics", "unwrap"), "api.calls"),
+    "metrics": "api.metrics",
+    **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
+    **dict.fromkeys(("wrap", "flush", "unwrap", "close"), "api.wrap"),
 }
 
 

@@ -32,7 +32,7 @@ from infinity.core.errors import (
     ShortTransferError,
     TransferError,
 )
-from infinity.hardware import aio, aio_file
+from infinity.hardware import aio, aio_native, direct_file
 from infinity.hardware.aio import BACKENDS, DirectFile, Priority, Ring, Ticket, available_backends, crc32c
 
 BLOCK = 4096
@@ -642,7 +642,7 @@ def test_the_second_descriptor_without_proc(directory: str, monkeypatch: pytest.
         return real(name, *arguments)
 
     with DirectFile.open(path, os.O_RDWR | os.O_CREAT) as file:
-        monkeypatch.setattr(aio_file.os, "open", without_proc)
+        monkeypatch.setattr(direct_file.os, "open", without_proc)
         DirectFile(path, file.fd, direct=True).close()
         os.rename(path, path + "-moved")
         os.close(real(path, os.O_CREAT | os.O_RDWR))
@@ -666,9 +666,9 @@ def test_crc32c() -> None:
         assert crc32c(memory.address + cut, (1 << 20) - cut, first) == whole
         second = crc32c(memory.address + cut, (1 << 20) - cut)
         assert aio.crc32c_combine(first, second, (1 << 20) - cut) == whole
-    hardware = aio_file.lib.aio_crc32c_force_table(1)
+    hardware = aio_native.lib.aio_crc32c_force_table(1)
     try:
         assert crc32c(memory.address, 1 << 20) == whole
     finally:
-        aio_file.lib.aio_crc32c_force_table(0)
+        aio_native.lib.aio_crc32c_force_table(0)
     assert hardware in (0, 1)

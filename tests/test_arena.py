@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier
+from infinity.planning.parts import PartSpec
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
-from infinity.storage.layout import Layout, PartSpec
+from infinity.storage.layout import Layout
 from infinity.storage.leftovers import MARK_NBYTES, mark
 
 MIB = 1 << 20

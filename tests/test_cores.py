@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.api.checks import threads_of
+from infinity.api.this_machine import threads_of
 from infinity.cli import doctor
 from infinity.core.errors import StorageError
 from infinity.hardware import cores, cpu_adam, probe
@@ -62,7 +62,7 @@ def test_adam_leaves_a_core_to_each_ring_beside_a_device_of_its_own() -> None:
 
 
 def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.api.checks.usable_cores", lambda: Cores(8, None, 1))
+    monkeypatch.setattr("infinity.api.this_machine.usable_cores", lambda: Cores(8, None, 1))
     folders = [tmp_path / "a", tmp_path / "b"]
     two = infinity.Config(nvme=folders, optimizer_state="nvme")
     assert threads_of(two, staged=True) == 6

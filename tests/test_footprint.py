@@ -9,7 +9,9 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import SPAN, GiB, MiB, Tier
 from infinity.planning.footprint import Budget, Footprint, footprint
-from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.planning.partition import ParamSpec, partition
+from infinity.planning.parts import plan_chunks
+from infinity.planning.placement import assign
 
 NUMEL = 4 * SPAN
 UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, True, 0)]) for i in range(8)]

@@ -109,7 +109,7 @@ def test_a_native_module_has_one_importer(native: str) -> None:
         if re.match(rf"infinity\.{native}(\.|$)", name)
     }
     assert importers == {
-        {"_aio": "infinity/hardware/aio_file.py"}.get(native, f"infinity/hardware/{native[1:]}.py")
+        {"_aio": "infinity/hardware/aio_native.py"}.get(native, f"infinity/hardware/{native[1:]}.py")
     }
 
 

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.sizes import ALIGNMENT, SEGMENT_ELEMENTS, SPAN, Tier
-from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.planning.partition import ParamSpec, partition
+from infinity.planning.parts import plan_chunks
+from infinity.planning.placement import assign
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 shapes = st.lists(st.integers(0, 400), max_size=2).map(tuple)

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.api.checks import chunk_specs
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
 from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget, demand
 from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
-from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.planning.partition import ParamSpec, partition
+from infinity.planning.parts import chunk_specs, plan_chunks
+from infinity.planning.placement import assign
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 from infinity.storage.layout import Layout
 

@@ -476,7 +476,7 @@ def test_what_edits_copies_and_means_no_edit_is_left_alone(place: str, tmp_path:
         train(model, optimizer, range(3, 4))
         del state
         model(torch.zeros(1, WIDTH))
-        assert not engine_of(model).states.given._copies  # nothing is kept of what is gone
+        assert not engine_of(model).edits.given._copies  # nothing is kept of what is gone
 
 
 def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -> None:

@@ -1,92 +1,14 @@
-"""What `wrap` checks and asks before it touches anything."""
+"""Which models `wrap` refuses, and what to change."""
 
 from __future__ import annotations
-
-import errno
-import os
-import shlex
-from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from infinity.core.config import Config
-from infinity.core.errors import DirectoryError, WrapError
-from infinity.core.sizes import Tier
-from infinity.hardware.cores import adam_threads, usable_cores
-from infinity.hardware.device import Device
-from infinity.hardware.probe import available_host_memory, nameless_file
-from infinity.hardware.tuned import bandwidths
-from infinity.params.discover import UnitMembers
+from infinity.core.errors import WrapError
 from infinity.params.param import sharded_of, why_not
-from infinity.planning.footprint import Budget
-from infinity.planning.machine import Drive, Machine, budget_of
-from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS, ChunkPlan, ParamSpec
-from infinity.storage.layout import ChunkSpec, PartSpec
-from infinity.storage.leftovers import dead_nbytes
 
-from .init import origin, span_elements, temporary_directory
-
-
-def machine_here(config: Config, device: Device, *, unnamed: bool = False) -> Machine:
-    """Return what this machine has for a run of `config`. `unnamed`: its one directory only stands for one.
-
-    Raises:
-        DirectoryError: an NVMe directory is missing, no directory, or closed to us.
-    """
-    directories = config.directories
-    if unnamed:
-        drives = [Drive(directory=d, free=0, system=d) for d in directories]
-    else:
-        weights = (bandwidths(directories) if len(directories) > 1 else None) or [1.0] * len(directories)
-        drives = [drive_here(d, w) for d, w in zip(directories, weights, strict=True)]
-    return Machine(
-        host_memory=available_host_memory(),
-        device_memory=device.memory_free() if device.staged else None,
-        drives=tuple(drives),
-        temporary=drive_here(temporary_directory()) if not drives or unnamed else None,
-    )
-
-
-def drive_here(directory: str, weight: float = 1.0) -> Drive:
-    """Return what is below a directory of this machine.
-
-    Raises:
-        DirectoryError: it is missing, no directory, or closed to us.
-    """
-    try:
-        system, found = os.statvfs(directory), os.stat(directory)
-        os.close(nameless_file(directory)[0])
-    except OSError as error:
-        missing = error.errno == errno.ENOENT and not os.path.lexists(directory)
-        raise DirectoryError(
-            f"the directory {directory!r} cannot be used",
-            errno=error.errno,
-            path=directory,
-            expected="a directory that this user may write to",
-            found=os.strerror(error.errno or 0),
-            cure=f"mkdir -p {shlex.quote(directory)}"
-            if missing
-            else "name a directory that this user may write to",
-        ) from error
-    # A file system that does not know its size (ramfs, some network ones) does not know what is free.
-    # What killed runs have left there is free: a run removes it before it needs the space.
-    free = system.f_bavail * system.f_frsize + dead_nbytes(directory) if system.f_blocks else None
-    return Drive(directory=directory, free=free, system=found.st_dev, weight=weight)
-
-
-def budget_here(config: Config, device: Device) -> Budget:
-    """Return the budgets in bytes; what is not named is nine tenths of what is free."""
-    return budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
-
-
-def threads_of(config: Config, *, staged: bool) -> int:
-    """Return the threads of the CPU's Adam: as told, or as [Note: who gets the cores] says."""
-    if config.threads is not None:
-        return config.threads
-    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
-    rings = len(config.directories) if on_nvme else 0
-    return adam_threads(usable_cores().mine, staged=staged, rings=rings)
+from .init import origin, span_elements
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -263,48 +185,3 @@ def _refuse(
         )
         + f"give {other!r} values of its own: nn.Parameter(p.detach().clone())",
     )
-
-
-def param_specs(
-    model: nn.Module, members: Iterable[UnitMembers], groups: Mapping[int, int], dtype: torch.dtype
-) -> list[list[ParamSpec]]:
-    """Return the spec of each unit's parameters."""
-    # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
-    keep = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm)
-        for p in m.parameters(recurse=False)
-    }
-    return [
-        [
-            ParamSpec(
-                name,
-                tuple(p.shape),
-                torch.float32 if id(p) in keep else dtype,
-                p.requires_grad,
-                groups.get(id(p), -1) if p.requires_grad else -1,
-            )
-            for name, p in member.params.items()
-        ]
-        for member in members
-    ]
-
-
-def chunk_specs(plans: Iterable[ChunkPlan]) -> list[ChunkSpec]:
-    """Return the parts of each chunk that the store keeps: what is not on the device."""
-    specs: list[ChunkSpec] = []
-    for plan in plans:
-        parts = {}
-        if plan.copy_tier is not Tier.DEVICE:
-            versioned = plan.state_tier is not None  # frozen copies are written once
-            parts[COPY_PARTS[0]] = PartSpec((plan.copy_nbytes,), plan.copy_tier, versioned, "copy")
-        if plan.spare_tier is not None:
-            parts[COPY_PARTS[1]] = PartSpec((plan.copy_nbytes,), plan.spare_tier, True, "spare")
-        if plan.state_tier not in (None, Tier.DEVICE):
-            parts["state"] = PartSpec(plan.state_sections, plan.state_tier, True, "state")
-        if plan.gradient_tier not in (None, Tier.DEVICE):
-            for part in GRADIENT_PARTS[: plan.gradient_slots]:
-                parts[part] = PartSpec((plan.gradient_nbytes,), plan.gradient_tier, False, "gradient")
-        specs.append(parts)
-    return specs

@@ -1,4 +1,4 @@
-"""`wrap`: everything that one model has, and how it is put together. Wiring only."""
+"""Everything that one wrapped model has, and how it is put together. Wiring only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,31 +25,33 @@ from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.optim import misuse
+from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer, check_optimizer
-from infinity.optim.state import States, bump
+from infinity.optim.state_io import States, bump
 from infinity.optim.update import Updater
 from infinity.optim.visit import Places
 from infinity.params.copies import Copies
-from infinity.params.discover import Scope, UnitMembers, discover
+from infinity.params.discover import Scope, UnitMembers, discover, param_specs
 from infinity.params.fetch import Fetcher
 from infinity.params.param import ShardedParam
 from infinity.params.pending import Pending
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.footprint import LEAST_SLOTS, Footprint, footprint
-from infinity.planning.partition import ParamSpec, assign, partition, plan_chunks
+from infinity.planning.partition import ParamSpec, partition
+from infinity.planning.parts import chunk_specs, plan_chunks
+from infinity.planning.placement import assign
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
 
-from .checks import budget_here, check_model, chunk_specs, param_specs, threads_of
+from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .init import release as release_scratch
 from .refusal import add_cure
 from .state_dict import install
-
-_Model = TypeVar("_Model", bound=nn.Module)
+from .this_machine import budget_here, threads_of
 
 _CLOSED, _UNWRAPPED = "close() was called", "unwrap() was called"
 _AFTER = {
@@ -191,6 +193,7 @@ class Engine:
         self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
         self.states = States(self.places, self._room, self.quiesce, self.shelter)
+        self.edits = Edits(self.places, self.quiesce, self.shelter)
         self.activations = (
             Activations(device, region, [u.storage for u in units], self.shelter)
             if region is not None
@@ -206,7 +209,7 @@ class Engine:
             compute_dtype=self.config.compute_dtype,
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             check=self.check,
-            check_given=self.states.given.check,
+            check_given=self.edits.given.check,
             on_backward=self._backward_begins,
             recorder=self.recorder,
             activations=self.activations,
@@ -223,6 +226,7 @@ class Engine:
             residency=self.residency,
             gradients=self.gradients,
             states=self.states,
+            edits=self.edits,
             updater=self.updater,
             update=self.config.update,
             delay_warmup_steps=self.config.delay_warmup_steps,
@@ -238,6 +242,7 @@ class Engine:
         )
         parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
         self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
+        _ENGINES.add(self)
 
     def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for unit in self.units:
@@ -388,38 +393,6 @@ def _shut_down(
         for part in (gradients, fetcher, updater, shelter):
             stack.push(hurry)
             stack.callback(part.close)
-
-
-# -- what a user calls ----------------------------------------------------------------------
-
-
-def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tuple[_Model, OffloadOptimizer]:
-    """Take over a model's parameters and its optimizer's state; return both.
-
-    The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
-    shares the param groups of the one passed in. From here on parameters are on the device only
-    while they are used; read or edit them inside `gathered`.
-
-    Args:
-        model: any `nn.Module` with dense floating-point parameters.
-        optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
-        config: budgets and placements.
-
-    Raises:
-        WrapError: the model or the optimizer cannot be taken over.
-        BudgetError: the run does not fit; nothing has been touched.
-        DirectoryError: an NVMe directory cannot be used; nothing has been touched.
-    """
-    if not isinstance(config, Config):
-        raise WrapError(
-            "wrap takes a Config",
-            expected="infinity.Config(...)",
-            found=type(config).__name__,
-            cure="wrap(model, optimizer, infinity.Config(...))",
-        )
-    engine = Engine(model, optimizer, config)
-    _ENGINES.add(engine)
-    return model, engine.optimizer
 
 
 def engine_of(thing: object) -> Engine:

@@ -15,7 +15,7 @@ from infinity.planning.machine import Drive
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model, Plan, Planner
 
-from .checks import machine_here
+from .this_machine import machine_here
 
 
 def add_cure(

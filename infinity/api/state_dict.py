@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from infinity.autograd.hooks import Hooks
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.hardware.shelter import Shelter
+from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.optim.state import States
+from infinity.optim.state_io import States
 from infinity.params.given import own as own_storage
 from infinity.params.param import ReleasedParameter, ShardedParam
 from infinity.params.residency import Residency
@@ -30,6 +31,7 @@ from infinity.params.residency import Residency
 class _Engine(Protocol):
     params: dict[nn.Parameter, ShardedParam]
     states: States
+    edits: Edits
     residency: Residency
     hooks: Hooks
     optimizer: OffloadOptimizer
@@ -72,7 +74,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not _is_inside(module, modules):
-            engine.states.given.check()
+            engine.edits.given.check()
             given.clear()
             memory.clear()
             everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
@@ -98,7 +100,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         if before is not None:
             return before.detach()
         copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
-        engine.states.given.add(sharded, copy)
+        engine.edits.given.add(sharded, copy)
         given[sharded] = weakref.ref(copy)
         return copy
 
@@ -137,7 +139,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         engine.optimizer.publish()
         turn.enter(module)
         loaded = [p for n, p in module._parameters.items() if prefix + n in state]
-        engine.states.given.forget(engine.params[p] for p in loaded if p is not None and p in engine.params)
+        engine.edits.given.forget(engine.params[p] for p in loaded if p is not None and p in engine.params)
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

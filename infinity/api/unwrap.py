@@ -11,8 +11,9 @@ from infinity.core.errors import BudgetError, ClosedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.probe import available_host_memory
 from infinity.hardware.shelter import Shelter
+from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.optim.state import States
+from infinity.optim.state_io import States
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 
@@ -21,6 +22,7 @@ class _Engine(Protocol):
     params: dict[nn.Parameter, ShardedParam]
     units: list[ParamUnit]
     states: States
+    edits: Edits
     optimizer: OffloadOptimizer
     shelter: Shelter
     closed: str
@@ -36,9 +38,9 @@ def restore(engine: _Engine) -> None:
         _check_closed(engine)
     else:
         _check_blocks(engine)
-        engine.states.check_unseen()
+        engine.edits.check_unseen()
         engine.optimizer.publish()
-        engine.states.adopt_edits()
+        engine.edits.adopt_all()
     _check_room(engine)
     values = {
         s: s.param.detach().to("cpu", s.given_dtype, copy=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from infinity.api.checks import machine_here
+from infinity.api.this_machine import machine_here
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier, parse_size

@@ -10,7 +10,7 @@ from typing import Any, Final
 from infinity.api.trace import FORMAT
 from infinity.core.errors import DataError
 from infinity.core.spans import CAUSES
-from infinity.planning.partition import COPY_PARTS, GRADIENT_PARTS
+from infinity.planning.parts import COPY_PARTS, GRADIENT_PARTS
 
 #: part of a chunk → the setting that places it
 SETTING: Final = {

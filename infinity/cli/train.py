@@ -29,10 +29,11 @@ import click
 import torch
 from torch import nn
 
-from infinity.api.calls import close, metrics
-from infinity.api.engine import engine_of, wrap
+from infinity.api.engine import engine_of
 from infinity.api.init import init
+from infinity.api.metrics import metrics
 from infinity.api.trace import is_trace, trace
+from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import GiB, Tier, format_size

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infinity.api.calls import close, metrics
-from infinity.api.engine import engine_of, wrap
+from infinity.api.engine import engine_of
+from infinity.api.metrics import metrics
+from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
 from infinity.core.sizes import SPAN, parse_dtype
 from infinity.hardware import cpu_adam

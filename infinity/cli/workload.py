@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from infinity.api.checks import param_specs
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
-from infinity.params.discover import discover
+from infinity.params.discover import discover, param_specs
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
 

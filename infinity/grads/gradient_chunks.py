@@ -17,7 +17,8 @@ from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event
 from infinity.params.unit import ParamUnit
-from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan
+from infinity.planning.partition import Chunk
+from infinity.planning.parts import GRADIENT_PARTS, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 

@@ -25,7 +25,8 @@ from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.pending import Pending
 from infinity.params.unit import ParamUnit
-from infinity.planning.partition import Chunk, ChunkPlan, Segment
+from infinity.planning.partition import Chunk, Segment
+from infinity.planning.parts import ChunkPlan
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
 

@@ -3,8 +3,7 @@
 A `Ring` is one native I/O thread with its kernel queue, for one directory. `read` and `write` give
 a `Ticket` at once; the ring cuts it into blocks, keeps at most `queue_depth` of them in the kernel,
 and tries again what can be tried again. It promises no order between tickets. The native part is
-csrc/aio; tickets and open files are in aio_file.py, the choice of a backend in aio_probe.py. All
-others import from here.
+csrc/aio. All others import from here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from infinity.core.errors import (
     TransferError,
 )
 
-from .aio_file import ALIGNMENT, CURES, POLL_MS, DirectFile, Priority, Ticket, ffi, lib
+from .aio_native import ALIGNMENT, CURES, POLL_MS, ffi, lib
 from .aio_probe import BACKENDS, available_backends, choose_backend, ring_options
+from .direct_file import DirectFile
+from .ticket import Priority, Ticket
 from .tuned import tuned
 
 __all__ = [

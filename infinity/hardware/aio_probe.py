@@ -27,7 +27,8 @@ from typing import Any, Final
 
 from infinity.core.errors import BackendError, DirectoryError
 
-from .aio_file import ALIGNMENT, DirectFile, dio_offset_align, ffi, lib
+from .aio_native import ALIGNMENT, ffi, lib
+from .direct_file import DirectFile, dio_offset_align
 
 __all__ = ["BACKENDS", "available_backends", "choose_backend"]
 

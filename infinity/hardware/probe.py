@@ -238,7 +238,7 @@ def _alignment(fd: int) -> int | None:
     from infinity.core.errors import BuildError
 
     try:
-        from .aio_file import dio_offset_align
+        from .direct_file import dio_offset_align
     except BuildError:  # whoever wants to know what is wrong here asks without the native part, too
         return None
     return dio_offset_align(fd)

@@ -23,9 +23,10 @@ from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 
+from .edits import Edits
 from .loading import OURS, NoState, check_options, counts_of, match
 from .misuse import refuse_copies
-from .state import States, bump
+from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .visit import Places
 
@@ -74,6 +75,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         residency: Residency,
         gradients: Gradients,
         states: States,
+        edits: Edits,
         updater: Updater,
         update: str,
         delay_warmup_steps: int,
@@ -96,6 +98,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._residency = residency
         self._gradients = gradients
         self._states = states
+        self._edits = edits
         self._updater = updater
         self._update = update
         self._delay_warmup_steps = delay_warmup_steps
@@ -189,7 +192,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = self._present()
         changing = {s.unit for s in present}
         self._residency.check_blocks(changing)
-        self._states.check_unseen()
+        self._edits.check_unseen()
         if self._fp16 and present and not self._scaled and self._gradients.backwards != self._backwards:
             raise PrecisionError(
                 "fp16 gradients of a loss that was not scaled",
@@ -200,7 +203,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._scaled, self._backwards = False, self._gradients.backwards
         norm = self._norm(present)
         self.grad_norm = norm
-        self._states.check_edits()
+        self._edits.check_delayed()
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         if self._fp16 and not math.isfinite(norm):
@@ -208,10 +211,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._good_steps = 0
             self.skipped_steps += 1
             return
-        clip = 1.0
-        if self._max_grad_norm is not None:
-            clip = _clip(self._max_grad_norm, norm)
-        self._states.adopt_edits()
+        clip = 1.0 if self._max_grad_norm is None else _clip(self._max_grad_norm, norm)
+        self._edits.adopt_all()
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
@@ -262,7 +263,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ParameterChangedError: they would be; or what `flush` raises.
         """
         self._before_step()
-        self._states.check_edits()
+        self._edits.check_delayed()
         self.flush()
 
     @eager
@@ -400,9 +401,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _whole_state(self) -> dict[str, Any]:
         self._before_step()
         self._states.check_room()
-        self._states.check_unseen()
-        self._states.check_edits()
-        self._states.adopt_edits()
+        self._edits.check_unseen()
+        self._edits.check_delayed()
+        self._edits.adopt_all()
         try:
             for param, sharded in self._params.items():
                 if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
@@ -434,7 +435,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         counts: Mapping[str, float],
     ) -> None:
         self.publish()
-        self._states.adopt_edits()
+        self._edits.adopt_all()
         self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})

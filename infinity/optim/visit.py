@@ -18,7 +18,8 @@ from infinity.hardware.device import Device, Event
 from infinity.params.copies import Copies
 from infinity.params.unit import ParamUnit
 from infinity.planning.footprint import lease_nbytes
-from infinity.planning.partition import GRADIENT_PARTS, Chunk, ChunkPlan
+from infinity.planning.partition import Chunk
+from infinity.planning.parts import GRADIENT_PARTS, ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 

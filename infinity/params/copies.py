@@ -22,7 +22,8 @@ import torch
 
 from infinity.core.sizes import Tier
 from infinity.hardware.device import Device, Event
-from infinity.planning.partition import COPY_PARTS, Chunk, ChunkPlan
+from infinity.planning.partition import Chunk
+from infinity.planning.parts import COPY_PARTS, ChunkPlan
 from infinity.storage.store import Store
 
 #: Returns the part of a unit's storage that holds a chunk's copy.

@@ -15,12 +15,14 @@ would not take it for one that is released. They are scopes, too, that have pres
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from infinity.core.errors import ConfigError
+from infinity.planning.partition import ParamSpec
 
 
 @dataclass
@@ -176,3 +178,29 @@ def _add_working_sets(scopes: Sequence[Scope]) -> None:
         ]
         needed = [u for s in (*around, scope) for u in s.units]
         scope.working_set = tuple(dict.fromkeys([*needed, *scope.looks]))
+
+
+def param_specs(
+    model: nn.Module, members: Iterable[UnitMembers], groups: Mapping[int, int], dtype: torch.dtype
+) -> list[list[ParamSpec]]:
+    """Return the spec of each unit's parameters."""
+    # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
+    keep = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        for p in m.parameters(recurse=False)
+    }
+    return [
+        [
+            ParamSpec(
+                name,
+                tuple(p.shape),
+                torch.float32 if id(p) in keep else dtype,
+                p.requires_grad,
+                groups.get(id(p), -1) if p.requires_grad else -1,
+            )
+            for name, p in member.params.items()
+        ]
+        for member in members
+    ]

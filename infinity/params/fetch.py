@@ -23,7 +23,8 @@ from infinity.core.spans import now
 from infinity.core.waiting import POLL, Bell, Latch
 from infinity.hardware.device import Device, Event
 from infinity.planning.pace import Pace
-from infinity.planning.partition import Chunk, ChunkPlan
+from infinity.planning.partition import Chunk
+from infinity.planning.parts import ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 

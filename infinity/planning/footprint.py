@@ -30,7 +30,9 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
 
-from .partition import ChunkPlan, UnitLayout, spread_over_directories
+from .partition import UnitLayout
+from .parts import ChunkPlan
+from .placement import spread_over_directories
 
 #: What the fetch quota aims at; more hides no more of a drive's latency.
 _FETCH_TARGET = 64 * MiB

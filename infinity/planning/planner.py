@@ -16,7 +16,9 @@ from infinity.core.sizes import Tier, format_size
 
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
-from .partition import ParamSpec, UnitLayout, assign, partition, plan_chunks
+from .partition import ParamSpec, UnitLayout, partition
+from .parts import plan_chunks
+from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
 _UNLIMITED = 1 << 60

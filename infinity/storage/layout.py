@@ -9,7 +9,7 @@ versioned. Nothing of this is written down anywhere: offsets are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,57 +17,10 @@ import numpy.typing as npt
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, Tier
-from infinity.planning.partition import spread_over_directories
+from infinity.planning.parts import ChunkSpec, PartSpec
+from infinity.planning.placement import spread_over_directories
 
 _REGIONS: Final = ("copy", "state", "gradient")
-
-
-class PartSpec(NamedTuple):
-    """One part of a chunk.
-
-    Attributes:
-        sections: bytes of each section, multiples of 4096. A section is what one CRC covers, and
-            the least that can be read.
-        tier: HOST or NVME.
-        versioned: on NVMe it has as many slots as the store; otherwise one.
-        region: the region of the arena that it lies in.
-    """
-
-    sections: tuple[int, ...]
-    tier: Tier
-    versioned: bool
-    region: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all sections."""
-        return sum(self.sections)
-
-    def choose(self, sections: range | None) -> range:
-        """Return the indices of `sections`, of all if None.
-
-        Raises:
-            ValueError: they are not neighbouring sections of this part.
-        """
-        whole = range(len(self.sections))
-        if sections is None:
-            return whole
-        if sections.step != 1 or not 0 <= sections.start < sections.stop <= whole.stop:
-            raise ValueError(f"{sections} are not neighbouring sections of {whole.stop}")
-        return sections
-
-    def clamp(self, sections: range, length: int) -> list[int]:
-        """Return the bytes of each section that lie within the first `length` of the part."""
-        sizes = []
-        begin = sum(self.sections[: sections.start])
-        for index in sections:
-            sizes.append(min(max(length - begin, 0), self.sections[index]))
-            begin += self.sections[index]
-        return sizes
-
-
-#: The parts of one chunk, by name.
-ChunkSpec = Mapping[str, PartSpec]
 
 
 class Extent(NamedTuple):

@@ -15,10 +15,11 @@ from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
 from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
 from infinity.hardware.tuned import bandwidths
+from infinity.planning.parts import ChunkSpec, PartSpec
 
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
-from .layout import ChunkSpec, DirectoryStats, Extent, Layout, PartSpec
+from .layout import DirectoryStats, Extent, Layout
 from .leftovers import reclaim
 from .memory import HostMemory, Register
 from .order import Order

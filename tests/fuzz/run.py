@@ -75,7 +75,6 @@ def prepare(tree: str | None = None) -> None:
 
     # Its first use imports torch's compiler, which takes more than a second.
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    import infinity.api.calls
     import infinity.api.engine
     import infinity.api.init  # noqa: F401
 

@@ -1,30 +1,26 @@
-"""Optimizer state, parameter by parameter: for state dicts, edits and the take-over in `wrap`.
+"""State and copies, parameter by parameter: for state dicts, and for the take-over in `wrap`.
 
 Everything here goes chunk by chunk through one lease, so that its host memory is bounded.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from infinity.core.errors import BudgetError, ParameterChangedError
+from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
 from infinity.hardware.shelter import Shelter, sheltered
-from infinity.params.given import Given, own
+from infinity.params.given import own
 from infinity.params.param import ShardedParam
-from infinity.params.unit import ParamState, ParamUnit
+from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
 
 from .visit import ChunkVisit, Places, visit
 
-#: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
-_EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -38,7 +34,6 @@ class States:
         self._places = places
         self._quiesce = quiesce  # updates that are under way come first
         self._room = room  # host bytes that the budget leaves
-        self.given = Given(staged=places.device.staged)
 
     # -- wrap -------------------------------------------------------------------------------
 
@@ -88,14 +83,14 @@ class States:
         for tensor in zeroed:
             tensor.zero_()
         for segment in chunk.segments:
-            source = _part(sources[segment.param], segment)
+            source = part_of(sources[segment.param], segment)
             for target in targets:
                 target[segment.start : segment.start + segment.numel].copy_(source)
             values = moments.get(segment.param)
             if values and chunk.trainable:
                 for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
                     saved = values[key].detach().reshape(-1)
-                    target[segment.start : segment.start + segment.numel].copy_(_part(saved, segment))
+                    target[segment.start : segment.start + segment.numel].copy_(part_of(saved, segment))
         staged_copy = unit.resident and self._places.device.staged
         # What was never written reads as zeros: moments that are zero need no write.
         fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
@@ -148,7 +143,7 @@ class States:
         values = {key: torch.empty(numel, dtype=torch.float32) for key in keys}
         for segment, here in self._visits(sharded, write=False):
             for key, section in _sections(here, values):
-                values[key][segment.offset : segment.offset + segment.numel].copy_(_slice(section, segment))
+                values[key][segment.offset : segment.offset + segment.numel].copy_(slice_of(section, segment))
         shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
         return {"step": torch.tensor(sharded.step, dtype=torch.float32), **shaped}
 
@@ -167,14 +162,14 @@ class States:
         changed = False
         for segment, here in self._visits(sharded, write=True, copy="master" in flat):
             for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
-                target = _slice(section, segment)
+                target = slice_of(section, segment)
                 if key in flat:
-                    target.copy_(_part(flat[key], segment))
+                    target.copy_(part_of(flat[key], segment))
                 elif key != "master":
                     target.zero_()
             if "master" in flat:
-                copy = _slice(here.device_copy if unit.resident else here.copy, segment)
-                new = _part(flat["master"], segment).to(copy)
+                copy = slice_of(here.device_copy if unit.resident else here.copy, segment)
+                new = part_of(flat["master"], segment).to(copy)
                 changed = changed or not torch.equal(copy, new)
                 copy.copy_(new)
         if changed and unit.resident:
@@ -203,123 +198,6 @@ class States:
             finally:
                 here.leave()
 
-    # -- edits ------------------------------------------------------------------------------
-
-    def check_edits(self) -> None:
-        """Raise if a resident parameter was edited in place while a newer version of it waits to be
-        published: the edit was made to values that are about to go."""
-        for unit in self._places.units:
-            if not unit.resident or not self._has_newer(unit):
-                continue
-            unit.check_edited(newer=True)
-            if edited := [p for p in unit.params if p.param._version != p.version]:
-                raise ParameterChangedError(
-                    f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
-                    expected="edits inside `with infinity.gathered(params, write=True):`",
-                    found="an in-place edit of values that the last update has replaced",
-                    cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
-                )
-
-    @sheltered
-    def check_unseen(self) -> None:
-        """Raise if a parameter was edited where its next update would not see it: it would go on from the
-        master, without the edit. Most are found only with ``Config(check_edits=True)``. Or if a copy was
-        that a state dict gave out."""
-        self.given.check()
-        for unit in self._places.units:
-            unit.check_edited(newer=self._has_newer(unit))
-
-    def _has_newer(self, unit: ParamUnit) -> bool:
-        copies = self._places.copies
-        return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
-
-    @sheltered
-    def adopt_edits(self) -> None:
-        """Take over edits of resident parameters: those that torch counts (their version tells), and all so
-        far of a block that keeps them."""
-        for unit in self._places.units:
-            if unit.resident and unit.writers:
-                self._take(unit, {p.index for p in unit.params})
-            elif unit.resident and (edited := _edited(unit)):
-                self.adopt(unit, edited)
-
-    @sheltered
-    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
-        """Make the values on the device, of the parameters in `edited`, the ones that count.
-
-        Where a value still is the master rounded, the master stays: an edit of one element does
-        not cost the others their low bits.
-        """
-        self._quiesce()
-        for chunk in unit.layout.chunks:
-            segments = [s for s in chunk.segments if s.param in edited]
-            if not segments:
-                continue
-            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
-            try:
-                here.read(copy=True)
-                here.wait()
-                for segment in segments:
-                    self._adopt_segment(chunk, segment, here)
-                here.write(state=chunk.trainable, copy=not unit.resident)
-            finally:
-                here.leave()
-        for index in edited:
-            unit.params[index].version = unit.params[index].param._version
-        self.given.forget(unit.params[index] for index in edited)
-        unit.looked(edited)
-
-    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
-        low, high = segment.start, segment.start + segment.numel
-        plan = self._places.plans[chunk.id]
-        for begin in range(low, high, _SLICE):
-            part = slice(begin, min(begin + _SLICE, high))
-            new = here.device_copy[part]
-            if chunk.trainable and not here.copy_is_master:
-                _follow(here.master[part], new)
-            if plan.copy_tier is not Tier.DEVICE:
-                here.copy[part].copy_(new)
-
-    def _take(self, unit: ParamUnit, named: set[int]) -> None:
-        """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
-        edited. Raise `ParameterChangedError` after that if data have another shape."""
-        units = tuple(_EDITED.values())
-        written = {u.storage._cdata for u in units}
-        for each in units:
-            each.own_data(written)
-        moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
-        refused = unit.rebind()
-        self.adopt(unit, _edited(unit) | moved | named)
-        if refused:
-            raise ParameterChangedError(
-                f"the parameter {refused[0].name!r} was given data that do not fit it",
-                expected=f"shape {refused[0].spec.shape}",
-                found="another shape; the parameter has the values that it had",
-                cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
-                "`infinity.unwrap(model)`, change it, and wrap it again",
-            )
-
-    @contextmanager
-    def editing(self, unit: ParamUnit, named: set[int], owner: object) -> Iterator[None]:
-        """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
-        edited, and others that torch knows were; also when the block raises. `owner` keeps the unit.
-
-        Raises:
-            ParameterChangedError: a parameter was given data of another shape; the rest is kept.
-        """
-        assert unit.state is ParamState.UNSHARDED
-        block = object()
-        _EDITED[block] = unit
-        unit.writers.add(owner)
-        try:
-            yield
-        finally:
-            try:
-                self._take(unit, named)
-            finally:
-                _EDITED.pop(block, None)
-                unit.writers.discard(owner)
-
     @sheltered
     def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host; `out`: bytes to put
@@ -345,7 +223,7 @@ class States:
                 source = lease.tensor(chunk.dtype, 0, chunk.numel)
             try:
                 for segment in segments:
-                    out[segment.offset : segment.offset + segment.numel].copy_(_slice(source, segment))
+                    out[segment.offset : segment.offset + segment.numel].copy_(slice_of(source, segment))
             finally:
                 if lease is not None:
                     lease.release()
@@ -359,7 +237,7 @@ class States:
             return self.copy_of(sharded).to(sharded.given_dtype)
         out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
         for segment, here in self._visits(sharded, write=False):
-            out[segment.offset : segment.offset + segment.numel].copy_(_slice(here.master, segment))
+            out[segment.offset : segment.offset + segment.numel].copy_(slice_of(here.master, segment))
         return out.view(sharded.spec.shape)
 
     @sheltered
@@ -378,10 +256,10 @@ class States:
                 here.read(copy=True)
                 here.wait()
                 for segment in segments:
-                    target = _slice(here.copy, segment)
-                    target.copy_(_part(flat, segment))
+                    target = slice_of(here.copy, segment)
+                    target.copy_(part_of(flat, segment))
                     if chunk.trainable and not here.copy_is_master:
-                        _follow(_slice(here.master, segment), target)
+                        follow_copy(slice_of(here.master, segment), target)
                 here.write(state=chunk.trainable, copy=True)
             finally:
                 here.leave()
@@ -395,10 +273,6 @@ def bump(params: Sequence[ShardedParam]) -> None:
         sharded.version = sharded.param._version
 
 
-def _edited(unit: ParamUnit) -> set[int]:
-    return {p.index for p in unit.params if p.param._version != p.version}
-
-
 def _no_room(nbytes: int, room: int) -> BudgetError:
     return BudgetError(
         "a state dict does not fit the host memory that is left",
@@ -408,7 +282,7 @@ def _no_room(nbytes: int, room: int) -> BudgetError:
     )
 
 
-def _follow(master: torch.Tensor, new: torch.Tensor) -> None:
+def follow_copy(master: torch.Tensor, new: torch.Tensor) -> None:
     """Make the values of `master` those of the copy `new`. One that rounds to it already is kept: it has
     low bits that a copy cannot have."""
     if new.dtype is torch.float32:
@@ -420,11 +294,11 @@ def _follow(master: torch.Tensor, new: torch.Tensor) -> None:
         here.copy_(torch.where(here.to(there.dtype) == there, here, there.float()))
 
 
-def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
     return flat[segment.offset : segment.offset + segment.numel]
 
 
-def _slice(section: torch.Tensor, segment: Segment) -> torch.Tensor:
+def slice_of(section: torch.Tensor, segment: Segment) -> torch.Tensor:
     return section[segment.start : segment.start + segment.numel]
 
 

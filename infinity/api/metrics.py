@@ -1,0 +1,70 @@
+"""`metrics`: figures of the last step and of memory."""
+
+from __future__ import annotations
+
+from infinity.core.sizes import GiB, Tier
+from infinity.optim.optimizer import OffloadOptimizer
+
+from .engine import engine_of
+
+
+def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
+    """Return figures of the last step and of memory, under torchtitan's key names where it has them.
+
+    A step is from the end of one `step()` to the end of the next. Of the last one:
+
+    - ``grad_norm``: 2-norm before clipping, unscaled; ``loss_scale``: 1.0 unless fp16.
+    - ``time_metrics/end_to_end(s)``, ``time_metrics/update(s)``: the step, and `step()` alone, in seconds.
+    - ``stall/h2d(%)``, ``stall/nvme(%)``, ``stall/update(%)``, ``stall/reduce(%)``: what the user's thread
+      waited for (copies to the device, drives, the update, gradients on their way), in % of the step.
+    - ``io/read(GB/s)``, ``io/write(GB/s)``: what the drives moved, by the whole step.
+    - ``efficiency(%)``: the share in which the busiest was at work: compute (what is neither a stall nor in
+      `step()`), a drive, or the update. A trace has it from bandwidths.
+    - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
+      0.0 where none was delayed.
+
+    ``steps`` and ``skipped_steps`` (fp16 overflows) go with the optimizer's state dict.
+
+    Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
+    when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
+    host).
+
+    Memory that somebody else holds: ``memory/held_units``, units that stay on the device because
+    something outside of the engine refers to them (an alias of a parameter), ``memory/held(GiB)``.
+
+    Memory: planned, ``memory/device(GiB)``, ``memory/host(GiB)``, ``memory/nvme(GiB)``; highest so far,
+    ``memory/device_units_peak(GiB)``, ``memory/host_leases_peak(GiB)``, ``activations/host(GiB)``.
+
+    Raises:
+        WrapError: `optimizer` belongs to no wrapped model.
+    """
+    engine = engine_of(optimizer)
+    stats = engine.store.stats()
+    pool = engine.pool.stats()
+    activations = engine.activations
+    held = engine.residency.held()
+    values = {
+        "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
+        "loss_scale": optimizer.loss_scale,
+        "steps": float(optimizer.steps),
+        "skipped_steps": float(optimizer.skipped_steps),
+        "time_metrics/end_to_end(s)": engine.times["step"],
+        "time_metrics/update(s)": engine.times["update"],
+        "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
+        "memory/device_units_peak(GiB)": engine.residency.peak / GiB,
+        "memory/held_units": float(len(held)),
+        "memory/held(GiB)": sum(u.layout.copy_nbytes for u in held) / GiB,
+        "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
+        "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
+        "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
+        "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
+        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "delayed/drift": engine.updater.drift.value,
+        "fetch/units": float(engine.residency.fetches),
+        "fetch/hits": float(engine.residency.hits),
+        **engine.recorder.figures,
+        "activations/host(GiB)": activations.peak / GiB if activations is not None else 0.0,
+        "activations/kept": float(activations.kept) if activations is not None else 0.0,
+    }
+    return values

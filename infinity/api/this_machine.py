@@ -1,0 +1,81 @@
+"""What a run of a config may take on this machine: memory, drives, threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+
+from infinity.core.config import Config
+from infinity.core.errors import DirectoryError
+from infinity.core.sizes import Tier
+from infinity.hardware.cores import adam_threads, usable_cores
+from infinity.hardware.device import Device
+from infinity.hardware.probe import available_host_memory, nameless_file
+from infinity.hardware.tuned import bandwidths
+from infinity.planning.footprint import Budget
+from infinity.planning.machine import Drive, Machine, budget_of
+from infinity.storage.leftovers import dead_nbytes
+
+from .init import temporary_directory
+
+
+def machine_here(config: Config, device: Device, *, unnamed: bool = False) -> Machine:
+    """Return what this machine has for a run of `config`. `unnamed`: its one directory only stands for one.
+
+    Raises:
+        DirectoryError: an NVMe directory is missing, no directory, or closed to us.
+    """
+    directories = config.directories
+    if unnamed:
+        drives = [Drive(directory=d, free=0, system=d) for d in directories]
+    else:
+        weights = (bandwidths(directories) if len(directories) > 1 else None) or [1.0] * len(directories)
+        drives = [drive_here(d, w) for d, w in zip(directories, weights, strict=True)]
+    return Machine(
+        host_memory=available_host_memory(),
+        device_memory=device.memory_free() if device.staged else None,
+        drives=tuple(drives),
+        temporary=drive_here(temporary_directory()) if not drives or unnamed else None,
+    )
+
+
+def drive_here(directory: str, weight: float = 1.0) -> Drive:
+    """Return what is below a directory of this machine.
+
+    Raises:
+        DirectoryError: it is missing, no directory, or closed to us.
+    """
+    try:
+        system, found = os.statvfs(directory), os.stat(directory)
+        os.close(nameless_file(directory)[0])
+    except OSError as error:
+        missing = error.errno == errno.ENOENT and not os.path.lexists(directory)
+        raise DirectoryError(
+            f"the directory {directory!r} cannot be used",
+            errno=error.errno,
+            path=directory,
+            expected="a directory that this user may write to",
+            found=os.strerror(error.errno or 0),
+            cure=f"mkdir -p {shlex.quote(directory)}"
+            if missing
+            else "name a directory that this user may write to",
+        ) from error
+    # A file system that does not know its size (ramfs, some network ones) does not know what is free.
+    # What killed runs have left there is free: a run removes it before it needs the space.
+    free = system.f_bavail * system.f_frsize + dead_nbytes(directory) if system.f_blocks else None
+    return Drive(directory=directory, free=free, system=found.st_dev, weight=weight)
+
+
+def budget_here(config: Config, device: Device) -> Budget:
+    """Return the budgets in bytes; what is not named is nine tenths of what is free."""
+    return budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
+
+
+def threads_of(config: Config, *, staged: bool) -> int:
+    """Return the threads of the CPU's Adam: as told, or as [Note: who gets the cores] says."""
+    if config.threads is not None:
+        return config.threads
+    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
+    rings = len(config.directories) if on_nvme else 0
+    return adam_threads(usable_cores().mine, staged=staged, rings=rings)

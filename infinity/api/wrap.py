@@ -1,0 +1,107 @@
+"""The life of a wrapped model: `wrap`, `flush`, `unwrap`, `close`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import WrapError
+from infinity.optim.optimizer import OffloadOptimizer
+
+from .engine import Engine, engine_of
+from .unwrap import restore
+
+_Model = TypeVar("_Model", bound=nn.Module)
+#: Models and optimizers after `unwrap`.
+_PLAIN_AGAIN: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tuple[_Model, OffloadOptimizer]:
+    """Take over a model's parameters and its optimizer's state; return both.
+
+    The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
+    shares the param groups of the one passed in. From here on parameters are on the device only
+    while they are used; read or edit them inside `gathered`.
+
+    Args:
+        model: any `nn.Module` with dense floating-point parameters.
+        optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
+        config: budgets and placements.
+
+    Raises:
+        WrapError: the model or the optimizer cannot be taken over.
+        BudgetError: the run does not fit; nothing has been touched.
+        DirectoryError: an NVMe directory cannot be used; nothing has been touched.
+    """
+    if not isinstance(config, Config):
+        raise WrapError(
+            "wrap takes a Config",
+            expected="infinity.Config(...)",
+            found=type(config).__name__,
+            cure="wrap(model, optimizer, infinity.Config(...))",
+        )
+    engine = Engine(model, optimizer, config)
+    return model, engine.optimizer
+
+
+def flush(thing: object) -> None:
+    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward uses
+    the newest parameters then, as it does at the end of the warm-up.
+
+    Raises:
+        WrapError: `thing` belongs to no wrapped model.
+        ParameterError: that would change parameters inside a `gathered` block.
+        StorageError: an update failed.
+    """
+    engine_of(thing).optimizer.flush()
+
+
+def unwrap(model: _Model) -> _Model:
+    """Make a wrapped model a plain one again, and return it: ordinary parameters, the same objects, on the
+    host, with the newest values in the dtype that they had at `wrap` (those of the fp32 masters, where they
+    are more exact), and buffers there, too. Their gradients are dropped and the engine is closed.
+
+    The state of the optimizer is not given back: save its `state_dict()` before, and load it into the
+    optimizer that the next `wrap` returns. The optimizer from before `wrap` may step again, without state.
+    A closed model can be unwrapped where all of its parameters are placed on the device.
+
+    Raises:
+        WrapError: `model` belongs to no wrapped model.
+        BudgetError: the parameters do not fit the host memory that is free; nothing has changed.
+        ClosedError: its engine was closed, and the values went with it.
+        ParameterError: it is inside a `gathered` block.
+        StorageError: a transfer or an update failed.
+    """
+    engine = engine_of(model)
+    optimizer = engine.optimizer
+    restore(engine)
+    _PLAIN_AGAIN.update((model, optimizer))
+    return model
+
+
+def close(thing: object) -> None:
+    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. A second call
+    does nothing, nor does one after `unwrap`. The values of parameters that are not placed on the device go
+    with it: save `state_dict()` before, or take `unwrap`, which closes, too, and keeps them. What such a
+    model is used for afterwards raises `ClosedError`.
+
+    An update behind the last step is finished first, which takes as long as the drives take: each
+    transfer has `io_deadline` seconds. In a ``finally`` that a KeyboardInterrupt passes, drives have half
+    a second to finish.
+
+    Raises:
+        WrapError: `thing` belongs to no wrapped model.
+        StorageError: what is on NVMe could not be finished or removed; or an update behind the last
+            step failed, and no call since has said so. It names the units without their update.
+    """
+    try:
+        engine = engine_of(thing)
+    except WrapError:
+        if thing in _PLAIN_AGAIN:  # `unwrap` has closed it
+            return
+        raise
+    engine.close()

@@ -1,0 +1,165 @@
+"""A CUDA device: a stream for each direction of copies, and pinned host memory."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from infinity.core.errors import ConfigError
+from infinity.core.spans import Moment, Recorder
+
+from .clock import DeviceClock, timed
+from .streams import Event
+
+
+class ResizedMemory:
+    """The storage of one unit on a device with an allocator of its own: resized to 0 and back."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes = nbytes
+
+    def fill(self) -> None:
+        """Make it usable."""
+        self.storage.resize_(self._nbytes)
+
+    def drop(self) -> None:
+        """Give the memory back to torch's allocator."""
+        self.storage.resize_(0)
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        while not self.event.query():
+            time.sleep(5e-5)
+
+
+def _record(stream: torch.cuda.Stream) -> _CudaEvent:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return _CudaEvent(event)
+
+
+def _wait(stream: torch.cuda.Stream, after: Sequence[Event | None]) -> None:
+    for event in after:
+        if isinstance(event, _CudaEvent):
+            stream.wait_event(event.event)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+class CudaDevice:
+    """One CUDA device, with a stream for each direction of copies."""
+
+    staged = True
+
+    def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
+        self.torch_device = torch_device
+        self.trim_above = 0
+        self._recorder = recorder or Recorder()
+        self._clock: DeviceClock | None = None
+        with torch.cuda.device(torch_device):
+            self._h2d = torch.cuda.Stream()
+            self._d2h = torch.cuda.Stream()
+
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
+        """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
+        with torch.cuda.stream(self._h2d):
+            _wait(self._h2d, after)
+            with timed(self._recorder.log, self._clock, "h2d", self._h2d, chunk, source.nbytes):
+                target.copy_(source, non_blocking=True)
+            return _record(self._h2d)
+
+    def start_clock(self) -> Callable[[], Moment] | None:
+        """Return what tells the moments of the current stream. Waits for the device once."""
+        self._clock = DeviceClock(self.torch_device)
+        return self._clock.moment
+
+    def memory(self, nbytes: int) -> ResizedMemory:
+        """Return the storage of a unit, empty."""
+        return ResizedMemory(nbytes, self.torch_device)
+
+    def mark(self) -> Event | None:
+        """Return an event of the compute stream as it stands."""
+        return _record(torch.cuda.current_stream(self.torch_device))
+
+    def carry(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what has another thread's compute go where the caller's goes: its current stream."""
+        return functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.torch_device))
+
+    def wait_on_device(self, event: Event | None) -> None:
+        """Make the current compute stream wait for `event`; the host does not."""
+        if isinstance(event, _CudaEvent):
+            torch.cuda.current_stream(self.torch_device).wait_event(event.event)
+        elif event is not None:
+            event.wait()
+
+    def d2h(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: Event | None,
+        chunk: int = -1,
+        kept: bool = False,
+    ) -> Event:
+        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`.
+
+        `kept`: the caller keeps `source` until its own stream has waited for the copy; else the
+        allocator is told, and gives the memory to nobody before the host has seen the copy done.
+        """
+        with torch.cuda.stream(self._d2h):
+            _wait(self._d2h, after)
+            with timed(self._recorder.log, self._clock, "d2h", self._d2h, chunk, source.nbytes):
+                target.copy_(source, non_blocking=True)
+            event = _record(self._d2h)
+        if not kept:
+            source.record_stream(self._d2h)
+        return event
+
+    def trim(self) -> None:
+        """Nothing to do: torch's allocator keeps what it has."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin `nbytes` at `address` with cudaHostRegister.
+
+        Raises:
+            ConfigError: the driver refuses (usually the memlock limit).
+        """
+        status = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if status:
+            raise ConfigError(
+                "host memory cannot be pinned",
+                expected=f"cudaHostRegister of {nbytes} bytes to succeed",
+                found=f"CUDA error {status}",
+                cure="raise the memlock limit (`ulimit -l unlimited`) or lower host_memory",
+            )
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+        _cudart().cudaHostUnregister(address)
+
+    def synchronize(self) -> None:
+        """Block until all copies are done."""
+        self._h2d.synchronize()
+        self._d2h.synchronize()
+
+    def memory_free(self) -> int:
+        """Return the bytes that could be allocated on the device."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def close(self) -> None:
+        """Finish all copies: the memory that they use is about to be unpinned."""
+        self.synchronize()

@@ -1,0 +1,175 @@
+"""The CPU as the device: memory whose pages come and go, and host streams that copy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from infinity.core.errors import StorageError
+from infinity.core.sizes import MiB
+from infinity.core.spans import Moment, Recorder, now
+
+from . import cpu_adam
+from .streams import Event, HostStream
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of mallinfo(3), glibc 2.33 and later; `fordblks`: bytes in free blocks."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_mallinfo = getattr(_libc, "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _MallocInfo
+
+
+class PagedMemory:
+    """The storage of one unit on a CPU device: a mapping whose pages come and go.
+
+    Not torch's allocator: blocks of some megabytes that come and go between small ones leave the
+    C heap in pieces, and the process then holds far more than was planned. A mapping gives its
+    pages back at once, and without them it is protected, so a stray use is a fault and not a
+    zero. The address range stays reserved (it costs nothing), so views stay valid.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        # The mapping is never closed: the storage holds it, and the last of its tensors unmaps it.
+        self._map = mmap.mmap(-1, nbytes, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.storage = whole.untyped_storage()
+        self._address, self._nbytes = whole.data_ptr(), nbytes
+        self._protect(0)
+
+    def fill(self) -> None:
+        """Make it usable."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def drop(self) -> None:
+        """Give the pages back."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._protect(0)
+
+    def _protect(self, protection: int) -> None:
+        if _libc.mprotect(self._address, self._nbytes, protection):
+            number = ctypes.get_errno()
+            raise StorageError(f"mprotect failed: {os.strerror(number)}", errno=number)
+
+
+class HostDevice:
+    """The CPU as the device."""
+
+    #: Whether what crosses to the device needs pinned leases.
+    staged = False
+
+    def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
+        self.torch_device = torch_device
+        self.trim_above = 2 * MiB  # what the C heap may keep for reuse
+        self._recorder = recorder or Recorder()
+        self._h2d = HostStream("h2d")
+        self._d2h = HostStream("d2h")
+
+    def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`; `chunk`:
+        for traces."""
+        return self._h2d.submit(_copier(target, source, after, "h2d", self._recorder, chunk))
+
+    def start_clock(self) -> Callable[[], Moment] | None:
+        """Return what tells the moments of the device's compute; None: the host's clock does."""
+        return None
+
+    def memory(self, nbytes: int) -> PagedMemory:
+        """Return the storage of a unit, empty."""
+        return PagedMemory(nbytes)
+
+    def mark(self) -> Event | None:
+        """Return an event of all device work so far; None: the host itself has done it."""
+        return None
+
+    def carry(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what has another thread's compute go where the caller's goes."""
+        return contextlib.nullcontext
+
+    def wait_on_device(self, event: Event | None) -> None:
+        """Make the device's compute wait for `event` (here the host is the device)."""
+        if event is not None:
+            event.wait()
+
+    def d2h(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: Event | None,
+        chunk: int = -1,
+        kept: bool = False,
+    ) -> Event:
+        """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
+        return self._d2h.submit(_copier(target, source, after, "d2h", self._recorder, chunk))
+
+    def trim(self) -> None:
+        """Give back what the C heap holds in free blocks, if that is more than `trim_above` bytes
+        (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces."""
+        if _mallinfo is not None and _mallinfo().fordblks > self.trim_above:
+            _libc.malloc_trim(0)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin memory for the device (nothing to do)."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+
+    def synchronize(self) -> None:
+        """Block until all copies are done."""
+        self._h2d.synchronize()
+        self._d2h.synchronize()
+
+    def memory_free(self) -> int:
+        """Return the bytes that could be allocated on the device."""
+        from .probe import available_host_memory
+
+        return available_host_memory()
+
+    def close(self) -> None:
+        """Finish all copies and end the streams."""
+        self._h2d.close()
+        self._d2h.close()
+
+
+def _copier(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    after: Sequence[Event | None],
+    kind: str,
+    recorder: Recorder,
+    chunk: int,
+) -> Callable[[], None]:
+    # The closure keeps both alive. Not torch's copy_: it would bump versions and hold the GIL.
+    def copy() -> None:
+        for event in after:
+            if event is not None:
+                event.wait()
+        begin = now()
+        cpu_adam.copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)
+        if (log := recorder.log) is not None:
+            log.add(kind, begin, now(), chunk=chunk, nbytes=source.nbytes)
+
+    return copy

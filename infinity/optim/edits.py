@@ -1,0 +1,154 @@
+"""Edits of parameters by users: which are found, which become the values that count, which are refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infinity.core.errors import ParameterChangedError
+from infinity.core.sizes import Tier
+from infinity.hardware.shelter import Shelter, sheltered
+from infinity.params.given import Given
+from infinity.params.unit import ParamState, ParamUnit
+from infinity.planning.partition import Chunk, Segment
+
+from .state_io import follow_copy
+from .visit import ChunkVisit, Places, visit
+
+#: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
+_EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
+_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
+
+
+class Edits:
+    """Finds edits, and makes them the values that count: in the copy and, where they differ, in the master.
+
+    Attributes:
+        given: what state dicts gave out.
+    """
+
+    def __init__(self, places: Places, quiesce: Callable[[], None], shelter: Shelter) -> None:
+        self.shelter = shelter
+        self._places = places
+        self._quiesce = quiesce  # updates that are under way come first
+        self.given = Given(staged=places.device.staged)
+
+    def check_delayed(self) -> None:
+        """Raise if a resident parameter was edited in place while a newer version of it waits to be
+        published: the edit was made to values that are about to go."""
+        for unit in self._places.units:
+            if not unit.resident or not self._has_newer(unit):
+                continue
+            unit.check_edited(newer=True)
+            if edited := [p for p in unit.params if p.param._version != p.version]:
+                raise ParameterChangedError(
+                    f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
+                    expected="edits inside `with infinity.gathered(params, write=True):`",
+                    found="an in-place edit of values that the last update has replaced",
+                    cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
+                )
+
+    @sheltered
+    def check_unseen(self) -> None:
+        """Raise if a parameter was edited where its next update would not see it: it would go on from the
+        master, without the edit. Most are found only with ``Config(check_edits=True)``. Or if a copy was
+        that a state dict gave out."""
+        self.given.check()
+        for unit in self._places.units:
+            unit.check_edited(newer=self._has_newer(unit))
+
+    def _has_newer(self, unit: ParamUnit) -> bool:
+        copies = self._places.copies
+        return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
+
+    @sheltered
+    def adopt_all(self) -> None:
+        """Take over edits of resident parameters: those that torch counts (their version tells), and all so
+        far of a block that keeps them."""
+        for unit in self._places.units:
+            if unit.resident and unit.writers:
+                self._take(unit, {p.index for p in unit.params})
+            elif unit.resident and (edited := _edited(unit)):
+                self.adopt(unit, edited)
+
+    @sheltered
+    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
+        """Make the values on the device, of the parameters in `edited`, the ones that count.
+
+        Where a value still is the master rounded, the master stays: an edit of one element does
+        not cost the others their low bits.
+        """
+        self._quiesce()
+        for chunk in unit.layout.chunks:
+            segments = [s for s in chunk.segments if s.param in edited]
+            if not segments:
+                continue
+            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            try:
+                here.read(copy=True)
+                here.wait()
+                for segment in segments:
+                    self._adopt_segment(chunk, segment, here)
+                here.write(state=chunk.trainable, copy=not unit.resident)
+            finally:
+                here.leave()
+        for index in edited:
+            unit.params[index].version = unit.params[index].param._version
+        self.given.forget(unit.params[index] for index in edited)
+        unit.looked(edited)
+
+    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
+        low, high = segment.start, segment.start + segment.numel
+        plan = self._places.plans[chunk.id]
+        for begin in range(low, high, _SLICE):
+            part = slice(begin, min(begin + _SLICE, high))
+            new = here.device_copy[part]
+            if chunk.trainable and not here.copy_is_master:
+                follow_copy(here.master[part], new)
+            if plan.copy_tier is not Tier.DEVICE:
+                here.copy[part].copy_(new)
+
+    def _take(self, unit: ParamUnit, named: set[int]) -> None:
+        """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
+        edited. Raise `ParameterChangedError` after that if data have another shape."""
+        units = tuple(_EDITED.values())
+        written = {u.storage._cdata for u in units}
+        for each in units:
+            each.own_data(written)
+        moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
+        refused = unit.rebind()
+        self.adopt(unit, _edited(unit) | moved | named)
+        if refused:
+            raise ParameterChangedError(
+                f"the parameter {refused[0].name!r} was given data that do not fit it",
+                expected=f"shape {refused[0].spec.shape}",
+                found="another shape; the parameter has the values that it had",
+                cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
+                "`infinity.unwrap(model)`, change it, and wrap it again",
+            )
+
+    @contextmanager
+    def editing(self, unit: ParamUnit, named: set[int], owner: object) -> Iterator[None]:
+        """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
+        edited, and others that torch knows were; also when the block raises. `owner` keeps the unit.
+
+        Raises:
+            ParameterChangedError: a parameter was given data of another shape; the rest is kept.
+        """
+        assert unit.state is ParamState.UNSHARDED
+        block = object()
+        _EDITED[block] = unit
+        unit.writers.add(owner)
+        try:
+            yield
+        finally:
+            try:
+                self._take(unit, named)
+            finally:
+                _EDITED.pop(block, None)
+                unit.writers.discard(owner)
+
+
+def _edited(unit: ParamUnit) -> set[int]:
+    return {p.index for p in unit.params if p.param._version != p.version}
