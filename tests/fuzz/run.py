@@ -75,8 +75,10 @@ def prepare(tree: str | None = None) -> None:
 
     # Its first use imports torch's compiler, which takes more than a second.
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    import infinity.api.engine
-    import infinity.api.init  # noqa: F401
+    import infinity
+
+    for name in ("init", "wrap", "gathered", "metrics"):  # their modules are imported when they are first used
+        getattr(infinity, name)
 
     from . import program, worlds  # noqa: F401
 
