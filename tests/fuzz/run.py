@@ -77,7 +77,12 @@ def prepare(tree: str | None = None) -> None:
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     import infinity
 
-    for name in ("init", "wrap", "gathered", "metrics"):  # their modules are imported when they are first used
+    for name in (
+        "init",
+        "wrap",
+        "gathered",
+        "metrics",
+    ):  # their modules are imported when they are first used
         getattr(infinity, name)
 
     from . import program, worlds  # noqa: F401
