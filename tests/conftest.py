@@ -18,12 +18,16 @@ settings.register_profile("infinity", deadline=None, suppress_health_check=[Heal
 settings.register_profile("ci", settings.get_profile("infinity"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "infinity")
 
+# Child processes ask no one for a model or a data set.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Locks hold their users to the order ([Note: the order of locks]). Child processes are killed and
 # interrupted, and have plain ones.
 locks.checking = True
 
-# Child processes ask no one for a model or a data set.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Fixtures of several files. Locks that are made as these import the engine are among those.
+from .command_line import nvme, own_environment, text  # noqa: E402, F401
+from .small_net import config, wrapped  # noqa: E402, F401
 
 # Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
 # threads would spin while they wait for each other.
@@ -43,6 +47,11 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it costs seconds
         torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(state)
+
+
+@pytest.fixture
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of the test begins to count

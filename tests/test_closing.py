@@ -24,7 +24,7 @@ from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice, HostDevice
 
 from .quick import quick
-from .test_engine import build, tokens, train
+from .small_net import build, tokens, train
 
 TIMEOUT = 60.0
 
@@ -78,7 +78,7 @@ import faulthandler, gc, os, sys, threading, time, warnings
 from pathlib import Path
 import infinity
 from infinity.api.engine import engine_of
-from tests.test_engine import build, tokens, train
+from tests.small_net import build, tokens, train
 from tests.test_closing import config_of
 faulthandler.dump_traceback_later(50, exit=True)
 warnings.filterwarnings("ignore", "activations=")  # nothing is recomputed here
@@ -167,7 +167,7 @@ def test_the_end_of_the_program_closes_what_is_open(tmp_path: Path, ends: str) -
 import faulthandler, sys
 from pathlib import Path
 import infinity
-from tests.test_engine import build, train
+from tests.small_net import build, train
 from tests.test_closing import config_of
 faulthandler.dump_traceback_later(50, exit=True)
 model, optimizer = infinity.wrap(*build(), config_of(Path(sys.argv[1])))

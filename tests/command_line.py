@@ -1,0 +1,160 @@
+"""Runs of the command line in child processes, on drives of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.main import run
+from infinity.core.sizes import MiB
+
+from .cgroup import unavailable
+
+ROOT = Path(__file__).parents[1]
+
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
+
+
+#: Prints as soon as it holds an arena, and then waits to be killed.
+HOLDER = (
+    "import sys, time\n"
+    "from infinity.storage.arena import Arena\n"
+    "arena = Arena(sys.argv[1], int(sys.argv[2]))\n"
+    "print('ready', flush=True)\n"
+    "time.sleep(120)\n"
+)
+
+
+@pytest.fixture
+def own_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    for name in ("INFINITY_AIO", "INFINITY_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        unavailable("needs root")
+
+
+@contextlib.contextmanager
+def mounted(*arguments: str) -> Iterator[str]:
+    """Mount at a place of its own; unmount whatever happens."""
+    need_root()
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(
+            ["mount", *arguments, place], capture_output=True, text=True, timeout=30, check=False
+        )
+        if done.returncode:
+            unavailable(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", "-l", place], check=True, timeout=30)
+
+
+@contextlib.contextmanager
+def small_drive(folder: Path, nbytes: int) -> Iterator[str]:
+    """An ext4 of `nbytes` on a loop device."""
+    image = folder / "drive.img"
+    with open(image, "wb") as file:
+        file.truncate(nbytes)
+    command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    with mounted("-o", "loop", str(image)) as place:
+        yield place
+
+
+def python(
+    *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 200, text: bool = True
+) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=text,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@contextlib.contextmanager
+def started(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A child process that does not outlive the block."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    if "preexec_fn" not in more:  # whoever runs these tests may have been told to ignore it (nohup)
+        pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    with subprocess.Popen([sys.executable, "-u", *arguments], text=True, cwd=ROOT, **pipes) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def wait_for_line(child: subprocess.Popen[str], text: str, seconds: float = 150) -> None:
+    assert child.stdout is not None
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ready, _, _ = select.select([child.stdout], [], [], 1.0)
+        if ready:
+            line = child.stdout.readline()
+            if text in line:
+                return
+            if not line:
+                break
+    child.kill()
+    pytest.fail(f"no {text!r}: {child.communicate(timeout=30)}")
+
+
+def killed(directory: str, nbytes: int = MiB) -> str:
+    """Leave the arena of a run that `kill -9` ended; return its path."""
+    with started("-c", HOLDER, directory, str(nbytes)) as child:
+        wait_for_line(child, "ready")
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    (path,) = Path(directory, "infinity").glob("rank0.arena")
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.py"
+    file.write_text(TEXT)
+    return str(file)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> str:
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    return str(folder)
+
+
+def words(text: str, nvme: str, *more: str, width: int = 64) -> list[str]:
+    """The options of a run of a tiny model with everything on NVMe."""
+    size = ["--layers", "2", "--width", str(width), "--heads", "2", "--batch", "2", "--sequence", "32"]
+    engine = ["--device", "cpu", "--dtype", "fp32", "--chunk-elements", "65536", "--nvme", nvme]
+    places = [f"--{kind}=nvme" for kind in ("parameters", "optimizer-state", "gradients")]
+    budgets = ["--host-memory", "64MiB", "--device-memory", "32MiB", "--sample-tokens", "0"]
+    return [*size, "--data", text, *engine, *places, *budgets, *more]
+
+
+def findings(capsys: pytest.CaptureFixture[str], *directories: str) -> dict[str, dict[str, Any]]:
+    capsys.readouterr()
+    run(["doctor", "--json", *directories])
+    return {found["name"]: found for found in json.loads(capsys.readouterr().out)["findings"]}

@@ -1,0 +1,84 @@
+"""The optimizer's groups, options and state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import OptimizerTypeError, StateDictError, WrapError
+
+from .small_net import Net, Wrapped, build, tokens, train
+
+
+def test_frozen_between_steps_and_edited_groups(config: infinity.Config) -> None:
+    def groups(model: Net) -> torch.optim.Optimizer:
+        decay = [p for p in model.parameters() if p.ndim > 1]
+        rest = [p for p in model.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+    torch.manual_seed(0)
+    reference = Net()
+    torch_optimizer = groups(reference)
+    model = copy.deepcopy(reference)
+    wrapped_model, optimizer = infinity.wrap(model, groups(model), config)
+    runs: list[tuple[Any, Any]] = [(reference, torch_optimizer), (wrapped_model, optimizer)]
+    for m, o in runs:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(o, 8)
+        for step in range(8):
+            m.blocks[1].requires_grad_(step % 3 != 1)
+            o.param_groups[1]["betas"] = (0.8, 0.9 + step / 100)
+            m(tokens(step)).backward()
+            o.step()
+            scheduler.step()
+            o.zero_grad()
+    for (_, a), (_, b) in zip(model.state_dict().items(), reference.state_dict().items(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    infinity.close(optimizer)
+
+
+def test_wrap_takes_over_an_optimizer_that_has_run(config: infinity.Config) -> None:
+    reference, torch_optimizer = build()
+    train(reference, torch_optimizer)
+    model, started = build()
+    train(model, started)
+    model, optimizer = infinity.wrap(model, started, config)
+    assert train(model, optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
+    infinity.close(optimizer)
+
+
+def test_an_option_that_is_set_later_is_refused(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(OptimizerTypeError, match="amsgrad"):
+        train(model, optimizer, 1)
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_whoever_would_reset_the_state_is_told_how(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    train(model, optimizer, 2)
+    param = model.head.weight
+    for use in (
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state[param]["exp_avg"].zero_(),
+        lambda: optimizer.state.pop(param),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(StateDictError, match="lies on its tiers"):
+            use()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, 1)
+    assert all(int(s["step"]) == 1 for s in optimizer.state_dict()["state"].values())
+
+
+def test_add_param_group_is_refused(wrapped: Wrapped) -> None:
+    with pytest.raises(WrapError, match="param group"):
+        wrapped[1].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})

@@ -1,0 +1,101 @@
+"""The beginning and the end of runs on a store's directories."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from infinity.core.errors import ConfigError, DirectoryError
+from infinity.storage.leftovers import MARK_NBYTES
+from infinity.storage.store import Store
+
+from .small_store import CHUNK, PAGE, ROOM, arena_file, get, pool_of, put, store_of
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        put(store, lease, 0, 5)
+        with pytest.raises(DirectoryError, match="in use by another run"):
+            Store([CHUNK], directories=[str(tmp_path / "drive")], pool=pool)
+        assert get(store, lease, 0, "copy") == b"\5" * 2 * PAGE
+        Store([CHUNK], directories=[str(tmp_path / "drive")], pool=pool, rank=1).close()
+
+
+def test_a_refused_store_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    pool = pool_of()
+    with pytest.raises(DirectoryError, match="is missing"):
+        Store([CHUNK] * 4, directories=[str(tmp_path / "a"), str(tmp_path / "b")], pool=pool)
+    assert list((tmp_path / "a" / "infinity").iterdir()) == []
+    with pytest.raises(ConfigError, match="no directory"):
+        Store([CHUNK], directories=[], pool=pool)
+    with pytest.raises(ConfigError, match="one slot or two"):
+        Store([CHUNK], directories=[str(tmp_path / "a")], pool=pool, slots=3)
+    Store([CHUNK] * 4, directories=[str(tmp_path / "a")], pool=pool).close()
+
+
+@pytest.mark.root
+def test_a_full_file_system_is_refused_at_the_start() -> None:
+    if os.geteuid() != 0:
+        if os.environ.get("CI"):
+            pytest.fail("this test needs root")
+        pytest.skip("needs root")
+    pool = pool_of()
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], check=True, timeout=20)
+        try:
+            with pytest.raises(DirectoryError, match="not enough free space"):
+                Store([CHUNK] * 10, directories=[place], pool=pool)
+            with Store([CHUNK] * 6, directories=[place], pool=pool) as store, pool.lease("a", ROOM) as lease:
+                put(store, lease, 5, 9)
+                assert set(get(store, lease, 5, "state")) == {9}
+        finally:
+            subprocess.run(["umount", "-l", place], check=True, timeout=20)
+
+
+_RUN = """
+import sys
+from infinity.core.sizes import Tier
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.store import PartSpec, Store
+pool = PinnedPool({"a": (1 << 20, 4)})
+spec = {"x": PartSpec((1 << 20,), Tier.NVME, True, "x")}
+store = Store([spec] * 16, directories=[sys.argv[1]], pool=pool)
+step = 0
+while True:
+    for chunk in range(16):
+        with pool.lease("a", 1 << 20) as lease:
+            lease.tensor().fill_(step % 256)
+            store.write(chunk, "x", lease, generation=step)
+    step += 1
+    if step == 3:
+        print("ready", flush=True)
+"""
+
+
+def test_kill_then_start_again(tmp_path: Path) -> None:
+    pool = pool_of()
+    (tmp_path / "drive").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", _RUN, str(tmp_path / "drive")], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+    assert arena_file(tmp_path).stat().st_size == (16 << 20) + MARK_NBYTES
+    with store_of(tmp_path, chunks=50, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        for chunk in range(50):
+            assert not any(get(store, lease, chunk, "state"))
+            put(store, lease, chunk, chunk)
+            assert set(get(store, lease, chunk, "state")) == {chunk}
+    assert not arena_file(tmp_path).exists()

@@ -1,0 +1,151 @@
+"""The way back to a plain model: `unwrap`, and what works after `close`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import ClosedError, ParameterError, WrapError
+from infinity.core.sizes import MiB
+
+from .cgroup import run_limited
+from .offloaded import config_for
+from .small_models import CutModel, HeadModel, built, tokens, train, trained, values, wrapped
+from .test_doors import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_unwrap_gives_a_plain_model_back(dtype: str, update: str, parameters: str, tmp_path: Path) -> None:
+    """The same objects, with the masters' values; and it may be wrapped again, and goes on as if it had
+    never been unwrapped."""
+    settings = {"parameters": parameters, "dtype": dtype, "update": update, "delay_warmup_steps": 1}
+    make = CutModel
+    model, optimizer = wrapped(tmp_path, make, **settings)
+    params, threads = list(model.parameters()), threading.active_count()
+    train(model, optimizer)
+    model(tokens(5)).backward()
+    state = optimizer.state_dict()
+    masters = (
+        [state["state"][i].get("master") for i in range(len(params))] if dtype == "bf16" else values(model)
+    )
+    assert infinity.unwrap(model) is model
+    assert threading.active_count() < threads
+    assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    for p, wanted in zip(params, masters, strict=True):
+        assert (type(p), p.is_leaf, p.requires_grad, p.grad) == (nn.Parameter, True, True, None)
+        assert p.dtype is torch.float32
+        assert torch.equal(p, wanted)
+    for thing in (optimizer.step, lambda: optimizer.state_dict()):
+        with pytest.raises(ClosedError, match="wrap the model again"):
+            thing()
+    with pytest.raises(WrapError):
+        infinity.metrics(optimizer)
+    plain = copy.deepcopy(model)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2))
+
+    old = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    model, optimizer = infinity.wrap(model, old, config_for(tmp_path, **settings))
+    optimizer.load_state_dict(state)
+    losses = train(model, optimizer)
+    found = values(model)
+    infinity.unwrap(model)
+    model, optimizer = wrapped(tmp_path, make, **settings)
+    train(model, optimizer)
+    infinity.flush(optimizer)
+    assert_close([*losses, *found], [*train(model, optimizer), *values(model)])
+    infinity.close(model)
+
+
+def test_unwrap_lets_the_old_optimizer_step_again(tmp_path: Path) -> None:
+    model, old = built(HeadModel)
+    infinity.unwrap(infinity.wrap(model, old, config_for(tmp_path))[0])
+    assert old.state_dict()["state"] == {}
+    assert_close(
+        [*train(model, old), *(p.detach() for p in model.parameters())],
+        [*train(*built(HeadModel)), *trained()],
+    )
+
+
+def test_unwrap_inside_gathered_is_refused_and_a_graph_from_before_fails(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    with infinity.gathered(model.head), pytest.raises(ParameterError, match="leave `with"):
+        infinity.unwrap(model)
+    loss = model(tokens(0))
+    infinity.unwrap(model)
+    with pytest.raises(ClosedError, match=r"use it as the plain model"):
+        loss.backward()
+    model(tokens(0)).backward()  # the cure
+
+
+def test_after_close_the_cures_work(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path)
+    train(model, optimizer)
+    saved, found = model.state_dict(), values(model)
+    infinity.close(model)
+    with pytest.raises(ClosedError, match="build the model anew, load what was saved"):
+        model(tokens(0))
+    with pytest.raises(WrapError, match=r"infinity.unwrap\(model\)"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    with pytest.raises(ClosedError, match="build the model anew and load"):
+        infinity.unwrap(model)
+    model, optimizer = built(HeadModel)
+    model.load_state_dict(saved)
+    model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path))
+    assert_close(values(model), found)
+    train(model, optimizer)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_what_is_on_the_device_is_still_there_after_close(update: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, parameters="device", update=update, delay_warmup_steps=0)
+    train(model, optimizer)
+    found = values(model)
+    infinity.close(model)
+    infinity.unwrap(model)
+    assert_close([p.detach() for p in model.parameters()], found)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    train(model, optimizer)
+    infinity.close(model)
+
+
+_TOO_LARGE = """
+import sys, torch, infinity
+from torch import nn
+config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", device_memory="64MiB",
+                         host_memory="120MiB", parameters="nvme", optimizer_state="nvme", gradients="nvme",
+                         read_ahead_memory=0)
+with infinity.init(config):
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+try:
+    infinity.unwrap(model)
+except infinity.InfinityError as error:
+    print(type(error).__name__, error)
+with infinity.gathered(model[3].weight):
+    first = model[3].weight.detach().clone()
+assert torch.equal(model[3].state_dict()["weight"], first)  # the cure: part by part
+model(torch.randn(2, 2048)).sum().backward()
+optimizer.step()
+infinity.close(model)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_unwrap_where_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+    result = run_limited(_TOO_LARGE, str(tmp_path), limit=440 * MiB, timeout=120)
+    assert result.rc == 0, result.stderr
+    assert "BudgetError the parameters do not fit the host memory that is free" in result.stdout
+    assert "part by part" in result.stdout
+    assert "done" in result.stdout
