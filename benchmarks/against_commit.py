@@ -65,7 +65,7 @@ def serve(tree: str, text: str) -> None:
     loss_of = gpt2.loss_of(task["tokens"], engine.device.torch_device)
     if not task["whole"]:
         loss_of(model).backward()
-        engine.store.flush()
+        wait_written(engine)
     tell({"params": gpt2.parameters, "threads": torch.get_num_threads()})
     for line in lines():
         begin = time.perf_counter()
@@ -76,14 +76,19 @@ def serve(tree: str, text: str) -> None:
             if task["whole"]:  # else the gradients stay, so that each step has the same work
                 optimizer.zero_grad()
         engine.quiesce()
-        engine.store.flush()
+        wait_written(engine)
         tell({"seconds": (time.perf_counter() - begin) / int(line)})
     infinity.close(optimizer)
 
 
+def wait_written(engine: Any) -> None:
+    """Block until the store has no write pending; older checkouts call it `flush`."""
+    (getattr(engine.store, "wait_written", None) or engine.store.flush)()
+
+
 def engine_of(model: Any) -> Any:
     """Return the engine of a wrapped model, in whichever folder its checkout has the code: the module of
-    `wrap` has always been the engine's."""
+    `wrap` has always had this function."""
     import infinity
 
     return importlib.import_module(infinity.wrap.__module__).engine_of(model)

@@ -61,8 +61,8 @@ class Engine:
         gpt2.loss_of(args.tokens, "cpu")(self.model).backward()
         self.engine = engine_of(self.model)
         self.chunks = [c for u in self.engine.units for c in u.layout.trainable_chunks]
-        self.sizes = [sum(self.engine.places.plans[c.id].state_sections) for c in self.chunks]
-        self.depth = self.engine.footprint.quotas["update"].slots
+        self.sizes = [sum(self.engine.tiers.plans[c.id].state_sections) for c in self.chunks]
+        self.depth = self.engine.footprint.quotas["update"].buffers
 
     def step(self) -> None:
         """The optimizer's step. The gradients stay, so that each step has the same work."""
@@ -88,7 +88,7 @@ class Engine:
                 lease.release()
             else:
                 under_way.append((chunk, lease, store.write(chunk.id, "state", lease), True))
-        store.flush()
+        store.wait_written()
 
 
 def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:

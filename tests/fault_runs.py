@@ -109,7 +109,7 @@ def store_run(
     def run() -> str:
         for step in range(STEPS):
             _step(store, pool, model, step)
-        store.flush()
+        store.wait_written()
         if report is not None:
             report["submits"] = sum(s.submits for s in store.ring_stats())
         digest = hashlib.sha256()

@@ -32,8 +32,8 @@ CHUNK = {
 ROOM = 4 * PAGE
 
 
-def pool_of(slots: int = 4, *, protect: bool = False) -> PinnedPool:
-    return PinnedPool({"a": (ROOM, slots)}, protect=protect)
+def pool_of(buffers: int = 4, *, protect: bool = False) -> PinnedPool:
+    return PinnedPool({"a": (ROOM, buffers)}, protect=protect)
 
 
 def need_backend(backend: str, path: Path) -> None:

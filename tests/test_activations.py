@@ -1,4 +1,4 @@
-"""The inputs of recomputed layers go to the host and come back: same bits, less device memory."""
+"""The inputs of checkpointed layers go to the host and come back: same bits, less device memory."""
 
 from __future__ import annotations
 
@@ -742,7 +742,7 @@ def test_the_region_is_a_quarter_of_what_is_left(tmp_path: Path) -> None:
     engine = engine_of(model)
     assert isinstance(offload, Activations)
     nbytes = engine.footprint.activation_nbytes
-    assert nbytes == engine.footprint.host["activations"] == offload._region.nbytes
+    assert nbytes == engine.footprint.host["activations"] == offload._heap.nbytes
     assert 9 * MiB < nbytes <= 10 * MiB
     assert nbytes % (4 * KiB) == 0
     infinity.close(optimizer)

@@ -61,12 +61,12 @@ def test_close_waits_for_an_update_as_long_as_its_drive_takes(
     engine.updater.drop_ahead()
     ring.hold()
     optimizer.step()
-    assert engine.pending.busy()
+    assert engine.updates.busy()
     slow = threading.Timer(0.8, ring.hold, [False])
     slow.start()
     infinity.close(model)
     slow.join()
-    assert not engine.pending.busy(), "chunks without their update"
+    assert not engine.updates.busy(), "chunks without their update"
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -148,7 +148,7 @@ def test_a_finalizer_only_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine.updater.drop_ahead()
     ring.hold()
     optimizer.step()
-    assert engine.pending.busy()
+    assert engine.updates.busy()
     reaper = engine._reaper._thread
     del model, optimizer, engine
     gc.collect()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from infinity.core.errors import ConfigError, ParameterError
-from infinity.core.sizes import SPAN
+from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 
@@ -410,28 +410,28 @@ def test_flushing_denormals_in_torch_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_squares_are_one_fixed_tree(dtype: torch.dtype) -> None:
-    for n in (*SIZES, 127, 128, 129, SPAN - 1, SPAN, SPAN + 1, 3 * SPAN + 1000):
+    for n in (*SIZES, 127, 128, 129, NORM_BLOCK - 1, NORM_BLOCK, NORM_BLOCK + 1, 3 * NORM_BLOCK + 1000):
         x = values(n).to(dtype)
         expected = adam_reference.sum_of_squares_reference(x)
-        assert expected.shape == (-(-n // SPAN),)
-        padded = torch.cat([x, torch.zeros(-n % SPAN, dtype=dtype)])
+        assert expected.shape == (-(-n // NORM_BLOCK),)
+        padded = torch.cat([x, torch.zeros(-n % NORM_BLOCK, dtype=dtype)])
         for isa in ISAS:
             cpu_adam.set_isa(isa)
             for shift in (0, 1):
                 assert (cpu_adam.sum_of_squares(shifted(x, shift)) == expected).all(), (n, isa)
             assert (cpu_adam.sum_of_squares(padded) == expected).all()
         for span, total in enumerate(expected):
-            part = x[span * SPAN : (span + 1) * SPAN].double().tolist()
+            part = x[span * NORM_BLOCK : (span + 1) * NORM_BLOCK].double().tolist()
             assert total == pytest.approx(math.fsum(v * v for v in part), rel=1e-13)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_sums_of_squares_keep_nan_and_inf(isa: str) -> None:
     cpu_adam.set_isa(isa)
-    x = torch.zeros(3 * SPAN)
+    x = torch.zeros(3 * NORM_BLOCK)
     x[5] = math.inf
-    x[SPAN + 100] = math.nan
-    x[2 * SPAN] = 1e30  # its square is beyond float32
+    x[NORM_BLOCK + 100] = math.nan
+    x[2 * NORM_BLOCK] = 1e30  # its square is beyond float32
     sums = cpu_adam.sum_of_squares(x)
     assert sums[0] == math.inf
     assert math.isnan(sums[1])

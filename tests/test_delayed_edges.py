@@ -24,7 +24,7 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError, ParameterError, StorageError
 from infinity.hardware.streams import Task
 from infinity.optim import update as update_module
-from infinity.optim.visit import ChunkVisit
+from infinity.optim.chunk_io import ChunkIO
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, config_for
@@ -479,15 +479,15 @@ def test_state_is_not_read_ahead_before_the_store_knows_of_its_write(
     for slow in (False, True):
         this, model, adam = started(tmp_path / str(slow), "nvme", steps=1, update=update)
         with closing(adam):
-            inner = ChunkVisit.write
+            inner = ChunkIO.write
 
-            def write(self: ChunkVisit, *, state: bool, copy: bool, inner: Any = inner) -> None:
+            def write(self: ChunkIO, *, state: bool, copy: bool, inner: Any = inner) -> None:
                 if state and not copy:
                     time.sleep(0.05)
                 inner(self, state=state, copy=copy)
 
             if slow:
-                monkeypatch.setattr(ChunkVisit, "write", write)
+                monkeypatch.setattr(ChunkIO, "write", write)
             for t in range(1, 5):
                 loss = this.loss(model, this.batches[t])
                 glance(this)  # waits until all is updated

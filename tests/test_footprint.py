@@ -7,18 +7,18 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import SPAN, GiB, MiB, Tier
+from infinity.core.sizes import NORM_BLOCK, GiB, MiB, Tier
 from infinity.planning.footprint import Budget, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
 
-NUMEL = 4 * SPAN
+NUMEL = 4 * NORM_BLOCK
 UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, True, 0)]) for i in range(8)]
 
 
 def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footprint:
-    config = Config(nvme="somewhere", chunk_elements=SPAN, **settings)  # type: ignore[arg-type]
+    config = Config(nvme="somewhere", chunk_elements=NORM_BLOCK, **settings)  # type: ignore[arg-type]
     layouts = partition(UNITS, config.chunk_elements)
     placements = config.placements
     assignment = assign(
@@ -36,7 +36,7 @@ def test_everything_on_nvme_takes_pools_and_nothing_that_grows() -> None:
     total = 8 * NUMEL
     assert result.nvme == {"parameters": 2 * total, "optimizer state": 12 * total, "gradients": 4 * total}
     assert set(result.host) == {"fetch leases", "update leases", "gradient leases"}
-    assert result.quotas["update"].slot_nbytes == SPAN * (12 + 4 + 2)
+    assert result.quotas["update"].buffer_nbytes == NORM_BLOCK * (12 + 4 + 2)
     assert result.working_nbytes == 2 * NUMEL
     assert result.nvme_read_per_step == (12 + 2 + 2 + 2) * total
     assert result.nvme_written_per_step == (12 + 2 + 2) * total
@@ -53,7 +53,7 @@ def test_on_the_device_and_the_host() -> None:
 
 
 def test_leases_shrink_to_the_least_before_a_run_is_refused() -> None:
-    least = SPAN * 2 + SPAN * 18 + 2 * SPAN * 4
+    least = NORM_BLOCK * 2 + NORM_BLOCK * 18 + 2 * NORM_BLOCK * 4
     result = plan(Budget(device=64 * MiB, host=least), **ON_NVME)
     assert result.total(Tier.HOST) == least
     with pytest.raises(BudgetError) as caught:
@@ -63,7 +63,7 @@ def test_leases_shrink_to_the_least_before_a_run_is_refused() -> None:
 
 
 def test_activations_take_a_share_of_what_is_left_or_what_is_said() -> None:
-    least = SPAN * 2 + SPAN * 18 + 2 * SPAN * 4
+    least = NORM_BLOCK * 2 + NORM_BLOCK * 18 + 2 * NORM_BLOCK * 4
     on_host = {**ON_NVME, "activations": "host"}
     assert plan(Budget(device=64 * MiB, host=least), **on_host).activation_nbytes == 0
     result = plan(Budget(device=64 * MiB, host=least + 40 * MiB), **on_host)

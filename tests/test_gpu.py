@@ -20,7 +20,7 @@ from infinity.api.engine import Engine, engine_of
 from infinity.cli.roofline import analyse, spans_of
 from infinity.cli.trace_file import read_trace
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
-from infinity.core.sizes import SPAN, Tier
+from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 from infinity.hardware.device import CudaDevice, open_device
@@ -191,7 +191,7 @@ def test_adam_on_the_device_takes_segments_as_the_kernel_does() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_on_the_device_are_those_of_the_kernel(dtype: torch.dtype) -> None:
-    for n in (1, 15, 16, 1000, SPAN, SPAN + 1, 17 * SPAN + 5):
+    for n in (1, 15, 16, 1000, NORM_BLOCK, NORM_BLOCK + 1, 17 * NORM_BLOCK + 5):
         tensor = values(n).to(dtype)
         found = adam_reference.sum_of_squares_reference(tensor.cuda())
         assert found.tobytes() == cpu_adam.sum_of_squares(tensor).tobytes()

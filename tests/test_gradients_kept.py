@@ -19,7 +19,7 @@ from infinity.autograd.hooks import Hooks
 from infinity.core.errors import GradientError
 from infinity.grads.gradient_chunks import GradientVisit
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.params.pending import Pending
+from infinity.params.updates import Updates
 
 from .offloaded import ON_HOST, ON_NVME, config_for
 
@@ -216,21 +216,21 @@ def test_one_zero_beside_gradients_that_stay(place: str, tmp_path: Path) -> None
 def waits_of(model: Any, optimizer: Any, forget: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how often backwards wait for a delayed update that cannot end before them."""
     waited = []
-    wait_unit = Pending.wait_unit
+    wait_unit = Updates.wait_unit
     engine = engine_of(model)
     for step in range(4):
         loss = model(batch(step))
         with monkeypatch.context() as patch:
 
-            def count(self: Pending, unit: int) -> None:
+            def count(self: Updates, unit: int) -> None:
                 waited.append(unit)
                 wait_unit(self, unit)
 
-            patch.setattr(Pending, "wait_unit", count)
+            patch.setattr(Updates, "wait_unit", count)
             # As if the update before were under way until this backward is over.
-            patch.setattr(Pending, "has_chunk", lambda self, chunk: True)
+            patch.setattr(Updates, "has_chunk", lambda self, chunk: True)
             loss.backward()
-            engine.gradients.flush_all()
+            engine.gradients.send_all()
         optimizer.step()
         forget(model, optimizer)
     return len(waited)

@@ -24,7 +24,7 @@ from infinity.api.engine import engine_of
 from infinity.core.spans import Recorder
 from infinity.optim import update
 from infinity.params.fetch import Fetch
-from infinity.params.pending import Pending
+from infinity.params.updates import Updates
 
 from .models import case
 from .offloaded import config_for
@@ -164,7 +164,7 @@ def test_a_wait_for_an_update_may_be_interrupted_and_made_again(tmp_path: Path) 
     adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path))
     chunk = engine_of(model).units[0].layout.chunks[0]
-    pending = Pending(Recorder())
+    pending = Updates(Recorder())
     pending.post([chunk])
     with interrupted(0.02):
         pending.wait_unit(chunk.unit)
@@ -182,7 +182,7 @@ def test_a_fetch_is_started_once(tmp_path: Path) -> None:
     target = torch.zeros(layout.copy_nbytes, dtype=torch.uint8)
     fetch = Fetch(target, layout.chunks, {c.id: engine.copies.published(c.id) for c in layout.chunks}, None)
     assert not fetch.started
-    assert not fetch.settled()
+    assert not fetch.is_over()
     engine.fetcher.start(fetch)
     engine.fetcher.start(fetch, urgent=True)
     assert fetch.started

@@ -45,7 +45,7 @@ def test_two_locks_with_one_place() -> None:
 @pytest.mark.parametrize("wait", [Latch().wait, lambda: Bell().wait(lambda: True)])
 def test_a_wait_under_a_lock(wait: object) -> None:
     assert callable(wait)
-    with locks.lock("region"), pytest.raises(locks.LockOrderError, match="wait while holding"):
+    with locks.lock("heap"), pytest.raises(locks.LockOrderError, match="wait while holding"):
         wait()
 
 
@@ -74,7 +74,7 @@ def test_an_engine_whose_locks_are_inverted(tmp_path: Path) -> None:
     engine = engine_of(model)
     this.loss(model, this.batches[0]).backward()
     with engine.pool._lock, pytest.raises(locks.LockOrderError):
-        engine.store.flush()
+        engine.store.wait_written()
     optimizer.step()
     infinity.close(optimizer)
 

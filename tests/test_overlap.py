@@ -70,7 +70,7 @@ def test_step_returns_before_the_update_and_the_forward_waits_for_it(
     optimizer.step()
     optimizer.zero_grad()
     assert gate.computed == 0
-    assert engine_of(model).pending.busy()
+    assert engine_of(model).updates.busy()
     gate.open_soon()
     loss = this.loss(model, this.batches[1]).item()
     monkeypatch.undo()
@@ -102,10 +102,10 @@ def test_a_delayed_update_runs_beside_forward_and_backward(
     backward(this, 4)  # all of it, gradients included
     engine.gradients.wait()
     assert gate.computed == 0
-    assert engine.pending.busy()
+    assert engine.updates.busy()
     gate.open_soon()
     optimizer.step()
-    assert gate.computed >= len(engine.pending._chunks)
+    assert gate.computed >= len(engine.updates._chunks)
     infinity.close(optimizer)
 
 

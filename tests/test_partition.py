@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.sizes import ALIGNMENT, SEGMENT_ELEMENTS, SPAN, Tier
+from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, SEGMENT_ELEMENTS, Tier
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
@@ -31,9 +31,9 @@ def models(draw: st.DrawFn) -> list[tuple[str, list[ParamSpec]]]:
 @settings(max_examples=150, deadline=None)
 @given(models(), st.integers(1, 3))
 def test_every_element_lies_in_exactly_one_segment(
-    units: list[tuple[str, list[ParamSpec]]], spans: int
+    units: list[tuple[str, list[ParamSpec]]], blocks: int
 ) -> None:
-    layouts = partition(units, spans * SPAN)
+    layouts = partition(units, blocks * NORM_BLOCK)
     next_id = 0
     for layout, (name, params) in zip(layouts, units, strict=True):
         assert layout.name == name
@@ -44,7 +44,7 @@ def test_every_element_lies_in_exactly_one_segment(
             next_id += 1
             assert chunk.copy_offset == copy_end
             copy_end += chunk.copy_nbytes
-            assert chunk.numel <= spans * SPAN
+            assert chunk.numel <= blocks * NORM_BLOCK
             assert chunk.copy_nbytes % ALIGNMENT == chunk.section_nbytes % ALIGNMENT == 0
             end = 0
             for segment in chunk.segments:
@@ -70,17 +70,17 @@ def test_every_element_lies_in_exactly_one_segment(
 def test_the_place_of_a_parameter_does_not_depend_on_the_chunk_size(
     units: list[tuple[str, list[ParamSpec]]],
 ) -> None:
-    small, large = partition(units, SPAN), partition(units, 8 * SPAN)
+    small, large = partition(units, NORM_BLOCK), partition(units, 8 * NORM_BLOCK)
     for a, b in zip(small, large, strict=True):
         assert a.byte_offsets == b.byte_offsets
         assert a.copy_nbytes == b.copy_nbytes
-        # Spans lie on one grid: sums over them are the same sums (Note: norms).
-        assert sum(c.spans for c in a.chunks) == sum(c.spans for c in b.chunks)
+        # Norm blocks lie on one grid: sums over them are the same sums (Note: norms).
+        assert sum(c.norm_blocks for c in a.chunks) == sum(c.norm_blocks for c in b.chunks)
 
 
 def test_groups_are_contiguous_within_a_run() -> None:
     params = [ParamSpec(f"p{i}", (100,), torch.float32, True, i % 2) for i in range(6)]
-    (layout,) = partition([("u", params)], SPAN)
+    (layout,) = partition([("u", params)], NORM_BLOCK)
     groups = [params[s.param].group for c in layout.chunks for s in c.segments]
     assert groups == sorted(groups)
 
@@ -88,8 +88,8 @@ def test_groups_are_contiguous_within_a_run() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.05, 0.95), st.integers(4, 60))
 def test_a_split_follows_its_shares_all_along(share: float, count: int) -> None:
-    units = [(f"u{i}", [ParamSpec(f"p{i}", (SPAN,), torch.bfloat16, True, 0)]) for i in range(count)]
-    layouts = partition(units, SPAN)
+    units = [(f"u{i}", [ParamSpec(f"p{i}", (NORM_BLOCK,), torch.bfloat16, True, 0)]) for i in range(count)]
+    layouts = partition(units, NORM_BLOCK)
     shares = {Tier.HOST: share, Tier.NVME: 1 - share}
     assignment = assign(layouts, shares, shares, shares)
     for upto in range(1, count + 1):
@@ -99,7 +99,7 @@ def test_a_split_follows_its_shares_all_along(share: float, count: int) -> None:
 
 def test_the_copy_is_the_master_only_in_fp32_on_one_tier() -> None:
     def sections(dtype: torch.dtype, copy: Tier, state: Tier) -> int:
-        layouts = partition([("u", [ParamSpec("p", (10,), dtype, True, 0)])], SPAN)
+        layouts = partition([("u", [ParamSpec("p", (10,), dtype, True, 0)])], NORM_BLOCK)
         plans = plan_chunks(layouts, assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}))
         return len(plans[0].state_sections)
 

@@ -19,12 +19,12 @@ from infinity.storage.pinned import Lease, PinnedPool
 KIB = 1024
 
 
-def pool_of(slots: int = 2, nbytes: int = 8 * KIB, *, protect: bool = False) -> PinnedPool:
-    return PinnedPool({"fetch": (nbytes, slots), "update": (nbytes * 2, 1)}, protect=protect)
+def pool_of(buffers: int = 2, nbytes: int = 8 * KIB, *, protect: bool = False) -> PinnedPool:
+    return PinnedPool({"fetch": (nbytes, buffers), "update": (nbytes * 2, 1)}, protect=protect)
 
 
 @pytest.mark.parametrize("protect", [False, True])
-def test_slots_are_aligned_and_disjoint(protect: bool) -> None:
+def test_buffers_are_aligned_and_disjoint(protect: bool) -> None:
     pool = PinnedPool({"a": (5000, 3), "b": (4096, 2)}, protect=protect)
     leases = [pool.lease("a", 5000) for _ in range(3)] + [pool.lease("b", 10), pool.lease("b", 4096)]
     ranges = sorted((x.address, x.address + x.room) for x in leases)
@@ -116,7 +116,7 @@ def test_try_lease_and_deadline_name_the_quota() -> None:
     assert pool.stats()["update"].in_use == 0
 
 
-def test_a_blocked_lease_gets_the_slot_that_comes_home() -> None:
+def test_a_blocked_lease_gets_the_buffer_that_comes_home() -> None:
     pool = pool_of(1)
     first = pool.lease("fetch", 1)
     got: list[Lease] = []
@@ -129,7 +129,7 @@ def test_a_blocked_lease_gets_the_slot_that_comes_home() -> None:
     assert [x.address for x in got] == [first.address]
 
 
-def test_a_slot_goes_home_with_its_last_user_and_release_is_idempotent() -> None:
+def test_a_buffer_goes_home_with_its_last_user_and_release_is_idempotent() -> None:
     pool = pool_of(1)
     first = pool.lease("fetch", 100)
     second = first.retain()
@@ -143,7 +143,7 @@ def test_a_slot_goes_home_with_its_last_user_and_release_is_idempotent() -> None
     second.release()
     third = pool.try_lease("fetch", 1)
     assert third is not None
-    second.release()  # must not give away the slot of `third`
+    second.release()  # must not give away the buffer of `third`
     assert pool.try_lease("fetch", 1) is None
 
 
@@ -159,7 +159,7 @@ def test_quarantine_never_goes_home() -> None:
     stats = pool.stats()["fetch"]
     assert (stats.quarantined, stats.in_use) == (8 * KIB, 8 * KIB)
     other.quarantine()
-    with pytest.raises(StorageError, match="no slot left"):
+    with pytest.raises(StorageError, match="no buffer left"):
         pool.lease("fetch", 1)
     # What a transfer may still write to stays mapped, whatever is closed or dropped.
     start, end = lost.address, lost.address + lost.room
@@ -195,7 +195,7 @@ def test_close_wakes_waiters_and_lends_nothing_more() -> None:
     held.release()
 
 
-def test_many_threads_never_share_a_slot() -> None:
+def test_many_threads_never_share_a_buffer() -> None:
     pool = pool_of(3)
     clashes: list[int] = []
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ClosedError
 from infinity.core.sizes import ALIGNMENT, ceil_to
-from infinity.storage.region import PinnedRegion, RegionLease
+from infinity.storage.heap import HeapLease, PinnedHeap
 
 PAGES = 24
 #: a number > 0: take so many bytes; ≤ 0: give back one of the leases that are out
@@ -18,9 +18,9 @@ ACTIONS = st.lists(st.one_of(st.integers(1, 9 * ALIGNMENT), st.integers(-50, 0))
 
 @given(ACTIONS)
 def test_leases_never_overlap_and_the_first_hole_is_taken(actions: list[int]) -> None:
-    region = PinnedRegion(PAGES * ALIGNMENT + 1)
-    pages: list[RegionLease | None] = [None] * PAGES  # who has each page
-    out: list[RegionLease] = []
+    region = PinnedHeap(PAGES * ALIGNMENT + 1)
+    pages: list[HeapLease | None] = [None] * PAGES  # who has each page
+    out: list[HeapLease] = []
     peak = 0
     for action in actions:
         if action > 0:
@@ -48,7 +48,7 @@ def test_leases_never_overlap_and_the_first_hole_is_taken(actions: list[int]) ->
 
 
 def test_what_is_written_stays_until_it_is_given_back() -> None:
-    region = PinnedRegion(1 << 20)
+    region = PinnedHeap(1 << 20)
     leases = [region.take(n) for n in (4, 100_000, 8192)]
     for value, lease in enumerate(leases):
         assert lease is not None
@@ -65,7 +65,7 @@ def test_what_is_written_stays_until_it_is_given_back() -> None:
 
 def test_memory_is_registered_whole_and_once() -> None:
     calls: list[tuple[str, int, int]] = []
-    region = PinnedRegion(
+    region = PinnedHeap(
         1 << 20,
         register=lambda address, nbytes: calls.append(("in", address, nbytes)),
         unregister=lambda address, nbytes: calls.append(("out", address, nbytes)),
@@ -83,4 +83,4 @@ def test_memory_is_registered_whole_and_once() -> None:
 
 
 def test_an_empty_region_lends_nothing() -> None:
-    assert PinnedRegion(0).take(1) is None
+    assert PinnedHeap(0).take(1) is None

@@ -248,13 +248,13 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     assert len(spans_of(read_trace(str(path)))) == 3
 
 
-def _places(content: Any, path: tuple[Any, ...] = ()) -> Any:
+def _tiers(content: Any, path: tuple[Any, ...] = ()) -> Any:
     """Yield the path of everything in a JSON value."""
     inner = content.items() if isinstance(content, dict) else enumerate(content)
     for key, value in inner:
         yield (*path, key)
         if isinstance(value, (dict, list)):
-            yield from _places(value, (*path, key))
+            yield from _tiers(value, (*path, key))
 
 
 _ABSENT = object()
@@ -268,7 +268,7 @@ def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     kinds = [(kind, 0.1, 0.9, 10**8) for kind in ("compute", "stall", "read", "write", "update")]
     whole = made(*kinds, steps=1, about=about)
     whole["traceEvents"][1]["args"]["unit"] = "blocks.0"
-    places = list(_places(whole))
+    places = list(_tiers(whole))
     assert len(places) > 80
     refused = 0
     for place, odd in itertools.product(places, _ODD):

@@ -67,8 +67,8 @@ def test_what_lies_between_forward_and_backward_is_the_loss(clock: Clock) -> Non
     clock.ns = 1030
     log.backward(me, left)
     clock.ns = 1040
-    log.settle()
-    log.settle()
+    log.leave_all()
+    log.leave_all()
     assert brief(log) == [
         ("compute", "forward", -1, 1010, 1020),
         ("compute", "loss", -1, 1020, 1030),

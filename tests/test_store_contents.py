@@ -70,7 +70,7 @@ def test_parts_on_the_host_are_memory(tmp_path: Path) -> None:
         store.write(0, "gradient", lease, nbytes=10)
         assert store.nbytes(0, "gradient") == 10
     assert (store.tier(0, "state"), store.nbytes(0, "state")) == (HOST, 2 * PAGE)
-    store.flush()
+    store.wait_written()
     store.close()
     assert calls == [6 * PAGE, -6 * PAGE]
 

@@ -25,7 +25,7 @@ def test_a_short_read_names_what_it_hit_and_stays(tmp_path: Path) -> None:
         with pytest.raises(ShortTransferError, match="read of part 'state' of chunk 2 failed") as raised:
             store.read(2, "state", lease).wait()
         assert raised.value.path == str(arena_file(tmp_path))
-        for call in (store.check, store.flush, lambda: store.write(0, "copy", lease)):
+        for call in (store.check, store.wait_written, lambda: store.write(0, "copy", lease)):
             with pytest.raises(ShortTransferError, match="chunk 2"):
                 call()
         store.close()  # everybody knows by now
@@ -53,7 +53,7 @@ def test_a_failed_write_that_nobody_waited_for_arrives(tmp_path: Path) -> None:
         with pytest.raises(TransferError):
             first.wait()
         with pytest.raises(TransferError):
-            store.flush()
+            store.wait_written()
         assert pool.stats()["a"].in_use == 0
 
 
@@ -63,7 +63,7 @@ def _check_for(store: Store, seconds: float) -> None:
         store.check()
 
 
-@pytest.mark.parametrize("by", ["flush", "close"])
+@pytest.mark.parametrize("by", ["wait_written", "close"])
 def test_the_last_chance_to_tell(tmp_path: Path, by: str) -> None:
     pool = pool_of()
     with store_of(tmp_path, pool=pool) as store:

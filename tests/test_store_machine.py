@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.store.flush()
+        self.store.wait_written()
         for chunk, generation in enumerate(self.generation[:3]):
             if {self.chunks[chunk][p].tier for p in ("copy", "state")} != {HOST}:
                 assert self.store.table.generation[chunk] == generation

@@ -39,7 +39,7 @@ def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp
         assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
         assert set(a.tensor()[: 2 * PAGE].tolist()) == {3}
         other.wait(20)
-        store.flush()
+        store.wait_written()
 
 
 def test_polling_begins_what_waited(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
             store.read(1, "copy", lease)
         store._rings[0].hold(False)
         with pytest.raises(StorageError, match="read of part 'copy' of chunk 1 was interrupted"):
-            store.flush()
+            store.wait_written()
         first.wait(20)
         with pytest.raises(StorageError, match="was interrupted"):
             second.wait(20)
@@ -99,7 +99,7 @@ def test_a_newer_generation_does_not_wait_for_a_read_of_the_older_slot(tmp_path:
         assert set(later[0].waits_for) == {read, *writes}
         assert set(later[1].waits_for) == set(writes)
         store._rings[0].hold(False)
-        store.flush()
+        store.wait_written()
         read.wait()
         assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
         assert get(store, b, 0, "copy") == b"\3" * 2 * PAGE
@@ -117,7 +117,7 @@ def test_a_slot_flips_when_all_parts_are_complete(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="no write of state"):
             store.write(0, "copy", lease, generation=2)
         with pytest.raises(StorageError, match="generation 1 of chunk 0 is not whole"):
-            store.flush()
+            store.wait_written()
         with pytest.raises(ValueError, match="older than 1"):
             store.write(0, "state", lease, generation=0)
         with pytest.raises(ValueError, match="lacks the others"):
@@ -126,7 +126,7 @@ def test_a_slot_flips_when_all_parts_are_complete(tmp_path: Path) -> None:
         store.write(0, "state", fill(lease, 4), generation=1).wait()
         assert (store.table.slot[0], store.table.generation[0]) == (0, 1)
         store.write(0, "state", fill(lease, 5), sections=range(2, 3), generation=1).wait()
-        store.flush()
+        store.wait_written()
         assert get(store, lease, 0, "state") == b"\4" * 2 * PAGE + b"\5" * PAGE
         assert get(store, lease, 0, "copy") == b"\3" * 2 * PAGE
         assert [int(s) for s in store.table.slot] == [0, 0, 0]  # the others did not flip
@@ -172,7 +172,7 @@ def test_many_threads(tmp_path: Path) -> None:
             thread.join(60)
             assert not thread.is_alive()
         assert failures == []
-        store.flush()
+        store.wait_written()
         assert store.table.generation.tolist() == [11] * 8
         assert pool.stats()["a"].in_use == 0
 
@@ -196,7 +196,7 @@ def test_a_write_that_ends_as_a_wait_for_it_times_out_has_not_failed(
             with pool.lease("a", ROOM, timeout=20) as lease:
                 transfer = store.write(0, "gradient", fill(lease, value))
             transfer.wait(0.0)
-        store.flush()
+        store.wait_written()
 
 
 def test_a_thread_that_waits_for_a_lease_ends_the_writes_that_hold_one(tmp_path: Path) -> None:

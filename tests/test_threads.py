@@ -113,7 +113,7 @@ def test_who_waits_too_long_is_told_who_has_the_turn() -> None:
     turn, inside, done = Turn(limit=0.3), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn.span():
+        with turn.hold():
             inside.set()
             done.wait(60)
 

@@ -149,10 +149,10 @@ def test_a_sheltered_call_happens_wholly_or_not_at_all(account: Account) -> None
 
     def add() -> None:
         account.add()
-        account.shelter.settle()
+        account.shelter.wait_interrupted()
 
     raised_at_each_point(add, file)
-    account.shelter.settle()
+    account.shelter.wait_interrupted()
     assert account.a == account.b > 0
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from infinity.core.errors import WrapError
 from infinity.params.param import sharded_of, why_not
 
-from .init import origin, span_elements
+from .init import extent_elements, origin
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -119,29 +119,29 @@ def _has_address(tensor: torch.Tensor) -> bool:
 def _check_apart(named: list[tuple[str, nn.Parameter]], buffers: list[tuple[str, torch.Tensor]]) -> None:
     """Raise `WrapError` if a parameter shares memory with another one, or with a buffer: each is to have a
     place of its own."""
-    spans: dict[object, list[tuple[int, int, str, torch.Tensor]]] = {}
+    extents: dict[object, list[tuple[int, int, str, torch.Tensor]]] = {}
     names = {name for name, _ in buffers}
     for name, tensor in (*named, *buffers):
         data = tensor.detach()
-        nbytes = span_elements(data) * data.element_size()
+        nbytes = extent_elements(data) * data.element_size()
         if nbytes:
             storage, offset = origin(data)
             for where, begin in ((data.device, data.data_ptr()), (storage, offset)):
-                spans.setdefault(where, []).append((begin, begin + nbytes, name, data))
-    for row in spans.values():
+                extents.setdefault(where, []).append((begin, begin + nbytes, name, data))
+    for row in extents.values():
         open_: list[tuple[int, int, str, torch.Tensor]] = []
-        for span in sorted(row, key=lambda span: span[0]):
-            open_ = [other for other in open_ if other[1] > span[0]]
+        for extent in sorted(row, key=lambda extent: extent[0]):
+            open_ = [other for other in open_ if other[1] > extent[0]]
             for other in open_:
-                kept = [s[2] for s in (other, span) if s[2] in names]
-                if len(kept) < 2 and _overlap(other, span):
-                    _refuse(other, span, kept)
-            open_.append(span)
+                kept = [s[2] for s in (other, extent) if s[2] in names]
+                if len(kept) < 2 and _overlap(other, extent):
+                    _refuse(other, extent, kept)
+            open_.append(extent)
 
 
 def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> bool:
-    """Return whether two spans of bytes, of which one begins in the other, have an element in common."""
-    if all(span_elements(data) <= data.numel() for *_, data in (first, second)):
+    """Return whether two extents of bytes, of which one begins in the other, have an element in common."""
+    if all(extent_elements(data) <= data.numel() for *_, data in (first, second)):
         return True  # there are no gaps
     # Such as columns of one matrix: mark the bytes of one, and look for them in the other.
     low = first[0]

@@ -25,25 +25,25 @@ from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.optim import misuse
+from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer, check_optimizer
 from infinity.optim.state_io import States, bump
 from infinity.optim.update import Updater
-from infinity.optim.visit import Places
 from infinity.params.copies import Copies
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
 from infinity.params.fetch import Fetcher
 from infinity.params.param import ShardedParam
-from infinity.params.pending import Pending
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
-from infinity.planning.footprint import LEAST_SLOTS, Footprint, footprint
+from infinity.params.updates import Updates
+from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import chunk_specs, plan_chunks
 from infinity.planning.placement import assign
+from infinity.storage.heap import PinnedHeap
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
-from infinity.storage.region import PinnedRegion
 from infinity.storage.store import Store
 
 from .checks import check_model
@@ -96,11 +96,11 @@ class Engine:
             raise
         with contextlib.ExitStack() as undo:
             pool = PinnedPool(
-                {n: (q.slot_nbytes, q.slots) for n, q in self.footprint.quotas.items()},
+                {n: (q.buffer_nbytes, q.buffers) for n, q in self.footprint.quotas.items()},
                 register=device.register if device.staged else None,
                 unregister=device.unregister if device.staged else None,
                 node=node,
-                keep=LEAST_SLOTS,
+                keep=LEAST_BUFFERS,
             )
             undo.callback(pool.close)
             make_store = functools.partial(
@@ -125,19 +125,19 @@ class Engine:
             undo.callback(store.close)
             self.shelter = Shelter(device.carry, staged=device.staged)
             undo.callback(self.shelter.close)
-            region = None
+            heap = None
             if config.activations == "host":
-                region = PinnedRegion(
+                heap = PinnedHeap(
                     self.footprint.activation_nbytes,
                     register=device.register if device.staged else None,
                     unregister=device.unregister if device.staged else None,
                     node=node,
                 )
-                undo.callback(region.close)
+                undo.callback(heap.close)
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
                 *(model, optimizer, members, specs, layouts, scopes, plans),
-                *(store, pool, region, device, decoupled),
+                *(store, pool, heap, device, decoupled),
             )
             undo.pop_all()
 
@@ -152,7 +152,7 @@ class Engine:
         plans: Any,
         store: Store,
         pool: PinnedPool,
-        region: PinnedRegion | None,
+        heap: PinnedHeap | None,
         device: Device,
         decoupled: bool,
     ) -> None:
@@ -168,14 +168,14 @@ class Engine:
             resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             units.append(ParamUnit(layout, sharded, device, resident=resident, look=self.config.check_edits))
         self.units = units
-        self.pending = Pending(self.recorder)
-        self.fetcher = Fetcher(store, pool, device, plans, self.pending)
+        self.updates = Updates(self.recorder)
+        self.fetcher = Fetcher(store, pool, device, plans, self.updates)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         self.copies = Copies(plans, store, device)
         self.residency = Residency(
-            *(units, self.fetcher, capacity, device, self.pending, self.copies, self.recorder),
+            *(units, self.fetcher, capacity, device, self.updates, self.copies, self.recorder),
             self.shelter,
         )
         quota = self.footprint.quotas.get("gradient")
@@ -185,19 +185,17 @@ class Engine:
             store,
             pool,
             device,
-            slots=quota.slots if quota else 0,
-            pending=self.pending,
+            leases=quota.buffers if quota else 0,
+            updates=self.updates,
             recorder=self.recorder,
             shelter=self.shelter,
         )
-        self.places = Places(units, plans, store, pool, device, self.gradients, self.copies)
-        self.updater = Updater(self.places, self.pending, self.fetcher, self.recorder)
-        self.states = States(self.places, self._room, self.quiesce, self.shelter)
-        self.edits = Edits(self.places, self.quiesce, self.shelter)
+        self.tiers = Tiers(units, plans, store, pool, device, self.gradients, self.copies)
+        self.updater = Updater(self.tiers, self.updates, self.fetcher, self.recorder)
+        self.states = States(self.tiers, self._room, self.quiesce, self.shelter)
+        self.edits = Edits(self.tiers, self.quiesce, self.shelter)
         self.activations = (
-            Activations(device, region, [u.storage for u in units], self.shelter)
-            if region is not None
-            else None
+            Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )
         self._take_over(model, optimizer)
         self.hooks = Hooks(
@@ -222,7 +220,7 @@ class Engine:
         self._last_step_end: float | None = None
         self.optimizer = OffloadOptimizer(
             optimizer,
-            places=self.places,
+            tiers=self.tiers,
             residency=self.residency,
             gradients=self.gradients,
             states=self.states,
@@ -282,7 +280,7 @@ class Engine:
                 found=self.closed,
                 cure=_AFTER[self.closed],
             )
-        self.pending.check()
+        self.updates.check()
         self.store.check()
 
     @sheltered
@@ -297,14 +295,14 @@ class Engine:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         self.check()
         self.gradients.begin_backward()
-        if not self.pending.busy():
+        if not self.updates.busy():
             units = self.residency.forward_order()
             self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
 
     @sheltered
     def _before_step(self) -> None:
         self.check()
-        self.hooks.settle()
+        self.hooks.reset()
         self.updater.wait()
         self.residency.resume_all()
 
@@ -351,16 +349,16 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.copies.two and not self.pending.failed and not self.closed:
+                elif self.copies.two and not self.updates.failed and not self.closed:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
                 self._shut, self.closed = True, self.closed or _CLOSED
                 self._reaper.close()
             if not hurry:
-                self.pending.check_once()
+                self.updates.check_once()
         except StorageError as error:
-            names = [self.units[index].layout.name for index in self.pending.units]
+            names = [self.units[index].layout.name for index in self.updates.units]
             if names:
                 error.found = f"{error.found}; never updated: {', '.join(names)}"
             raise

@@ -81,7 +81,7 @@ def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterat
         else:
             engine.optimizer.publish()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(engine.shelter.turn.span())
+        stack.enter_context(engine.shelter.turn.hold())
         # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as
         # once: it may also end a call before that begins, and the other one is made then.
         stack.callback(engine.residency.release, indices, owner)
@@ -112,4 +112,4 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
     if not isinstance(grad, ShardedGrad):
         return grad.detach().float().cpu()
     grad.check(engine.params[param])
-    return engine.gradients.whole(grad)
+    return engine.gradients.full(grad)

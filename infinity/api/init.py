@@ -287,7 +287,7 @@ class _Backing:
             return
         if data.is_quantized or data.is_conj() or data.is_neg():
             return
-        nbytes = span_elements(data) * data.element_size()
+        nbytes = extent_elements(data) * data.element_size()
         if nbytes < LEAST_SCRATCH or scratch_extent(data) is not None:
             return
         begin = int(data.storage_offset()) * data.element_size()
@@ -329,7 +329,7 @@ def _tensor_over(owner: ctypes.Array[ctypes.c_char]) -> torch.Tensor:
         return torch.frombuffer(owner, dtype=torch.uint8)
 
 
-def span_elements(data: torch.Tensor) -> int:
+def extent_elements(data: torch.Tensor) -> int:
     """Return the elements from the first to the last that a strided tensor reaches."""
     if data.numel() == 0:
         return 0

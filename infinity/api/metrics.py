@@ -27,7 +27,7 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
 
     Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
     ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
-    when they were needed), ``activations/kept`` (inputs of recomputed layers that found no room on the
+    when they were needed), ``activations/kept`` (inputs of checkpointed layers that found no room on the
     host).
 
     Memory that somebody else holds: ``memory/held_units``, units that stay on the device because

@@ -64,7 +64,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.check()
-        engine.hooks.settle_abandoned()  # what a backward that raised was using shows an older version
+        engine.hooks.reset_abandoned()  # what a backward that raised was using shows an older version
         turn.enter(module)
         try:
             prepare(module, prefix, keep_vars)

@@ -1,4 +1,4 @@
-"""The inputs of recomputed layers, on the host between their forward and their backward.
+"""The inputs of checkpointed layers, on the host between their forward and their backward.
 
 `torch.utils.checkpoint` saves the inputs of a layer for its recomputation as autograd saves tensors,
 so hooks on saved tensors see them (saved.py; for activations they are set around the root's forward).
@@ -30,7 +30,7 @@ from infinity.core.errors import ClosedError
 from infinity.core.sizes import KiB, format_size
 from infinity.hardware.device import Device, Event
 from infinity.hardware.shelter import Shelter, sheltered
-from infinity.storage.region import PinnedRegion, RegionLease
+from infinity.storage.heap import HeapLease, PinnedHeap
 
 from .saved import check_version
 
@@ -52,7 +52,7 @@ class _Memory:
 
     __slots__ = ("arrival", "device", "lease", "left")
 
-    def __init__(self, lease: RegionLease, device: torch.Tensor) -> None:
+    def __init__(self, lease: HeapLease, device: torch.Tensor) -> None:
         self.lease = lease
         self.device: torch.Tensor | None = device
         self.left: Event | None = None
@@ -64,7 +64,7 @@ class _Copy:
 
     __slots__ = ("__weakref__", "dtype", "memory", "nbytes", "shape", "storage", "stride")
 
-    def __init__(self, tensor: torch.Tensor, lease: RegionLease) -> None:
+    def __init__(self, tensor: torch.Tensor, lease: HeapLease) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.nbytes
         self.memory = _Memory(lease, tensor.detach())
@@ -107,25 +107,25 @@ class _Saved:
 
 
 class Activations:
-    """Sends the inputs of recomputed layers to the host and brings them back.
+    """Sends the inputs of checkpointed layers to the host and brings them back.
 
     Args:
-        region: what they may take of host memory.
+        heap: what they may take of host memory.
         storages: the engine's own, whose tensors stay where they are.
     """
 
     def __init__(
         self,
         device: Device,
-        region: PinnedRegion,
+        heap: PinnedHeap,
         storages: Iterable[torch.UntypedStorage],
         shelter: Shelter,
     ) -> None:
         self.shelter = shelter
-        self.seen = 0  # inputs of recomputed layers, whatever became of them
+        self.seen = 0  # inputs of checkpointed layers, whatever became of them
         self.kept = 0  # inputs that found no room on the host
         self._device = device
-        self._region = region
+        self._heap = heap
         self._storages = {s._cdata for s in storages}
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Saved] | None = None
@@ -139,13 +139,13 @@ class Activations:
     @property
     def peak(self) -> int:
         """Bytes of host memory that were in use at once, at most."""
-        return self._region.peak
+        return self._heap.peak
 
     @property
     def in_use(self) -> int:
         """Bytes of host memory in use."""
         self._release_leases()
-        return self._region.in_use
+        return self._heap.in_use
 
     def after_step(self) -> None:
         """Say once if there was nothing to do."""
@@ -163,13 +163,13 @@ class Activations:
         """Finish what is on its way and let go of the host memory."""
         self._closed = True
         self._device.synchronize()
-        self._region.close()
+        self._heap.close()
 
     # -- what autograd calls ----------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, frame: Any) -> _Saved | None:
-        """Take over the input of a recomputed layer that `frame` saves; None: it stays as it is."""
-        if self._closed or not _is_input_of_recomputation(frame):
+        """Take over the input of a checkpointed layer that `frame` saves; None: it stays as it is."""
+        if self._closed or not _is_input_of_checkpointing(frame):
             return None
         self.seen += tensor.numel() > 0  # torch 2.6 saves an empty one of its own beside them
         copy = self._copy_of(tensor) if self._is_worth_it(tensor) else None
@@ -187,7 +187,7 @@ class Activations:
         if self._closed:
             raise ClosedError(
                 "a backward after close()",
-                expected="an open engine, which has the inputs of recomputed layers",
+                expected="an open engine, which has the inputs of checkpointed layers",
                 found="a closed one",
                 cure="call backward before close()",
             )
@@ -238,7 +238,7 @@ class Activations:
         if copy is not None:
             return copy
         self._release_leases()
-        lease = self._region.take(tensor.nbytes)
+        lease = self._heap.take(tensor.nbytes)
         if lease is None:
             self.kept += 1
             self._warn_full(tensor.nbytes)
@@ -296,17 +296,17 @@ class Activations:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"an input of a recomputed layer, {format_size(nbytes)}, stays on the device: the "
-                f"{format_size(self._region.nbytes)} of host memory for activations are taken "
-                f"({format_size(self._region.in_use)} in use). Raise Config(activation_memory=...), or "
+                f"an input of a checkpointed layer, {format_size(nbytes)}, stays on the device: the "
+                f"{format_size(self._heap.nbytes)} of host memory for activations are taken "
+                f"({format_size(self._heap.in_use)} in use). Raise Config(activation_memory=...), or "
                 "host_memory. metrics() counts such inputs as activations/kept.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-def _is_input_of_recomputation(frame: Any) -> bool:
-    """Return whether the caller of a pack hook saves the inputs of a recomputed layer.
+def _is_input_of_checkpointing(frame: Any) -> bool:
+    """Return whether the caller of a pack hook saves the inputs of a checkpointed layer.
 
     torch.utils.checkpoint saves nothing else itself: the non-reentrant form in a method of its own
     (in older versions in the `apply` of a function), the reentrant one in the `apply` of its function.

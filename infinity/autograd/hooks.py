@@ -121,26 +121,26 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Finish what a backward that raised, or a forward without one, has left."""
         self._left = 0
         if (log := self._recorder.log) is not None:
-            log.settle()
+            log.leave_all()
         self._depth = 0
         self._guests.release()
         for _, current in self._current:
             current.clear()
         self._root_frames.clear()
         saved.reset(self._token)
-        self._settle_backward()
+        self._reset_backward()
         self._shelter.turn.reset()
 
-    def settle_abandoned(self) -> None:
-        """`settle`, if something is left and no forward or backward is under way."""
+    def reset_abandoned(self) -> None:
+        """`reset`, if something is left and no forward or backward is under way."""
         if not in_backward() and not self._is_in_forward() and any(u.users for u in self._residency.units):
-            self.settle()
+            self.reset()
 
-    def _settle_backward(self) -> None:
+    def _reset_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self._lazy, self._wanted = None, ()
         self._begun.clear()
@@ -148,7 +148,7 @@ class Hooks:
         self._tasks.clear()
         self._shelter.turn.leave(self._token)
         self._residency.in_backward = False
-        self._gradients.flush_all()
+        self._gradients.send_all()
         self._residency.forget_users({scope for scope, current in self._current if current})
 
     # -- forward ----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Hooks:
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
             self._depth = min(self._depth, calls_around(module))
         if not in_backward() and not self._depth:
-            self.settle()
+            self.reset()
             self._shelter.begin(self)  # once more: that ended what was left of others
             self._guard.check_params()
             self._guard.check_added(module)
@@ -319,7 +319,7 @@ class Hooks:
 
     def _queue_end(self) -> None:
         # A callback fires at the end of the backward that queues it, which may be the inner one
-        # of reentrant recomputation: each queues one, and the last to end is the outermost.
+        # of reentrant checkpointing: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._residency.in_backward = True
@@ -338,9 +338,9 @@ class Hooks:
             self._end(lambda call: call.task == task)
             return
         if self._is_in_forward():
-            self._settle_backward()  # it was called inside a forward, which goes on
+            self._reset_backward()  # it was called inside a forward, which goes on
         else:
-            self.settle()
+            self.reset()
             self._residency.schedule.end_cycle()
 
     def _present(self, unit: ParamUnit, newest: bool) -> None:
@@ -398,7 +398,7 @@ class Hooks:
         """The backward of a scope is over: [Note: the end of a scope's backward]."""
         self._begun.pop(call, None)
         for index in call.scope.units:
-            self._gradients.flush(self._residency.units[index])
+            self._gradients.send(self._residency.units[index])
         self._residency.release(call.scope.units, call)
         self._release_wanted()
         if (log := self._recorder.log) is not None:
@@ -409,7 +409,7 @@ class Hooks:
         self._queue_end()
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):
-            self._gradients.flush(unit)
+            self._gradients.send(unit)
 
 
 def _pop_own(calls: list[_Call]) -> _Call | None:

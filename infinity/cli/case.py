@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from infinity.autograd.activations import AHEAD, SMALLEST
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
-from infinity.core.sizes import SPAN, Tier, parse_size
+from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
 from infinity.planning.cures import (
     DIRECTORY,
     Change,
@@ -213,7 +213,7 @@ class Case:
 
     def _chunks(self) -> list[Change]:
         """Return the size of chunks as it is, and smaller ones."""
-        sizes = (self.config.chunk_elements // by // SPAN * SPAN for by in (4, 16))
+        sizes = (self.config.chunk_elements // by // NORM_BLOCK * NORM_BLOCK for by in (4, 16))
         return [{}, *({"chunk_elements": size} for size in sizes if self._few_enough(size))]
 
     def _few_enough(self, chunk_elements: float) -> bool:

@@ -197,7 +197,7 @@ def parameters_of(shape: GPTShape) -> int:
 
 class Activations(NamedTuple):
     """Bytes that autograd keeps, and the most there are at once (with temporaries). `inputs`: how
-    many of them are inputs of recomputed blocks, `largest` how many one input has."""
+    many of them are inputs of checkpointed blocks, `largest` how many one input has."""
 
     saved: int
     peak: int

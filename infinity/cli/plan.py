@@ -189,7 +189,7 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         console.print("No block is recomputed, so no activation goes to the host (--recompute).")
     elif room and inputs > room:
         console.print(
-            f"The inputs of recomputed blocks take {format_size(inputs)}, the host has {format_size(room)} "
+            f"The inputs of checkpointed blocks take {format_size(inputs)}, the host has {format_size(room)} "
             "for them: the rest stays on the device (--activation-memory)."
         )
 

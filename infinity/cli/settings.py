@@ -216,7 +216,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),
     Option("engine", "optimizer_state", "place", "Where fp32 masters and moments are."),
     Option("engine", "gradients", "place", "Where gradients wait for the update."),
-    Option("engine", "activations", "str", "Where inputs of recomputed blocks wait: device or host."),
+    Option("engine", "activations", "str", "Where inputs of checkpointed blocks wait: device or host."),
     Option("engine", "activation_memory", "size", "What these may take of host memory."),
     Option("engine", "nvme", "dirs", "A directory on an NVMe drive; may be given again.", "--nvme"),
     Option("engine", "device_memory", "size", "What the engine may place on the device."),

@@ -20,7 +20,7 @@ from infinity.api.engine import engine_of
 from infinity.api.metrics import metrics
 from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
-from infinity.core.sizes import SPAN, parse_dtype
+from infinity.core.sizes import NORM_BLOCK, parse_dtype
 from infinity.hardware import cpu_adam
 
 from .model import GPT, GPTShape
@@ -36,7 +36,7 @@ _FP16: Final = {"loss_scale": 2.0**19, "loss_scale_window": 2}
 _SETTINGS: Final[dict[str, Any]] = {
     "device_memory": "16MiB",
     "host_memory": "96MiB",
-    "chunk_elements": SPAN,
+    "chunk_elements": NORM_BLOCK,
     "max_grad_norm": CLIP,
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .sizes import SPAN, GiB, MiB, Tier, parse_dtype, parse_size
+from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_dtype, parse_size
 from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Config:
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
         gradients: placement of the gradients between backward and update, chunk by chunk.
-        activations: where the inputs of recomputed layers (`torch.utils.checkpoint`) are between
+        activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between
             their forward and their backward: ``"device"``, or ``"host"``: copied there behind the
             forward and back ahead of the backward, with the same bits.
         activation_memory: bytes of host memory for ``activations="host"``; what finds no room stays
@@ -223,7 +223,7 @@ class Config:
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
         for name, least, multiple, most in (
-            ("chunk_elements", SPAN, SPAN, None),
+            ("chunk_elements", NORM_BLOCK, NORM_BLOCK, None),
             ("update_depth", 1, 1, None),
             ("block_bytes", 4096, 4096, MOST_BLOCK_BYTES),
             ("queue_depth", 1, 1, MOST_QUEUE_DEPTH),

@@ -23,7 +23,7 @@ TiB: Final = 1 << 40
 #: Alignment of every section on NVMe and of every buffer that meets it, in bytes, on any device.
 ALIGNMENT: Final = 4096
 #: Elements whose squares are summed as one tree in a norm (see [Note: norms]).
-SPAN: Final = 65_536
+NORM_BLOCK: Final = 65_536
 #: A run of segments of one dtype begins and ends on a multiple of this many elements, so that
 #: its bytes are a multiple of ALIGNMENT in every dtype of at least two bytes.
 RUN_ELEMENTS: Final = 2048

@@ -105,7 +105,7 @@ class Recording:
             self._lap()
             del self._inside[found[-1]]
 
-    def settle(self) -> None:
+    def leave_all(self) -> None:
         """The user's thread has left everything."""
         if self._inside:
             self._lap()

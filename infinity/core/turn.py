@@ -1,7 +1,7 @@
 """Whose turn it is: one thread at a time uses an engine, and others wait.
 
 [Note: turns] A forward of the model, a backward, a `gathered` block, a state dict and every single call of
-the engine are *spans*. While a thread has one, other threads wait before theirs; between its spans they come
+the engine are *uses*. While a thread has one, other threads wait before theirs; between its uses they come
 in. So a thread that saves or evaluates beside the one that trains finds nothing half done. Threads that a
 forward itself starts (a block whose children run side by side) are its *guests* and do not wait where they
 call modules or use parameters; for `gathered` and backwards of their own they wait like others. Who looks at
@@ -38,32 +38,30 @@ class Turn:
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
         self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
-        self._spans: set[object] = set()  # that `reset` ends
+        self._uses: set[object] = set()  # that `reset` ends
         self._lasting: set[object] = set()
         self._guests: dict[int, list[FrameType]] = {}  # of each, the frames in which it joined
         self._bell = Bell()
 
-    def enter(
-        self, span: object, *, lasting: bool = False, who: int | None = None, wait: bool = True
-    ) -> None:
-        """Begin a span of the thread `who` (None: this one); wait until it may, unless told not to. Does
-        nothing for a guest, and for a span that is under way. `lasting`: `reset` leaves it.
+    def enter(self, use: object, *, lasting: bool = False, who: int | None = None, wait: bool = True) -> None:
+        """Begin a use of the thread `who` (None: this one); wait until it may, unless told not to. Does
+        nothing for a guest, and for a use that is under way. `lasting`: `reset` leaves it.
 
         Raises:
-            ThreadError: another thread has had a span for `limit` seconds, or waits for this one.
+            ThreadError: another thread has had a use for `limit` seconds, or waits for this one.
         """
         who = threading.get_ident() if who is None else who
         if self._holder.setdefault("", who) != who:
             if not wait or self._is_guest(who):
                 return
             self._wait(who)
-        (self._lasting if lasting else self._spans).add(span)
+        (self._lasting if lasting else self._uses).add(use)
 
-    def leave(self, span: object) -> None:
-        """End a span."""
-        self._spans.discard(span)
-        self._lasting.discard(span)
-        if not (self._spans or self._lasting):
+    def leave(self, use: object) -> None:
+        """End a use."""
+        self._uses.discard(use)
+        self._lasting.discard(use)
+        if not (self._uses or self._lasting):
             self._holder.clear()
             self._bell.ring()
             if any(turn is self for turn in tuple(_WAITING.values())):
@@ -72,8 +70,8 @@ class Turn:
     def reset(self) -> None:
         """End what this thread has begun and nobody will end: a forward or a backward that raised."""
         if self.mine:
-            for span in tuple(self._spans):
-                self.leave(span)
+            for use in tuple(self._uses):
+                self.leave(use)
 
     @property
     def holder(self) -> int:
@@ -86,14 +84,14 @@ class Turn:
         return self.holder == threading.get_ident()
 
     @contextmanager
-    def span(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Have the turn for a block."""
-        span = object()
-        self.enter(span, lasting=True)
+        use = object()
+        self.enter(use, lasting=True)
         try:
             yield
         finally:
-            self.leave(span)
+            self.leave(use)
 
     def join(self, frame: FrameType) -> bool:
         """Make this thread a guest of the one that has the turn until `part`, or until `frame` of its stack
@@ -148,7 +146,7 @@ class Turn:
             if stale > 1 or not _lives(holder):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
                 # `enter`, or has ended.
-                self._spans.clear()
+                self._uses.clear()
                 self._lasting.clear()
                 self._holder.clear()
             elif time.monotonic() > until:
@@ -161,7 +159,7 @@ class Turn:
                 )
 
 
-#: Parts of the names of torch's functions inside of which a thread has a span that `reset` ends.
+#: Parts of the names of torch's functions inside of which a thread has a use that `reset` ends.
 _CALLS: Final = ("_call_impl", "_engine_run_backward", "state_dict")
 
 

@@ -27,25 +27,25 @@ class ChunkGradient:
     """What is known of one chunk's gradient. `dtype` None: its bytes mean nothing, and whatever is
     present is zero."""
 
-    __slots__ = ("dtype", "present", "slot", "spans")
+    __slots__ = ("dtype", "present", "slot", "squares")
 
-    def __init__(self, spans: int) -> None:
+    def __init__(self, norm_blocks: int) -> None:
         self.dtype: torch.dtype | None = None
         self.present: set[int] = set()  # parameters (indices in the unit) that have arrived
-        self.spans = np.zeros(spans)
+        self.squares = np.zeros(norm_blocks)
         self.slot = 0  # the part that it is in, an index into GRADIENT_PARTS
 
     def clear(self) -> None:
         """Forget everything."""
         self.dtype = None
         self.present.clear()
-        self.spans[:] = 0
+        self.squares[:] = 0
 
 
 class ChunkGradients:
     """What is known of every chunk's gradient, where its bytes are, and leases to work on them.
 
-    `slots`: leases of the gradient quota.
+    `leases`: leases of the gradient quota.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class ChunkGradients:
         pool: PinnedPool,
         device: Device,
         *,
-        slots: int,
+        leases: int,
         recorder: Recorder,
     ) -> None:
         self.entries: dict[int, ChunkGradient] = {}
         self.plans = plans
         self.store = store
         self.device = device
-        self.slots = slots
+        self.leases = leases
         self.recorder = recorder
         self.writes: deque[tuple[Transfer, Lease]] = deque()
         self._pool = pool
         self._on_device: dict[int, torch.Tensor] = {}  # all slots, one after the other
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
-                self.entries[chunk.id] = ChunkGradient(chunk.spans)
+                self.entries[chunk.id] = ChunkGradient(chunk.norm_blocks)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
                     self._on_device[chunk.id] = torch.empty(
                         plans[chunk.id].gradient_nbytes * plans[chunk.id].gradient_slots,
@@ -128,7 +128,7 @@ class GradientVisit:
         owner, chunk, plan = self._owner, self._chunk, self._plan
         if plan.gradient_tier is Tier.NVME:
             # The visit may need a second lease (widen, add): two must be free, or none is taken.
-            while len(owner.writes) > owner.slots - 2:
+            while len(owner.writes) > owner.leases - 2:
                 owner.finish_write()
             self._lease = owner.lease(plan.gradient_nbytes)
             if self._entry.dtype is not None:
@@ -196,9 +196,9 @@ class GradientVisit:
         """Sum the squares and send the chunk to its tier."""
         owner, entry = self._owner, self._entry
         if target.is_cpu:
-            entry.spans[:] = cpu_adam.sum_of_squares(target)
+            entry.squares[:] = cpu_adam.sum_of_squares(target)
         else:
-            entry.spans[:] = adam_reference.sum_of_squares_reference(target)
+            entry.squares[:] = adam_reference.sum_of_squares_reference(target)
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
             transfer = owner.store.write(self._chunk.id, self._part, self._lease, nbytes=nbytes)

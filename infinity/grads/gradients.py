@@ -1,12 +1,12 @@
 """Gradients on their way from the backward to the update.
 
 A gradient leaves the device once, in the compute dtype, when its unit's backward ends; what
-arrives later (another backward, a shared layer, reentrant recomputation) is added in fp32. The
+arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. The
 work is done chunk by chunk on one worker thread, so the backward waits for it only when it is a
 whole unit ahead. A gradient that is zero is a note and takes no bytes.
 
-[Note: norms] A norm is a double sum over fixed spans of 65,536 elements, each span summed as a
-halving tree, spans in index order. The spans are summed while a gradient is at hand; they do
+[Note: norms] A norm is a double sum over fixed blocks of 65,536 elements, each block summed as a
+halving tree, blocks in index order. The blocks are summed while a gradient is at hand; they do
 not depend on the tier, on the size of a chunk or on the instruction set.
 """
 
@@ -23,8 +23,8 @@ from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
-from infinity.params.pending import Pending
 from infinity.params.unit import ParamUnit
+from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import ChunkPlan
 from infinity.storage.pinned import PinnedPool
@@ -51,15 +51,15 @@ class Gradients:
         pool: PinnedPool,
         device: Device,
         *,
-        slots: int,
-        pending: Pending,
+        leases: int,
+        updates: Updates,
         recorder: Recorder,
         shelter: Shelter,
     ) -> None:
         self.units = units
         self.shelter = shelter
         self._recorder = recorder
-        self.chunks = ChunkGradients(units, plans, store, pool, device, slots=slots, recorder=recorder)
+        self.chunks = ChunkGradients(units, plans, store, pool, device, leases=leases, recorder=recorder)
         self.entries = self.chunks.entries
         self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
         self.backwards = 0  # that have begun
@@ -70,7 +70,7 @@ class Gradients:
         self._stream = HostStream("gradients")
         self._waiting: dict[int, dict[int, list[_Arrival]]] = {}  # unit → parameter → arrivals
         self._tasks: deque[Task] = deque()
-        self._pending = pending
+        self._updates = updates
         self._reserved: dict[int, int] = {}  # chunk → the slot that its update reads
 
     # -- the user's thread ------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Gradients:
         """
         self._take_over(sharded, 1.0 / self.scale)
 
-    def settle(self, sharded: ShardedParam) -> bool:
+    def adopt(self, sharded: ShardedParam) -> bool:
         """Take over a gradient that the user put into `p.grad`, which replaces ours and is unscaled, as
         all that users see; return whether there is a gradient.
 
@@ -124,7 +124,7 @@ class Gradients:
             for sharded in unit.params:
                 grad = sharded.param.grad if sharded.spec.trainable else None
                 if isinstance(grad, ShardedGrad) or (grad is not None and self.scale != 1.0):
-                    self.settle(sharded)
+                    self.adopt(sharded)
 
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
@@ -150,7 +150,7 @@ class Gradients:
         return all(p.index in waiting for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
     @sheltered
-    def flush(self, unit: ParamUnit) -> None:
+    def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits only for the unit before it."""
         arrivals = self._waiting.pop(unit.index, None)
         if not arrivals:
@@ -194,27 +194,27 @@ class Gradients:
         """Keep clear of what an update still reads: take the other slot, or wait for it."""
         for chunk in chunks:
             entry = self.entries[chunk.id]
-            if self._reserved.get(chunk.id) != entry.slot or not self._pending.has_chunk(chunk.id):
+            if self._reserved.get(chunk.id) != entry.slot or not self._updates.has_chunk(chunk.id):
                 continue
             if entry.dtype is None and self._plans[chunk.id].gradient_slots > 1:
                 entry.slot ^= 1
             else:
-                self._pending.wait_unit(unit.index)
+                self._updates.wait_unit(unit.index)
 
     def reserve(self, slots: Iterable[tuple[int, int]]) -> None:
         """Note which slot of which chunk the update that was posted reads."""
         self._reserved = dict(slots)
 
     @sheltered
-    def flush_all(self) -> None:
+    def send_all(self) -> None:
         """Send everything that has arrived."""
         for index in list(self._waiting):
-            self.flush(self.units[index])
+            self.send(self.units[index])
 
     @sheltered
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
-        self.flush_all()
+        self.send_all()
         self._wait_tasks()
         task = self._stream.submit(self.chunks.finish_writes)
         wait = self._recorder.waits()
@@ -251,7 +251,7 @@ class Gradients:
             entry = self.entries[chunk.id]
             segments = [s for s in chunk.segments if s.param == index and index in entry.present]
             if segments and entry.dtype is not None:
-                if self.scale != 1.0 and not np.isfinite(entry.spans).all():
+                if self.scale != 1.0 and not np.isfinite(entry.squares).all():
                     continue  # the step has to see that it overflowed
                 self._keep_clear(unit, [chunk])
                 self._stream.submit(lambda c=chunk, s=segments: self._clamp(c, s, *bounds)).wait()  # type: ignore[misc]
@@ -266,7 +266,7 @@ class Gradients:
             entry.clear()
 
     @sheltered
-    def whole(self, grad: ShardedGrad) -> torch.Tensor:
+    def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
         the parameter."""
         self.wait()
@@ -283,11 +283,11 @@ class Gradients:
         return out.view(sharded.spec.shape)
 
     def sum_of_squares(self) -> float:
-        """Return the double sum over all spans, in order (scaled, without factors). See
+        """Return the double sum over all norm blocks, in order (scaled, without factors). See
         [Note: norms]."""
-        spans = [e.spans for e in self.entries.values()]
+        squares = [e.squares for e in self.entries.values()]
         # cumsum adds one after the other; sum() and np.sum would group in their own ways.
-        return float(np.cumsum(np.concatenate(spans))[-1]) if spans else 0.0
+        return float(np.cumsum(np.concatenate(squares))[-1]) if squares else 0.0
 
     @sheltered
     def reconcile(self) -> None:

@@ -36,7 +36,7 @@ class GradientSource(Protocol):
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add to it; `scaled`: what is added is multiplied by the loss scale."""
 
-    def whole(self, grad: ShardedGrad) -> torch.Tensor:
+    def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return it as one fp32 host tensor: unscaled, with its factor."""
 
     def zero(self, grad: ShardedGrad) -> None:
@@ -202,7 +202,7 @@ def _foreach_mul(grads: list[Any], other: Any) -> Any:
 def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if not isinstance(grad, ShardedGrad) or dim is not None or keepdim:
         return NotImplemented
-    value = torch.linalg.vector_norm(grad.source.whole(grad), ord)
+    value = torch.linalg.vector_norm(grad.source.full(grad), ord)
     return value.to(device=grad.device, dtype=dtype or torch.float32)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.core.sizes import SPAN
+from infinity.core.sizes import NORM_BLOCK
 
 from .cpu_adam import _CODES, Segment, _bad_segment, _check, _check_disjoint, _derive, _state, _wrong
 
-_COLUMNS: Final = 16  # of a span's tree: [Note: the halving tree] in adam_lane.inl
+_COLUMNS: Final = 16  # of a block's tree: [Note: the halving tree] in adam_lane.inl
 
 
 def adamw_reference(
@@ -142,11 +142,11 @@ def sum_of_squares_reference(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
     """`sum_of_squares` in plain torch, for a tensor of any device: the same bits."""
     _check("tensor", tensor, tuple(_CODES))
     sums = []
-    for start in range(0, tensor.numel(), 16 * SPAN):
-        part = tensor[start : start + 16 * SPAN].double()
-        spans = -(-part.numel() // SPAN)
-        part = torch.nn.functional.pad(part, (0, spans * SPAN - part.numel()))
-        rows = (part * part).view(spans, SPAN // _COLUMNS, _COLUMNS)
+    for start in range(0, tensor.numel(), 16 * NORM_BLOCK):
+        part = tensor[start : start + 16 * NORM_BLOCK].double()
+        blocks = -(-part.numel() // NORM_BLOCK)
+        part = torch.nn.functional.pad(part, (0, blocks * NORM_BLOCK - part.numel()))
+        rows = (part * part).view(blocks, NORM_BLOCK // _COLUMNS, _COLUMNS)
         while rows.shape[1] > 1:  # neighbours first: the tree's halves from its leaves up
             rows = rows[:, 0::2] + rows[:, 1::2]
         columns = rows[:, 0]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.core.errors import BuildError, ConfigError, ParameterError
-from infinity.core.sizes import SPAN
+from infinity.core.sizes import NORM_BLOCK
 
 from .cores import usable_cores
 
@@ -192,10 +192,10 @@ def adamw_update_segments(
 
 
 def sum_of_squares(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each span of 65,536 elements; the last may be shorter.
+    """Return the sum of squares of each norm block of 65,536 elements; the last may be shorter.
 
-    Each span is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
-    Inf show in the sum of their span. See [Note: norms] and [Note: the halving tree].
+    Each block is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
+    Inf show in the sum of their block. See [Note: norms] and [Note: the halving tree].
 
     Args:
         tensor: (n,) float32, bfloat16 or float16 on the CPU.
@@ -207,7 +207,7 @@ def sum_of_squares(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
         ParameterError: a wrong device, dtype or layout.
     """
     _check("tensor", tensor, tuple(_CODES), cpu=True)
-    sums = np.empty(-(-tensor.numel() // SPAN), dtype=np.float64)
+    sums = np.empty(-(-tensor.numel() // NORM_BLOCK), dtype=np.float64)
     _native.sum_of_squares(tensor.data_ptr(), _CODES[tensor.dtype], tensor.numel(), sums.ctypes.data)
     return sums
 

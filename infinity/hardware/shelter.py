@@ -68,7 +68,7 @@ class Shelter:
         engine to itself.
         """
         here = threading.get_ident()
-        self.settle()
+        self.wait_interrupted()
         if os.getpid() != self._pid:
             with torch.no_grad():
                 return call()
@@ -92,27 +92,27 @@ class Shelter:
         finally:
             del task  # its error holds this frame
 
-    def begin(self, span: object) -> None:
+    def begin(self, use: object) -> None:
         """Begin a forward or a backward of this thread; `turn.leave` or `turn.reset` ends it."""
         # On a device, autograd's threads work for one that waits for them and may have the turn.
         wait = not (self._staged and torch._C._current_graph_task_id() != -1)
-        self.turn.enter(span, wait=wait)
+        self.turn.enter(use, wait=wait)
 
     def _make(
         self, call: Callable[[], _R], who: int, there: Callable[[], AbstractContextManager[Any]], turn: bool
     ) -> _R:
-        span = object()
+        use = object()
         if turn:
             wait = not (self._staged and torch._C._current_graph_task_id() != -1)
-            self.turn.enter(span, lasting=True, who=who, wait=wait)
+            self.turn.enter(use, lasting=True, who=who, wait=wait)
         try:
             with there(), torch.no_grad():
                 return call()
         finally:
             if turn:
-                self.turn.leave(span)
+                self.turn.leave(use)
 
-    def settle(self) -> None:
+    def wait_interrupted(self) -> None:
         """Wait for what an interrupt left under way; raise what came of it."""
         task = self._under_way
         if task is None or os.getpid() != self._pid or threading.get_ident() != self._main:

@@ -13,8 +13,8 @@ from infinity.params.given import Given
 from infinity.params.unit import ParamState, ParamUnit
 from infinity.planning.partition import Chunk, Segment
 
+from .chunk_io import ChunkIO, Tiers, open_chunk
 from .state_io import follow_copy
-from .visit import ChunkVisit, Places, visit
 
 #: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
 _EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
@@ -28,16 +28,16 @@ class Edits:
         given: what state dicts gave out.
     """
 
-    def __init__(self, places: Places, quiesce: Callable[[], None], shelter: Shelter) -> None:
+    def __init__(self, tiers: Tiers, quiesce: Callable[[], None], shelter: Shelter) -> None:
         self.shelter = shelter
-        self._places = places
+        self._tiers = tiers
         self._quiesce = quiesce  # updates that are under way come first
-        self.given = Given(staged=places.device.staged)
+        self.given = Given(staged=tiers.device.staged)
 
     def check_delayed(self) -> None:
         """Raise if a resident parameter was edited in place while a newer version of it waits to be
         published: the edit was made to values that are about to go."""
-        for unit in self._places.units:
+        for unit in self._tiers.units:
             if not unit.resident or not self._has_newer(unit):
                 continue
             unit.check_edited(newer=True)
@@ -55,18 +55,18 @@ class Edits:
         master, without the edit. Most are found only with ``Config(check_edits=True)``. Or if a copy was
         that a state dict gave out."""
         self.given.check()
-        for unit in self._places.units:
+        for unit in self._tiers.units:
             unit.check_edited(newer=self._has_newer(unit))
 
     def _has_newer(self, unit: ParamUnit) -> bool:
-        copies = self._places.copies
+        copies = self._tiers.copies
         return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
 
     @sheltered
     def adopt_all(self) -> None:
         """Take over edits of resident parameters: those that torch counts (their version tells), and all so
         far of a block that keeps them."""
-        for unit in self._places.units:
+        for unit in self._tiers.units:
             if unit.resident and unit.writers:
                 self._take(unit, {p.index for p in unit.params})
             elif unit.resident and (edited := _edited(unit)):
@@ -84,7 +84,7 @@ class Edits:
             segments = [s for s in chunk.segments if s.param in edited]
             if not segments:
                 continue
-            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            here = open_chunk(self._tiers, chunk, "update" if chunk.trainable else "fetch")
             try:
                 here.read(copy=True)
                 here.wait()
@@ -92,15 +92,15 @@ class Edits:
                     self._adopt_segment(chunk, segment, here)
                 here.write(state=chunk.trainable, copy=not unit.resident)
             finally:
-                here.leave()
+                here.close()
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
 
-    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkVisit) -> None:
+    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkIO) -> None:
         low, high = segment.start, segment.start + segment.numel
-        plan = self._places.plans[chunk.id]
+        plan = self._tiers.plans[chunk.id]
         for begin in range(low, high, _SLICE):
             part = slice(begin, min(begin + _SLICE, high))
             new = here.device_copy[part]

@@ -23,12 +23,12 @@ from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 
+from .chunk_io import Tiers
 from .edits import Edits
 from .loading import OURS, NoState, check_options, counts_of, match
 from .misuse import refuse_copies
 from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
-from .visit import Places
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
@@ -71,7 +71,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        places: Places,
+        tiers: Tiers,
         residency: Residency,
         gradients: Gradients,
         states: States,
@@ -94,7 +94,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
         self._sealed = True
-        self._places = places
+        self._tiers = tiers
         self._residency = residency
         self._gradients = gradients
         self._states = states
@@ -138,14 +138,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
-        self.shelter.settle()
+        self.shelter.wait_interrupted()
         return self._gradients.scale
 
     @property
     def steps(self) -> int:
         """The steps that were made. After an interrupt in `step` this tells whether that was made, too: a
         step is made wholly or not at all."""
-        self.shelter.settle()
+        self.shelter.wait_interrupted()
         return self._steps
 
     @eager  # and without torch.no_grad: an interrupt inside of that leaves grad mode off
@@ -269,7 +269,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
-        self.shelter.settle()  # a step that an interrupt left under way has its gradients
+        self.shelter.wait_interrupted()  # a step that an interrupt left under way has its gradients
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
             for param in params:
@@ -284,7 +284,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in params:
             if param.grad is not None:
                 param.grad.zero_()
-        self._gradients.flush_all()
+        self._gradients.send_all()
 
     @sheltered
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
@@ -323,7 +323,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 sharded = self._params.get(param)
-                if sharded is not None and self._gradients.settle(sharded):
+                if sharded is not None and self._gradients.adopt(sharded):
                     present.append(sharded)
                 elif sharded is None and param.grad is not None:
                     raise GradientError(
@@ -341,8 +341,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         grads: list[ShardedGrad] = [s.param.grad for s in present]  # type: ignore[misc]
         if len(factors := {g.factor for g in grads}) <= 1:
             return math.sqrt(self._gradients.sum_of_squares()) * abs(sum(factors))
-        wholes = (self._gradients.whole(g) for g in grads)
-        return math.sqrt(sum(float(w.double().square().sum()) for w in wholes))
+        full = (self._gradients.full(g) for g in grads)
+        return math.sqrt(sum(float(w.double().square().sum()) for w in full))
 
     def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
         """Snapshot the scalars: `scheduler.step()` edits them next."""
@@ -395,10 +395,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             BudgetError: it does not fit what `host_memory` leaves.
             ParameterChangedError: a parameter was edited in place while its update was delayed.
         """
-        with self.shelter.turn.span():
-            return self._whole_state()
+        with self.shelter.turn.hold():
+            return self._make_state_dict()
 
-    def _whole_state(self) -> dict[str, Any]:
+    def _make_state_dict(self) -> dict[str, Any]:
         self._before_step()
         self._states.check_room()
         self._edits.check_unseen()

@@ -19,7 +19,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
 
-from .visit import ChunkVisit, Places, visit
+from .chunk_io import ChunkIO, Tiers, open_chunk
 
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
@@ -28,10 +28,10 @@ class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
     def __init__(
-        self, places: Places, room: Callable[[], int], quiesce: Callable[[], None], shelter: Shelter
+        self, tiers: Tiers, room: Callable[[], int], quiesce: Callable[[], None], shelter: Shelter
     ) -> None:
         self.shelter = shelter
-        self._places = places
+        self._tiers = tiers
         self._quiesce = quiesce  # updates that are under way come first
         self._room = room  # host bytes that the budget leaves
 
@@ -43,7 +43,7 @@ class States:
         sources = [p.param.detach().reshape(-1) for p in unit.params]
         if unit.resident:
             unit.make_resident()
-        leaving: deque[ChunkVisit] = deque()
+        leaving: deque[ChunkIO] = deque()
         try:
             for chunk in unit.layout.chunks:
                 here = self._open(chunk, "update" if chunk.trainable else "fetch", leaving)
@@ -51,30 +51,30 @@ class States:
                 self._fill(unit, chunk, here, sources, moments)
         finally:
             while leaving:
-                leaving.popleft().leave()
+                leaving.popleft().close()
         unit.bind()
 
-    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkVisit]) -> ChunkVisit:
-        nbytes = self._places.lease_nbytes(chunk)
+    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkIO]) -> ChunkIO:
+        nbytes = self._tiers.lease_nbytes(chunk)
         while nbytes:
-            lease = self._places.pool.try_lease(quota, nbytes)
+            lease = self._tiers.pool.try_lease(quota, nbytes)
             if lease is not None:
-                return ChunkVisit(self._places, chunk, lease)
+                return ChunkIO(self._tiers, chunk, lease)
             if not leaving:
-                return visit(self._places, chunk, quota)
-            leaving.popleft().leave()
-        return ChunkVisit(self._places, chunk, None)
+                return open_chunk(self._tiers, chunk, quota)
+            leaving.popleft().close()
+        return ChunkIO(self._tiers, chunk, None)
 
     def _fill(
         self,
         unit: ParamUnit,
         chunk: Chunk,
-        here: ChunkVisit,
+        here: ChunkIO,
         sources: list[torch.Tensor],
         moments: Mapping[int, Mapping[str, Any]],
     ) -> None:
         targets = [here.copy] if not (chunk.trainable and here.copy_is_master) else []
-        if unit.resident and self._places.device.staged:
+        if unit.resident and self._tiers.device.staged:
             targets = [here.device_copy]
         zeroed = list(targets)
         if chunk.trainable:
@@ -91,7 +91,7 @@ class States:
                 for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
                     saved = values[key].detach().reshape(-1)
                     target[segment.start : segment.start + segment.numel].copy_(part_of(saved, segment))
-        staged_copy = unit.resident and self._places.device.staged
+        staged_copy = unit.resident and self._tiers.device.staged
         # What was never written reads as zeros: moments that are zero need no write.
         fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
         here.write(state=chunk.trainable and not fresh, copy=not staged_copy)
@@ -100,7 +100,7 @@ class States:
 
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
-        nbytes, room = sum(sum(p.state_sections) for p in self._places.plans), self._room()
+        nbytes, room = sum(sum(p.state_sections) for p in self._tiers.plans), self._room()
         if nbytes > room:
             raise _no_room(nbytes, room)
 
@@ -119,8 +119,8 @@ class States:
             return {}
         self._quiesce()
         lent = 0
-        for wanted in (total - room + max(sizes.values()), total + self._places.pool.nbytes):
-            runs, taken, rest = self._places.pool.borrow(wanted), {}, total
+        for wanted in (total - room + max(sizes.values()), total + self._tiers.pool.nbytes):
+            runs, taken, rest = self._tiers.pool.borrow(wanted), {}, total
             lent = sum(run.numel() for run in runs)
             for sharded in sorted(sizes, key=lambda s: -sizes[s]):
                 nbytes = sizes[sharded]
@@ -153,7 +153,7 @@ class States:
         follows the master. A unit that is not resident must be off the device."""
         self._quiesce()
         sharded.step = int(values.get("step", 0))
-        unit = self._places.units[sharded.unit]
+        unit = self._tiers.units[sharded.unit]
         flat = {
             k: values[k].detach().reshape(-1)
             for k in ("exp_avg", "exp_avg_sq", "master")
@@ -179,14 +179,14 @@ class States:
 
     def _visits(
         self, sharded: ShardedParam, *, write: bool, copy: bool = False
-    ) -> Iterator[tuple[Segment, ChunkVisit]]:
+    ) -> Iterator[tuple[Segment, ChunkIO]]:
         """Visit the parameter's chunks; `write` the state back, and the `copy`, which then is read, too."""
-        unit = self._places.units[sharded.unit]
+        unit = self._tiers.units[sharded.unit]
         for chunk in unit.layout.trainable_chunks:
             segments = [s for s in chunk.segments if s.param == sharded.index]
             if not segments:
                 continue
-            here = visit(self._places, chunk)
+            here = open_chunk(self._tiers, chunk)
             try:
                 here.read(copy=copy)
                 here.wait()
@@ -196,14 +196,14 @@ class States:
                     # What is on the device was written there; a lease has nothing for it.
                     here.write(state=True, copy=copy and not unit.resident)
             finally:
-                here.leave()
+                here.close()
 
     @sheltered
     def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the newest values of one parameter, in the compute dtype, on the host; `out`: bytes to put
         them into."""
         self._quiesce()
-        unit, copies = self._places.units[sharded.unit], self._places.copies
+        unit, copies = self._tiers.units[sharded.unit], self._tiers.copies
         dtype = sharded.spec.dtype
         out = torch.empty(sharded.spec.numel, dtype=dtype) if out is None else out.view(dtype)
         for chunk in unit.layout.chunks:
@@ -213,13 +213,13 @@ class States:
             if unit.resident:
                 source, lease = unit.chunk_view(chunk), None
                 if copies.is_newer(chunk.id) and not unit.newest:
-                    source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
-            elif self._places.plans[chunk.id].copy_tier is Tier.HOST:
-                source = self._places.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+                    source = self._tiers.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+            elif self._tiers.plans[chunk.id].copy_tier is Tier.HOST:
+                source = self._tiers.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
                 lease = None
             else:
-                lease = self._places.pool.lease("fetch", chunk.copy_nbytes)
-                self._places.store.read(chunk.id, copies.newest(chunk.id), lease).wait()
+                lease = self._tiers.pool.lease("fetch", chunk.copy_nbytes)
+                self._tiers.store.read(chunk.id, copies.newest(chunk.id), lease).wait()
                 source = lease.tensor(chunk.dtype, 0, chunk.numel)
             try:
                 for segment in segments:
@@ -245,13 +245,13 @@ class States:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
         self._quiesce()
-        unit = self._places.units[sharded.unit]
+        unit = self._tiers.units[sharded.unit]
         flat = values.detach().reshape(-1)
         for chunk in unit.layout.chunks:
             segments = [s for s in chunk.segments if s.param == sharded.index]
             if not segments:
                 continue
-            here = visit(self._places, chunk, "update" if chunk.trainable else "fetch")
+            here = open_chunk(self._tiers, chunk, "update" if chunk.trainable else "fetch")
             try:
                 here.read(copy=True)
                 here.wait()
@@ -262,7 +262,7 @@ class States:
                         follow_copy(slice_of(here.master, segment), target)
                 here.write(state=chunk.trainable, copy=True)
             finally:
-                here.leave()
+                here.close()
         bump([sharded])
 
 
@@ -302,7 +302,7 @@ def slice_of(section: torch.Tensor, segment: Segment) -> torch.Tensor:
     return section[segment.start : segment.start + segment.numel]
 
 
-def _sections(here: ChunkVisit, wanted: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
+def _sections(here: ChunkIO, wanted: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
     exp_avg, exp_avg_sq = here.moments
     pairs = [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)]
     return [*pairs, ("master", here.master)] if "master" in wanted and not here.copy_is_master else pairs

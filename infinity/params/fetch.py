@@ -28,7 +28,7 @@ from infinity.planning.parts import ChunkPlan
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
-from .pending import Pending
+from .updates import Updates
 
 
 class Fetch:
@@ -72,7 +72,7 @@ class Fetch:
         updated = now() if self.behind_update else self.updated
         return ("update", updated), ("nvme", self.read), ("h2d", 0)
 
-    def settled(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether nothing of it is under way (done or failed), without blocking."""
         if not self.issued.is_open:
             return False
@@ -96,11 +96,11 @@ class Fetcher:
         pool: PinnedPool,
         device: Device,
         plans: Sequence[ChunkPlan],
-        pending: Pending,
+        updates: Updates,
     ) -> None:
         self.pace = Pace()
-        self._worker = _Worker(store, pool, device, plans, pending, self.pace)
-        pending.listen(self._worker.wake)
+        self._worker = _Worker(store, pool, device, plans, updates, self.pace)
+        updates.listen(self._worker.wake)
         self._thread = threading.Thread(target=self._worker.run, name="infinity-fetch", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -136,12 +136,12 @@ class _Worker:
         pool: PinnedPool,
         device: Device,
         plans: Sequence[ChunkPlan],
-        pending: Pending,
+        updates: Updates,
         pace: Pace,
     ) -> None:
         self._pace = pace
         self._since = time.monotonic()  # when the last fetch landed, or the first of a row began
-        self._pending = pending
+        self._updates = updates
         self._store = store
         self._pool = pool
         self._device = device
@@ -222,7 +222,7 @@ class _Worker:
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
-                if self._pending.gates(chunk.id):
+                if self._updates.blocks_fetch(chunk.id):
                     fetch.behind_update = True
                     return
                 if fetch.behind_update:
@@ -263,7 +263,7 @@ class _Worker:
             return False
         first = self._waiting[0]
         try:
-            return not first.chunks or not self._pending.gates(first.chunks[0].id)
+            return not first.chunks or not self._updates.blocks_fetch(first.chunks[0].id)
         except Exception:
             return True  # to be told of it there
 
@@ -293,7 +293,7 @@ class _Worker:
             )
         if last and not fetch.issued.is_open:
             if fetch.error is not None and fetch.event is not None:
-                _settle(fetch.event)
+                _wait_over(fetch.event)
             fetch.finish()
 
     def _copy(self, fetch: Fetch, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
@@ -313,7 +313,7 @@ class _Worker:
             fetch.error = fetch.error or error
         if not any(f.fetch is fetch for f in self._flights):
             if fetch.event is not None:
-                _settle(fetch.event)
+                _wait_over(fetch.event)
             fetch.finish()
 
     def _release_leases(self, *, wait: bool) -> None:
@@ -331,7 +331,7 @@ class _Worker:
             wait = False
 
 
-def _settle(event: Event) -> None:
+def _wait_over(event: Event) -> None:
     """Wait for `event`, whatever became of it: its storage may be freed afterwards."""
     try:
         event.wait()

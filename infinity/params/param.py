@@ -151,21 +151,21 @@ class PendingParameter(nn.Parameter):
         if func not in _METADATA:
             for value in _walk((args, kwargs)):
                 if isinstance(value, PendingParameter):
-                    _settle(value)
+                    _wait_update(value)
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        _settle(self)
+        _wait_update(self)
         return repr(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _settle(self)
+        _wait_update(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        _settle(self)
+        _wait_update(self)
         return self.__reduce_ex__(proto)
 
 
@@ -209,11 +209,11 @@ def _use(used: list[nn.Parameter], released: list[ReleasedParameter], address: b
             return False
     for other in used:
         if isinstance(other, PendingParameter):
-            _settle(other)
+            _wait_update(other)
     return True
 
 
-def _settle(param: PendingParameter) -> None:
+def _wait_update(param: PendingParameter) -> None:
     if (sharded := sharded_of(param)) is not None and sharded.on_wait is not None:
         sharded.on_wait()
     else:  # its engine is gone, and with it the update

@@ -19,8 +19,8 @@ from infinity.planning.schedule import Schedule
 from .copies import Copies
 from .fetch import Fetcher
 from .param import ShardedParam
-from .pending import Pending
 from .unit import ParamState, ParamUnit
+from .updates import Updates
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ class Residency:
         fetcher: Fetcher,
         capacity: int,
         device: Device,
-        pending: Pending,
+        updates: Updates,
         copies: Copies,
         recorder: Recorder,
         shelter: Shelter,
@@ -55,7 +55,7 @@ class Residency:
         self._capacity = capacity
         self._fetcher = fetcher
         self._device = device
-        self._pending = pending
+        self._updates = updates
         self._copies = copies
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
@@ -85,7 +85,7 @@ class Residency:
 
     def held(self) -> list[ParamUnit]:
         """Return the units whose memory somebody else holds, of those that nobody uses or writes."""
-        idle = (u for u in self.units if u.filled and not u.in_use and u.settled())
+        idle = (u for u in self.units if u.filled and not u.in_use and u.fetch_is_over())
         return [u for u in idle if u.index not in self._suspended and u.is_held()]
 
     @sheltered
@@ -139,7 +139,7 @@ class Residency:
         """Make the values of resident units wait for the update that was posted."""
         for i in indices:
             if self.units[i].resident:
-                self._suspend(self.units[i], functools.partial(self._pending.wait_unit, i))
+                self._suspend(self.units[i], functools.partial(self._updates.wait_unit, i))
 
     def _suspend(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
         with self._suspending:
@@ -193,7 +193,7 @@ class Residency:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self._copies.two:
             return False
-        self._pending.wait_unit(unit.index)
+        self._updates.wait_unit(unit.index)
         return self._has_newer(unit)
 
     def _has_newer(self, unit: ParamUnit) -> bool:
@@ -224,7 +224,7 @@ class Residency:
         if unit.newest == newest:
             return
         if newest:
-            self._pending.wait_unit(unit.index)
+            self._updates.wait_unit(unit.index)
         if not self._has_newer(unit):
             return  # there is but one
         if (unit.users | unit.keepers) - {user}:
@@ -359,7 +359,7 @@ class Residency:
     def _wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
         """Do what waits for a unit's fetch; if that is under way, the user's thread stalls."""
         fetch = unit.fetch
-        if fetch is None or fetch.settled():
+        if fetch is None or fetch.is_over():
             return call()
         wait = self._recorder.waits()
         result = call()
@@ -419,23 +419,23 @@ class Residency:
             unit = self.units[index]
             lead_here, lead = lead, lead + pace.seconds(index)
             if index in seen or unit.stale or unit.state is not ParamState.SHARDED:
-                if index not in seen and not unit.settled():
+                if index not in seen and not unit.fetch_is_over():
                     begun += unit.layout.copy_nbytes
                 seen.add(index)
                 continue
             seen.add(index)
             need = 0 if unit.filled else unit.layout.copy_nbytes
-            if pace.can_wait(lead_here, begun + need) and not self._pending.has_unit(index):
+            if pace.can_wait(lead_here, begun + need) and not self._updates.has_unit(index):
                 return
             begun += need
-            if self._newest and self._pending.has_unit(index):
+            if self._newest and self._updates.has_unit(index):
                 return  # which version is the newest is not known yet
             allocated = self.allocated
             if allocated + need > self._capacity:
                 ranks = ranks if ranks is not None else self._ranks()
                 for other in self._unused(ranks):
                     later = ranks.get(other.index, len(ranks) + 1) > ranks[index]
-                    if not later or not other.settled():
+                    if not later or not other.fetch_is_over():
                         break
                     if self._drop(other):
                         allocated -= other.layout.copy_nbytes

@@ -380,9 +380,9 @@ class ParamUnit:
         """Whether somebody has a claim on it."""
         return bool(self.users or self.keepers)
 
-    def settled(self) -> bool:
+    def fetch_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
-        return self._fetch is None or self._fetch.settled()
+        return self._fetch is None or self._fetch.is_over()
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

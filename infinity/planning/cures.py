@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from infinity.core.config import Config
-from infinity.core.sizes import SPAN, MiB, Tier, format_size
+from infinity.core.sizes import NORM_BLOCK, MiB, Tier, format_size
 
 from .footprint import whole_mebibytes
 from .planner import KINDS, Plan, Problem
@@ -110,12 +110,12 @@ def of_config(config: Config) -> Iterator[Change]:
     if config.update == "delayed":  # it takes a second copy
         for placed in placements(config):
             yield {**placed, "update": "overlap"}
-    size = config.chunk_elements // 2 // SPAN * SPAN
-    while size >= max(SPAN, config.chunk_elements >> _SMALLER):
+    size = config.chunk_elements // 2 // NORM_BLOCK * NORM_BLOCK
+    while size >= max(NORM_BLOCK, config.chunk_elements >> _SMALLER):
         # Many small chunks are slow to plan: with them only the two ends are tried.
         yield {"chunk_elements": size}
         yield {**dict.fromkeys(KINDS, Tier.NVME.value), "chunk_elements": size}
-        size = size // 4 // SPAN * SPAN
+        size = size // 4 // NORM_BLOCK * NORM_BLOCK
 
 
 #: Chunks are cut to no less than this power of two smaller.

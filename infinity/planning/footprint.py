@@ -8,8 +8,8 @@ there plus three pools (*quotas*):
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases in which gradients meet what is on NVMe;
 
-and, with ``activations="host"``, a region for the inputs of recomputed layers. How many bytes they
-come to only the first forward shows, so the region is a setting, or a share of what is left.
+and, with ``activations="host"``, a heap for the inputs of checkpointed layers. How many bytes they
+come to only the first forward shows, so the heap is a setting, or a share of what is left.
 
 A pipeline takes one lease per chunk and a quota serves one pipeline, so none can starve another.
 Device memory is the state placed there, the units that are needed at once, the gradients of two
@@ -37,8 +37,8 @@ from .placement import spread_over_directories
 #: What the fetch quota aims at; more hides no more of a drive's latency.
 _FETCH_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
-LEAST_SLOTS = {"fetch": 1, "update": 1, "gradient": 2}
-_GRADIENT_SLOTS = 4
+LEAST_BUFFERS = {"fetch": 1, "update": 1, "gradient": 2}
+_GRADIENT_BUFFERS = 4
 _SPARE = "parameters being updated"
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
@@ -48,15 +48,15 @@ _ACTIVATIONS_SHARE = 4
 
 @dataclass(frozen=True)
 class Quota:
-    """A share of the pinned pool: `slots` leases of `slot_nbytes` each."""
+    """A share of the pinned pool: `buffers` leases of `buffer_nbytes` each."""
 
-    slot_nbytes: int
-    slots: int
+    buffer_nbytes: int
+    buffers: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole quota."""
-        return self.slot_nbytes * self.slots
+        return self.buffer_nbytes * self.buffers
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Footprint:
     prefetch_nbytes: int  # device bytes for units fetched ahead
     nvme_read_per_step: int
     nvme_written_per_step: int
-    activation_nbytes: int = 0  # host bytes for the inputs of recomputed layers
+    activation_nbytes: int = 0  # host bytes for the inputs of checkpointed layers
 
     def total(self, tier: Tier) -> int:
         """Bytes on `tier`."""
@@ -94,7 +94,7 @@ class Demand:
     Attributes:
         placed: by tier and purpose: the state, with the versions that a chunk has there.
         durable: on NVMe by purpose, with two versions of what is written.
-        least, most: the leases that a run cannot do without, and the slots that are of use.
+        least, most: the leases that a run cannot do without, and the buffers that are of use.
         working: copies of the units that are needed at once; `away`: of all that are not resident.
         gradients: in flight on the device.
         read, written: NVMe, in a step of one backward; `again`: (read, written) of each further one.
@@ -211,7 +211,7 @@ def demand(
                 durable[purpose] = durable.get(purpose, 0) + nbytes * (2 if versioned else 1)
 
     read = written = read_again = written_again = link_each = link_once = on_host = 0
-    fetch_slot = update_slot = gradient_slot = chunks_on_nvme = trainable_chunks = 0
+    fetch_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = 0
     nvme = Tier.NVME
     # Nearly all chunks are alike: each kind is looked at once.
     kinds = Counter((id(plans[c.id]), c.numel, c.dtype, c.trainable) for u in layouts for c in u.chunks)
@@ -226,7 +226,7 @@ def demand(
         add(plan.gradient_tier, "gradients", gradient_nbytes * plan.gradient_slots, versioned=False)
         if plan.copy_tier is nvme:
             chunks_on_nvme += count
-            fetch_slot = max(fetch_slot, plan.copy_nbytes)
+            fetch_buffer = max(fetch_buffer, plan.copy_nbytes)
             read += 2 * copy_nbytes
             read_again += 2 * copy_nbytes
         if plan.copy_tier is not Tier.DEVICE:
@@ -234,7 +234,7 @@ def demand(
         if not trainable:
             continue
         trainable_chunks += count
-        update_slot = max(update_slot, lease_nbytes(plan, staged=staged))
+        update_buffer = max(update_buffer, lease_nbytes(plan, staged=staged))
         if plan.copy_tier is nvme:
             written += copy_nbytes
             read += copy_nbytes if plan.copy_is_master else 0
@@ -253,7 +253,7 @@ def demand(
             on_host += numel * count
             link_once += copy_nbytes if plan.copy_tier is Tier.DEVICE else 0
         if plan.gradient_tier is nvme or staged or dtype is not torch.float32:
-            gradient_slot = max(gradient_slot, plan.gradient_nbytes)
+            gradient_buffer = max(gradient_buffer, plan.gradient_nbytes)
 
     arenas: tuple[int, ...] = (sum(by_tier[nvme].values()),)
     if len(weights) > 1:
@@ -269,13 +269,17 @@ def demand(
         placed=by_tier,
         durable=durable,
         least={
-            name: Quota(slot, LEAST_SLOTS[name] if slot else 0)
-            for name, slot in (("fetch", fetch_slot), ("update", update_slot), ("gradient", gradient_slot))
+            name: Quota(buffer, LEAST_BUFFERS[name] if buffer else 0)
+            for name, buffer in (
+                ("fetch", fetch_buffer),
+                ("update", update_buffer),
+                ("gradient", gradient_buffer),
+            )
         },
         most={
-            "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_slot)) if fetch_slot else 0,
-            "update": _update_slots(config, update_slot, trainable_chunks),
-            "gradient": _GRADIENT_SLOTS if gradient_slot else 0,
+            "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_buffer)) if fetch_buffer else 0,
+            "update": _update_buffers(config, update_buffer, trainable_chunks),
+            "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
         },
         working=max(
             (sum(layouts[u].copy_nbytes for u in set(s) if u not in resident) for s in working_sets),
@@ -338,11 +342,11 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
     )
 
 
-def _update_slots(config: Config, slot: int, chunks: int) -> int:
+def _update_buffers(config: Config, buffer: int, chunks: int) -> int:
     """Leases of the update: those of its pipeline, and those that state is read ahead into."""
-    if not slot:
+    if not buffer:
         return 0
-    return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // slot))
+    return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // buffer))
 
 
 def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:
@@ -359,14 +363,14 @@ def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:
 
 
 def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dict[str, Quota]:
-    """Add slots, one quota after the other, until `room` or the useful maximum is reached."""
-    slots = {n: q.slots for n, q in least.items()}
+    """Add buffers, one quota after the other, until `room` or the useful maximum is reached."""
+    buffers = {n: q.buffers for n, q in least.items()}
     growing = True
     while growing:
         growing = False
         for name, quota in least.items():
-            if slots[name] < most[name] and quota.slot_nbytes <= room:
-                slots[name] += 1
-                room -= quota.slot_nbytes
+            if buffers[name] < most[name] and quota.buffer_nbytes <= room:
+                buffers[name] += 1
+                room -= quota.buffer_nbytes
                 growing = True
-    return {n: Quota(q.slot_nbytes, slots[n]) for n, q in least.items()}
+    return {n: Quota(q.buffer_nbytes, buffers[n]) for n, q in least.items()}

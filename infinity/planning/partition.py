@@ -6,7 +6,7 @@ flat shard (the whole unit; the world is 1). Inside it
 - parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run;
 - each parameter begins on a multiple of SEGMENT_ELEMENTS, each run on one of RUN_ELEMENTS;
 - a run is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is
-  trainable as a whole or not at all, and the spans of a norm lie on the same grid for every
+  trainable as a whole or not at all, and the blocks of a norm lie on the same grid for every
   chunk size ([Note: norms]).
 
 Frozen chunks have a copy and nothing else.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import RUN_ELEMENTS, SEGMENT_ELEMENTS, SPAN, ceil_to
+from infinity.core.sizes import NORM_BLOCK, RUN_ELEMENTS, SEGMENT_ELEMENTS, ceil_to
 
 
 class ParamSpec(NamedTuple):
@@ -77,9 +77,9 @@ class Chunk:
         return self.numel * 4
 
     @property
-    def spans(self) -> int:
-        """Number of norm spans of this chunk."""
-        return -(-self.numel // SPAN)
+    def norm_blocks(self) -> int:
+        """Number of norm blocks of this chunk."""
+        return -(-self.numel // NORM_BLOCK)
 
 
 @dataclass(frozen=True)

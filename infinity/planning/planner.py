@@ -161,8 +161,8 @@ class Planner:
         placed = tuple(tuple(config.placements[kind].items()) for kind in KINDS)
         weights = machine.weights if len(machine.drives) > 1 else ()
         size = config.chunk_elements
-        slots = config.update_depth, config.read_ahead_memory
-        key = (placed, size, config.update, machine.staged, weights, slots)
+        depths = config.update_depth, config.read_ahead_memory
+        key = (placed, size, config.update, machine.staged, weights, depths)
         if key not in self._demands:
             if size not in self._layouts:
                 self._layouts[size] = partition(self.model.units, size)
@@ -188,7 +188,7 @@ class Planner:
         Args:
             machine: what there is; its drives are those of `config`, in that order.
             accumulation: backwards per step.
-            inputs: bytes of the inputs of recomputed layers in one forward.
+            inputs: bytes of the inputs of checkpointed layers in one forward.
             activations: returns the bytes of activations on the device, given those that may wait on
                 the host.
         """

@@ -45,7 +45,7 @@ class Version:
     pending: set[Transfer] = field(default_factory=set)
 
 
-class _Lane:
+class _PartQueue:
     """What is pending for one part of one chunk: the last write, and reads by slot."""
 
     __slots__ = ("reads", "write")
@@ -69,7 +69,7 @@ class Order:
         self._layout = layout
         self._table = table
         self._start = start
-        self._lanes: dict[tuple[int, str], _Lane] = {}
+        self._queues: dict[tuple[int, str], _PartQueue] = {}
         self._versions: dict[int, Version] = {}
         self._version_of: dict[Transfer, Version] = {}  # of pending writes
         self._pending: dict[Transfer, None] = {}  # in the order of the calls
@@ -135,11 +135,11 @@ class Order:
             raise
 
     def _submit(self, transfer: Transfer) -> None:
-        lane = self._lanes.setdefault((transfer.chunk, transfer.part), _Lane())
-        before: list[Transfer | None] = [lane.write]
+        queue = self._queues.setdefault((transfer.chunk, transfer.part), _PartQueue())
+        before: list[Transfer | None] = [queue.write]
         if transfer.is_write:
-            before += lane.reads[transfer.slot]
-            lane.write = transfer
+            before += queue.reads[transfer.slot]
+            queue.write = transfer
             version = self._versions.get(transfer.chunk)
             if version is not None and self._layout.chunks[transfer.chunk][transfer.part].versioned:
                 before += version.after
@@ -147,7 +147,7 @@ class Order:
                 version.pending.add(transfer)
                 self._version_of[transfer] = version
         else:
-            lane.reads[transfer.slot].add(transfer)
+            queue.reads[transfer.slot].add(transfer)
         self._pending[transfer] = None
         transfer.take()
         for other in before:
@@ -161,7 +161,7 @@ class Order:
         """See to the end of a transfer, and begin those that waited for it."""
         with self.lock:
             try:
-                self._settle(transfer, error)
+                self._finish(transfer, error)
                 self._begin(self._freed(transfer))
             except BaseException as interrupt:
                 self._poison(transfer, interrupt)
@@ -186,7 +186,7 @@ class Order:
             transfer = todo.popleft()
             error = self._start(transfer) if self.failed is None else self.failed.error
             if error is not None:
-                self._settle(transfer, error)
+                self._finish(transfer, error)
                 todo.extend(self._freed(transfer))
 
     def _freed(self, transfer: Transfer) -> list[Transfer]:
@@ -194,15 +194,15 @@ class Order:
             later.waits_for.discard(transfer)
         return [t for t in transfer.waited_by if not t.waits_for and t.ticket is None and not t.finished]
 
-    def _settle(self, transfer: Transfer, error: InfinityError | None) -> None:
+    def _finish(self, transfer: Transfer, error: InfinityError | None) -> None:
         key = transfer.chunk, transfer.part
-        lane = self._lanes[key]
+        queue = self._queues[key]
         if not transfer.is_write:
-            lane.reads[transfer.slot].discard(transfer)
-        elif lane.write is transfer:
-            lane.write = None
-        if lane.write is None and not any(lane.reads):
-            del self._lanes[key]
+            queue.reads[transfer.slot].discard(transfer)
+        elif queue.write is transfer:
+            queue.write = None
+        if queue.write is None and not any(queue.reads):
+            del self._queues[key]
         del self._pending[transfer]
         if error is not None:
             transfer.error = error

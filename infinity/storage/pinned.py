@@ -1,9 +1,9 @@
-"""The pool of pinned host memory: quotas of equal slots, lent as leases.
+"""The pool of pinned host memory: quotas of equal buffers, lent as leases.
 
 [Note: one owner] A buffer given to the kernel or to the device belongs to one *lease* until its
 ticket or event is complete. Each user of a lease (the one that asked for it, the store while a
-transfer is under way, a copy stream until its event) holds a handle of its own; the slot goes home
-to the pool when the last handle is released, and a slot whose transfer never ended is quarantined:
+transfer is under way, a copy stream until its event) holds a handle of its own; the buffer goes home
+to the pool when the last handle is released, and a buffer whose transfer never ended is quarantined:
 it goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
 one mapping, and the CPU's is protected between `Lease.begin_io` and `Lease.end_io`, so that a touch
 of a buffer in flight is a fault where it happens. (Protecting the only mapping would make the
@@ -38,7 +38,7 @@ _KEPT: list[HostMapping] = []
 
 
 class QuotaStats(NamedTuple):
-    """One quota's figures: bytes (of whole slots), waits, and seconds spent waiting."""
+    """One quota's figures: bytes (of whole buffers), waits, and seconds spent waiting."""
 
     total: int
     in_use: int
@@ -50,14 +50,14 @@ class QuotaStats(NamedTuple):
 
 
 class _Quota:
-    def __init__(self, name: str, slot_nbytes: int, slots: int) -> None:
+    def __init__(self, name: str, buffer_nbytes: int, buffers: int) -> None:
         self.name = name
-        self.slot_nbytes = slot_nbytes
-        self.stride = ceil_to(slot_nbytes, ALIGNMENT)
-        self.slots = slots
+        self.buffer_nbytes = buffer_nbytes
+        self.stride = ceil_to(buffer_nbytes, ALIGNMENT)
+        self.buffers = buffers
         self.mapping: HostMapping | None = None
-        self.free = list(range(slots - 1, -1, -1))  # the last one home is the warmest
-        self.keep, self.borrowed = slots, 0  # never, and now
+        self.free = list(range(buffers - 1, -1, -1))  # the last one home is the warmest
+        self.keep, self.borrowed = buffers, 0  # never, and now
         self.returned: deque[list[int]] = deque()  # what was borrowed, and is not used any more
         self.in_use = self.peak = self.quarantined = self.leases = self.waits = 0
         self.wait_seconds = 0.0
@@ -70,7 +70,7 @@ class _Quota:
             self.free[:0] = indices
 
 
-class _Slot:
+class _Buffer:
     """What the handles of one lease share. Guarded by the pool's lock."""
 
     __slots__ = ("active", "index", "lost", "mapping", "quota", "users")
@@ -85,24 +85,24 @@ class _Slot:
 
 
 class Lease:
-    """One user's handle on a slot of pinned memory; see [Note: one owner].
+    """One user's handle on a buffer of pinned memory; see [Note: one owner].
 
     `address` is where the CPU finds the bytes, `io_address` where the kernel does; both are
-    multiples of 4096. `nbytes` is what was asked for; `room` is what the slot holds, to the next
+    multiples of 4096. `nbytes` is what was asked for; `room` is what the buffer holds, to the next
     multiple of 4096, so that a transfer may be padded.
     """
 
-    __slots__ = ("_pool", "_released", "_slot", "address", "io_address", "nbytes", "room")
+    __slots__ = ("_buffer", "_pool", "_released", "address", "io_address", "nbytes", "room")
 
-    def __init__(self, pool: PinnedPool, slot: _Slot, nbytes: int) -> None:
-        offset = slot.index * slot.quota.stride
+    def __init__(self, pool: PinnedPool, buffer: _Buffer, nbytes: int) -> None:
+        offset = buffer.index * buffer.quota.stride
         self._pool = pool
-        self._slot = slot
+        self._buffer = buffer
         self._released = False
-        self.address = slot.mapping.address + offset
-        self.io_address = slot.mapping.io_address + offset
+        self.address = buffer.mapping.address + offset
+        self.io_address = buffer.mapping.io_address + offset
         self.nbytes = nbytes
-        self.room = slot.quota.stride
+        self.room = buffer.quota.stride
 
     def tensor(
         self, dtype: torch.dtype = torch.uint8, offset: int = 0, numel: int | None = None
@@ -121,8 +121,8 @@ class Lease:
         nbytes = numel * dtype.itemsize
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are not within a lease of {self.nbytes}")
-        base = self._slot.index * self._slot.quota.stride
-        return self._slot.mapping.tensor(base + offset, nbytes, dtype)
+        base = self._buffer.index * self._buffer.quota.stride
+        return self._buffer.mapping.tensor(base + offset, nbytes, dtype)
 
     @property
     def released(self) -> bool:
@@ -130,59 +130,59 @@ class Lease:
         return self._released
 
     def retain(self) -> Lease:
-        """Return a handle for a second user; the slot goes home after the last `release`."""
+        """Return a handle for a second user; the buffer goes home after the last `release`."""
         self._pool._check_process()
         with self._pool._lock:
             if self._released:
                 raise ClosedError("this lease was released", cure="`retain` it before you release it")
-            self._slot.users += 1
-        return Lease(self._pool, self._slot, self.nbytes)
+            self._buffer.users += 1
+        return Lease(self._pool, self._buffer, self.nbytes)
 
     def release(self) -> None:
         """Give this handle up. A second call does nothing."""
-        pool, slot = self._pool, self._slot
+        pool, buffer = self._pool, self._buffer
         if pool._pid != os.getpid():  # in a child the lock may be held, for good
             return
         with pool._lock:
             if self._released:
                 return
             self._released = True
-            slot.users -= 1
-            if slot.users == 0 and not slot.lost:
-                slot.quota.in_use -= 1
-                slot.quota.free.append(slot.index)
+            buffer.users -= 1
+            if buffer.users == 0 and not buffer.lost:
+                buffer.quota.in_use -= 1
+                buffer.quota.free.append(buffer.index)
         pool._home.ring()
 
     def quarantine(self) -> None:
-        """Keep the slot from ever going home: a transfer may still reach it. Counted once."""
-        pool, slot = self._pool, self._slot
+        """Keep the buffer from ever going home: a transfer may still reach it. Counted once."""
+        pool, buffer = self._pool, self._buffer
         with pool._lock:
-            if not slot.lost:
-                slot.lost = True
-                slot.quota.in_use -= 1
-                slot.quota.quarantined += 1
-                _KEPT.append(slot.mapping)
+            if not buffer.lost:
+                buffer.lost = True
+                buffer.quota.in_use -= 1
+                buffer.quota.quarantined += 1
+                _KEPT.append(buffer.mapping)
         pool._home.ring()
 
     def begin_io(self, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:
         """Mark a range (bytes, multiples of 4096) as given to the kernel, which writes `into` it
         or reads from it. Ranges may overlap; each needs its `end_io`. Free unless protected."""
-        if self._slot.mapping.twice:
+        if self._buffer.mapping.twice:
             part = self._io_range(offset, nbytes, into)
             with self._pool._lock:
-                self._slot.active.append(part)
+                self._buffer.active.append(part)
                 self._protect(part)
 
     def end_io(self, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:
         """Undo one `begin_io` of the same arguments."""
-        if self._slot.mapping.twice:
+        if self._buffer.mapping.twice:
             part = self._io_range(offset, nbytes, into)
             with self._pool._lock:
-                self._slot.active.remove(part)
+                self._buffer.active.remove(part)
                 self._protect(part)
 
     def _io_range(self, offset: int, nbytes: int | None, into: bool) -> tuple[int, int, int]:
-        base = self._slot.index * self._slot.quota.stride
+        base = self._buffer.index * self._buffer.quota.stride
         size = self.room - offset if nbytes is None else ceil_to(nbytes, ALIGNMENT)
         return base + offset, base + offset + size, 0 if into else mmap.PROT_READ
 
@@ -190,8 +190,10 @@ class Lease:
         """Set the protection of each page of `part` to the strictest that its ranges ask for."""
         begin, end, _ = part
         for page in range(begin, end, ALIGNMENT):
-            wanted = [p for low, high, p in self._slot.active if low <= page < high]
-            self._slot.mapping.protect(page, ALIGNMENT, min(wanted, default=mmap.PROT_READ | mmap.PROT_WRITE))
+            wanted = [p for low, high, p in self._buffer.active if low <= page < high]
+            self._buffer.mapping.protect(
+                page, ALIGNMENT, min(wanted, default=mmap.PROT_READ | mmap.PROT_WRITE)
+            )
 
     def __enter__(self) -> Lease:
         return self
@@ -213,16 +215,16 @@ def _go_home(returned: deque[list[int]], run: list[int], mapping: HostMapping) -
 
 
 class PinnedPool:
-    """Pinned host memory in quotas of equal slots, lent as leases.
+    """Pinned host memory in quotas of equal buffers, lent as leases.
 
     Args:
-        quotas: for each name, bytes of a slot and number of slots. A quota without bytes exists
+        quotas: for each name, bytes of a buffer and number of buffers. A quota without bytes exists
             and lends nothing.
         register: called with address and bytes of each mapping, to pin it for a device;
             `unregister` undoes that.
         node: the NUMA node that the memory prefers.
         protect: map everything twice; see [Note: one owner]. For tests: slow.
-        keep: slots of each quota that `borrow` leaves; of one that is not named all.
+        keep: buffers of each quota that `borrow` leaves; of one that is not named all.
 
     Raises:
         BudgetError: the system has not so much memory.
@@ -247,13 +249,13 @@ class PinnedPool:
         self._reclaimers: list[Callable[[float], bool]] = []
         self._quotas: dict[str, _Quota] = {}
         try:
-            for name, (slot_nbytes, slots) in quotas.items():
-                if slot_nbytes < 0 or slots < 0:
-                    raise ValueError(f"quota {name!r} of {slots} slots of {slot_nbytes} bytes")
-                quota = _Quota(name, slot_nbytes, slots if slot_nbytes else 0)
-                if quota.slots:
+            for name, (buffer_nbytes, buffers) in quotas.items():
+                if buffer_nbytes < 0 or buffers < 0:
+                    raise ValueError(f"quota {name!r} of {buffers} buffers of {buffer_nbytes} bytes")
+                quota = _Quota(name, buffer_nbytes, buffers if buffer_nbytes else 0)
+                if quota.buffers:
                     quota.mapping = HostMapping(
-                        quota.stride * quota.slots,
+                        quota.stride * quota.buffers,
                         populate=register is not None,
                         twice=protect,
                         node=node,
@@ -261,7 +263,7 @@ class PinnedPool:
                     if register is not None:
                         register(quota.mapping.address, quota.mapping.nbytes)
                         self._registered.append(quota.mapping)
-                quota.keep = (keep or {}).get(name, quota.slots)
+                quota.keep = (keep or {}).get(name, quota.buffers)
                 self._quotas[name] = quota
         except BaseException:
             self.close()
@@ -270,7 +272,7 @@ class PinnedPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all quotas together."""
-        return sum(q.stride * q.slots for q in self._quotas.values())
+        return sum(q.stride * q.buffers for q in self._quotas.values())
 
     def buffers(self) -> tuple[tuple[int, int], ...]:
         """Return (io address, bytes) of each mapping, for rings that register buffers."""
@@ -278,10 +280,10 @@ class PinnedPool:
         return tuple((m.io_address, m.nbytes) for m in maps)
 
     def try_lease(self, quota: str, nbytes: int) -> Lease | None:
-        """Return a lease of `nbytes` if the quota has a free slot, else None.
+        """Return a lease of `nbytes` if the quota has a free buffer, else None.
 
         Raises:
-            BudgetError: no slot of the quota is so large, or there is no such quota.
+            BudgetError: no buffer of the quota is so large, or there is no such quota.
             ClosedError: the pool was closed, or belongs to another process.
         """
         self._check_process()
@@ -296,11 +298,11 @@ class PinnedPool:
         return lease
 
     def lease(self, quota: str, nbytes: int, timeout: float | None = None) -> Lease:
-        """Return a lease of `nbytes`; block until the quota has a free slot.
+        """Return a lease of `nbytes`; block until the quota has a free buffer.
 
         Raises:
             DeadlineError: none came home within `timeout` seconds.
-            StorageError: none ever will: every slot is quarantined.
+            StorageError: none ever will: every buffer is quarantined.
             BudgetError, ClosedError: as `try_lease`.
         """
         self._check_process()
@@ -317,10 +319,10 @@ class PinnedPool:
                 if left <= 0:
                     raise DeadlineError(
                         f"no lease of the quota {quota!r} came home in {timeout} s",
-                        expected=f"a free slot of {format_size(share.slot_nbytes)}",
-                        found=f"{share.in_use} of {share.slots} slots lent, "
+                        expected=f"a free buffer of {format_size(share.buffer_nbytes)}",
+                        found=f"{share.in_use} of {share.buffers} buffers lent, "
                         f"{share.quarantined} in quarantine",
-                        cure="give the quota more slots (host_memory), or look for a slow drive",
+                        cure="give the quota more buffers (host_memory), or look for a slow drive",
                     )
                 reclaimed = [reclaim(min(left, _HELP)) for reclaim in tuple(self._reclaimers)]
                 with self._lock:
@@ -337,14 +339,14 @@ class PinnedPool:
                 share.wait_seconds += time.monotonic() - start
 
     def borrow(self, nbytes: int) -> list[torch.Tensor]:
-        """Return slots that nobody uses, and that the quotas do without, as uint8 tensors of neighbouring
-        slots: about `nbytes`, or what there is. They go home when the last tensor over them is gone."""
+        """Return buffers that nobody uses, and that the quotas do without, as uint8 tensors of neighbouring
+        buffers: about `nbytes`, or what there is. They go home when the last tensor over them is gone."""
         self._check_process()
         runs: list[torch.Tensor] = []
         with self._lock:
             for quota in () if self._closed else self._quotas.values():
                 quota.take_returned()
-                spare = min(len(quota.free), quota.slots - quota.quarantined - quota.borrowed - quota.keep)
+                spare = min(len(quota.free), quota.buffers - quota.quarantined - quota.borrowed - quota.keep)
                 count = min(spare, -(-nbytes // quota.stride)) if quota.stride else 0
                 if quota.mapping is None or count <= 0:
                     continue
@@ -377,13 +379,11 @@ class PinnedPool:
 
     def _quota(self, name: str, nbytes: int) -> _Quota:
         quota = self._quotas.get(name)
-        if quota is None or nbytes > quota.slot_nbytes or nbytes < 0:
+        if quota is None or nbytes > quota.buffer_nbytes or nbytes < 0:
+            all_ = (f"{q.name}: {q.buffers} × {format_size(q.buffer_nbytes)}" for q in self._quotas.values())
             raise BudgetError(
                 f"no lease of the quota {name!r} can hold {format_size(nbytes)}",
-                expected=", ".join(
-                    f"{q.name}: {q.slots} × {format_size(q.slot_nbytes)}" for q in self._quotas.values()
-                )
-                or "a pool with quotas",
+                expected=", ".join(all_) or "a pool with quotas",
                 found=f"{nbytes} bytes of {name!r}",
                 cure="raise host_memory, or lower chunk_elements",
             )
@@ -392,21 +392,21 @@ class PinnedPool:
     def _take(self, quota: _Quota, nbytes: int) -> Lease | None:
         if self._closed:
             raise ClosedError("the pinned pool was closed")
-        if quota.quarantined == quota.slots or quota.mapping is None:
+        if quota.quarantined == quota.buffers or quota.mapping is None:
             raise StorageError(
-                f"the quota {quota.name!r} has no slot left",
-                expected=f"{quota.slots} slots",
+                f"the quota {quota.name!r} has no buffer left",
+                expected=f"{quota.buffers} buffers",
                 found=f"{quota.quarantined} in quarantine, after transfers that never ended",
                 cure="replace the drive that does not answer, then start again",
             )
         quota.take_returned()
         if not quota.free:
             return None
-        slot = _Slot(quota, quota.mapping, quota.free.pop())
+        buffer = _Buffer(quota, quota.mapping, quota.free.pop())
         quota.in_use += 1
         quota.leases += 1
         quota.peak = max(quota.peak, quota.in_use)
-        return Lease(self, slot, nbytes)
+        return Lease(self, buffer, nbytes)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -423,7 +423,7 @@ class PinnedPool:
                 quota.take_returned()
             return {
                 name: QuotaStats(
-                    total=q.stride * q.slots,
+                    total=q.stride * q.buffers,
                     in_use=q.stride * q.in_use,
                     peak=q.stride * q.peak,
                     quarantined=q.stride * q.quarantined,

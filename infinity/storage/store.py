@@ -284,7 +284,7 @@ class Store:
         if self._closed:
             raise ClosedError("the store was closed")
 
-    def flush(self) -> None:
+    def wait_written(self) -> None:
         """Block until no write is pending.
 
         Raises:

@@ -139,7 +139,7 @@ def _block(random: Random, theme: str) -> Json:
     )[0]
     odd = 0.6 if theme == "odd-output" else 0.06
     output = random.choice(ODD if random.random() < odd else EVEN)
-    # torch itself: aux losses of a reentrant recomputation have no graph, torch.func refuses the hooks of the
+    # torch itself: aux losses of a reentrant checkpointing have no graph, torch.func refuses the hooks of the
     # other form, and asking for gradients of
     # inputs is refused there; batch statistics are counted again by a recomputation.
     if kind in ("side", "functional"):

@@ -135,7 +135,7 @@ def offloaded(build: Callable[[], nn.Module], **settings: Any) -> Stepper:
 
     def settle() -> None:
         engine.quiesce()
-        engine.store.flush()
+        engine.store.wait_written()
 
     def moved() -> tuple[int, int]:
         stats = engine.store.stats()

@@ -17,7 +17,7 @@ from infinity.planning.partition import Chunk
 from infinity.storage.transfer import copy_error
 
 
-class Pending:
+class Updates:
     """Chunks whose update was posted and whose kernel has not run yet. Any thread may ask and wait; one
     posts, and one, the worker, finishes."""
 
@@ -29,18 +29,18 @@ class Pending:
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
         self._reported = False
-        self._gate = True
+        self._blocks_fetches = True
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
         """Have `call` called after every change, on the thread that makes it."""
         self._listeners.append(call)
 
-    def post(self, chunks: Iterable[Chunk], *, gate: bool = True) -> None:
-        """Note that the update of `chunks` is about to run; nothing else may be pending. `gate`: it
+    def post(self, chunks: Iterable[Chunk], *, blocks_fetches: bool = True) -> None:
+        """Note that the update of `chunks` is about to run; nothing else may be pending. `blocks_fetches`: it
         makes the copies that the next forward uses, so fetches wait for it."""
         posted = {chunk.id: chunk.unit for chunk in chunks}
-        self._gate = gate
+        self._blocks_fetches = blocks_fetches
         self._units, self._chunks = dict(Counter(posted.values())), posted
 
     def finish(self, chunk: Chunk) -> None:
@@ -94,10 +94,10 @@ class Pending:
         self.check()
         return True
 
-    def gates(self, chunk: int) -> bool:
+    def blocks_fetch(self, chunk: int) -> bool:
         """Return whether a fetch of a chunk has to wait for its update; raise if that failed, which is
         not telling the user: it may be a fetch that nobody waits for."""
-        if not self._gate or chunk not in self._chunks:
+        if not self._blocks_fetches or chunk not in self._chunks:
             return False
         if self._error is not None:
             raise _copy_error(self._error)

@@ -1,6 +1,6 @@
 """Pinned host memory for pieces of any size: one mapping, lent first fit.
 
-The pool lends equal slots, which is what chunks need. Activations come in sizes that only the first
+The pool lends equal buffers, which is what chunks need. Activations come in sizes that only the first
 forward shows, and go home in the reverse order of their coming: there first fit leaves no holes.
 """
 
@@ -17,13 +17,13 @@ from infinity.core.sizes import ALIGNMENT, ceil_to
 from .memory import HostMapping, Register
 
 
-class RegionLease:
-    """A piece of a region, on loan: `nbytes` from `offset` on, a multiple of 4096."""
+class HeapLease:
+    """A piece of a heap, on loan: `nbytes` from `offset` on, a multiple of 4096."""
 
-    __slots__ = ("_mapping", "_region", "nbytes", "offset")
+    __slots__ = ("_heap", "_mapping", "nbytes", "offset")
 
-    def __init__(self, region: PinnedRegion, mapping: HostMapping, offset: int, nbytes: int) -> None:
-        self._region = region
+    def __init__(self, heap: PinnedHeap, mapping: HostMapping, offset: int, nbytes: int) -> None:
+        self._heap = heap
         self._mapping: HostMapping | None = mapping
         self.offset = offset
         self.nbytes = nbytes
@@ -42,10 +42,10 @@ class RegionLease:
         """Give it back; nothing may still read or write it. A second call does nothing."""
         if self._mapping is not None:
             self._mapping = None
-            self._region._take_back(self.offset, self.offset + ceil_to(self.nbytes, ALIGNMENT))
+            self._heap._take_back(self.offset, self.offset + ceil_to(self.nbytes, ALIGNMENT))
 
 
-class PinnedRegion:
+class PinnedHeap:
     """`nbytes` of host memory, lent in pieces of any size, each from the first hole that holds it.
 
     Args:
@@ -68,7 +68,7 @@ class PinnedRegion:
     ) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self.in_use = self.peak = 0  # bytes lent, each piece to the next multiple of 4096
-        self._lock = lock("region")
+        self._lock = lock("heap")
         self._unregister = unregister if register is not None else None
         self._holes: list[tuple[int, int]] = []  # (begin, end), in order, never adjacent
         self._mapping: HostMapping | None = None
@@ -79,7 +79,7 @@ class PinnedRegion:
             if register is not None:
                 register(self._mapping.address, self._mapping.nbytes)
 
-    def take(self, nbytes: int) -> RegionLease | None:
+    def take(self, nbytes: int) -> HeapLease | None:
         """Return a lease of `nbytes` (> 0); None if no hole is so large."""
         size = ceil_to(nbytes, ALIGNMENT)
         with self._lock:
@@ -92,7 +92,7 @@ class PinnedRegion:
                         self._holes[index] = (begin + size, end)
                     self.in_use += size
                     self.peak = max(self.peak, self.in_use)
-                    return RegionLease(self, mapping, begin, nbytes)
+                    return HeapLease(self, mapping, begin, nbytes)
         return None
 
     def _take_back(self, begin: int, end: int) -> None:

@@ -1,6 +1,6 @@
 """One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
 
-A `ChunkVisit` brings the parts of a chunk that are on NVMe into one lease (all that it needs or
+A `ChunkIO` brings the parts of a chunk that are on NVMe into one lease (all that it needs or
 nothing), shows parts on the host or the device where they are, and sends back what changed.
 """
 
@@ -24,7 +24,7 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
 
-class Places:
+class Tiers:
     """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
 
     def __init__(
@@ -52,24 +52,24 @@ class Places:
                 )
 
     def lease_nbytes(self, chunk: Chunk) -> int:
-        """Return the bytes of pool that a visit to `chunk` takes."""
+        """Return the bytes of pool that the I/O of `chunk` takes."""
         plan = self.plans[chunk.id]
         if chunk.trainable:
             return lease_nbytes(plan, staged=self.device.staged)
         return plan.copy_nbytes if plan.copy_tier is Tier.NVME else 0
 
 
-class ChunkVisit:
-    """One visit: `read`, then `wait`, then work on the tensors, then `write`, then `leave`.
+class ChunkIO:
+    """One chunk at work: `read`, then `wait`, then work on the tensors, then `write`, then `close`.
 
     `master`, `exp_avg` and `exp_avg_sq` are fp32, `copy` has the chunk's compute dtype (None when
     the copy is the master), `grad` the dtype in which it is kept; all flat, of `chunk.numel`.
     """
 
-    def __init__(self, places: Places, chunk: Chunk, lease: Lease | None) -> None:
+    def __init__(self, tiers: Tiers, chunk: Chunk, lease: Lease | None) -> None:
         self.chunk = chunk
-        self._places = places
-        self._plan = places.plans[chunk.id]
+        self._tiers = tiers
+        self._plan = tiers.plans[chunk.id]
         self._lease = lease
         self._transfers: list[Transfer] = []
         self._arriving: list[Event] = []
@@ -77,11 +77,11 @@ class ChunkVisit:
         self._begun = False
         self._delayed = False
         self._priority = Priority.NORMAL
-        self._copy_part = places.copies.newest(chunk.id)  # that is read; and written, unless delayed
+        self._copy_part = tiers.copies.newest(chunk.id)  # that is read; and written, unless delayed
         self._gradient_slot = 0
         plan = self._plan
         # What is updated on the device itself does not cross.
-        staged = places.device.staged and plan.state_tier not in (None, Tier.DEVICE)
+        staged = tiers.device.staged and plan.state_tier not in (None, Tier.DEVICE)
         at = 0
         self._state_at = at
         if plan.state_tier is Tier.NVME:
@@ -97,7 +97,7 @@ class ChunkVisit:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
         when asked for. `early`: nobody waits for it yet."""
         priority = Priority.BACKGROUND if early else self._priority
-        plan, store, lease = self._plan, self._places.store, self._lease
+        plan, store, lease = self._plan, self._tiers.store, self._lease
         if self._begun or lease is None:
             return
         self._begun = True
@@ -124,14 +124,14 @@ class ChunkVisit:
         if gradient is None or lease is None or not self._grad_leased:
             return
         if self._plan.gradient_tier is Tier.NVME:
-            store = self._places.store
+            store = self._tiers.store
             part = GRADIENT_PARTS[self._gradient_slot]
             self._transfers.append(
                 store.read(self.chunk.id, part, lease, self._grad_at, priority=self._priority)
             )
         else:
-            device, nbytes = self._places.device, self.chunk.numel * gradient.itemsize
-            source = self._places.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
+            device, nbytes = self._tiers.device, self.chunk.numel * gradient.itemsize
+            source = self._tiers.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
             target = lease.tensor(torch.uint8, self._grad_at, nbytes)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
@@ -145,22 +145,22 @@ class ChunkVisit:
         for transfer in transfers:
             transfer.wait()
 
-    def carry_over(self) -> None:
+    def copy_master(self) -> None:
         """Give a spare in host memory the values that its update begins with, where it is the master."""
-        plan, chunk, store = self._plan, self.chunk, self._places.store
+        plan, chunk, store = self._plan, self.chunk, self._tiers.store
         if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
             here, there = self.copy, store.view(chunk.id, self._copy_part)
             cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), plan.copy_nbytes)
 
     def _written_part(self) -> str:
-        return self._places.copies.spare(self.chunk.id) if self._delayed else self._copy_part
+        return self._tiers.copies.spare(self.chunk.id) if self._delayed else self._copy_part
 
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype."""
         plan, chunk = self._plan, self.chunk
         if plan.copy_tier is Tier.HOST or (self._delayed and plan.copy_tier is Tier.DEVICE):
-            return self._places.store.view(chunk.id, self._written_part(), chunk.dtype)
+            return self._tiers.store.view(chunk.id, self._written_part(), chunk.dtype)
         if self._copy_leased and self._lease is not None:
             return self._lease.tensor(chunk.dtype, self._copy_at, chunk.numel)
         return self.device_copy
@@ -168,16 +168,16 @@ class ChunkVisit:
     @property
     def device_copy(self) -> torch.Tensor:
         """The copy in the storage of a resident unit."""
-        return self._places.units[self.chunk.unit].chunk_view(self.chunk)
+        return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
     def _sections(self) -> list[torch.Tensor]:
         plan, chunk = self._plan, self.chunk
         if plan.state_tier is Tier.NVME and self._lease is not None:
             flat = self._lease.tensor(torch.float32, self._state_at, sum(plan.state_sections) // 4)
         elif plan.state_tier is Tier.HOST:
-            flat = self._places.store.view(chunk.id, "state", torch.float32)
+            flat = self._tiers.store.view(chunk.id, "state", torch.float32)
         else:
-            flat = self._places.on_device[chunk.id].view(torch.float32)
+            flat = self._tiers.on_device[chunk.id].view(torch.float32)
         return list(flat.split(chunk.numel))
 
     @property
@@ -208,12 +208,12 @@ class ChunkVisit:
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
-        gradients, plan, chunk = self._places.gradients, self._plan, self.chunk
+        gradients, plan, chunk = self._tiers.gradients, self._plan, self.chunk
         if self._grad_leased and self._lease is not None:
             grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
         else:
             flat = (
-                self._places.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
+                self._tiers.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
                 if plan.gradient_tier is Tier.HOST
                 else gradients.chunks.on_device(chunk, self._gradient_slot)
             )
@@ -222,8 +222,8 @@ class ChunkVisit:
         return grad if dtype is not None else grad.zero_()
 
     def write(self, *, state: bool, copy: bool) -> None:
-        """Start sending back what changed; `leave` waits for it."""
-        plan, store, lease = self._plan, self._places.store, self._lease
+        """Start sending back what changed; `close` waits for it."""
+        plan, store, lease = self._plan, self._tiers.store, self._lease
         if lease is not None:
             parts = []
             if state and plan.state_tier is Tier.NVME:
@@ -234,36 +234,36 @@ class ChunkVisit:
                 self._transfers.append(store.write(self.chunk.id, part, lease, at, priority=self._priority))
             if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
                 source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
-                device = self._places.device
+                device = self._tiers.device
                 self._events.append(device.h2d(self.device_copy, source, device.mark(), chunk=self.chunk.id))
 
-    def arrive(self) -> None:
+    def wait_copied(self) -> None:
         """Block until what the update made for the device is there: the user's stream does not wait
         for what this thread has put on another."""
         for event in self._events:
             event.wait()
-        mark = self._places.device.mark() if self._plan.state_tier is Tier.DEVICE else None
+        mark = self._tiers.device.mark() if self._plan.state_tier is Tier.DEVICE else None
         if mark is not None:
             mark.wait()
 
     def done(self) -> bool:
-        """Return whether `leave` would not wait."""
+        """Return whether `close` would not wait."""
         return all(t.done for t in self._transfers) and all(e.done() for e in self._events)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Wait for what was sent, and give the lease back."""
         try:
             self.wait()
             for event in self._events:
                 event.wait()
-                self._places.device.wait_on_device(event)
+                self._tiers.device.wait_on_device(event)
         finally:
             if self._lease is not None:
                 self._lease.release()
                 self._lease = None
 
 
-def visit(places: Places, chunk: Chunk, quota: str = "update") -> ChunkVisit:
-    """Return a visit with its lease; blocks until one is free."""
-    nbytes = ceil_to(places.lease_nbytes(chunk), 4096)
-    return ChunkVisit(places, chunk, places.pool.lease(quota, nbytes) if nbytes else None)
+def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO:
+    """Return the I/O of a chunk with its lease; blocks until one is free."""
+    nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
+    return ChunkIO(tiers, chunk, tiers.pool.lease(quota, nbytes) if nbytes else None)
