@@ -4,7 +4,8 @@
 the parameter's bytes into an extent of a nameless file, maps that extent, and lets the parameter's
 `data` be the mapping: same object, same shape, strides and dtype, so initialization draws the same
 random numbers and writes the same values. At most one parameter (while it is copied) is anonymous
-memory; the rest is page cache, which the kernel writes back and drops when memory is short.
+memory, beside those of less than a page; the rest is page cache, which the kernel writes back and drops
+when memory is short.
 
 - The extent's blocks are allocated before it is mapped: a full disk is then an error here, and not
   a SIGBUS at some later store.

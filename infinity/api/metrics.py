@@ -26,9 +26,8 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     ``steps`` and ``skipped_steps`` (fp16 overflows) go with the optimizer's state dict.
 
     Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
-    ``fetch/units`` (units brought to the device), ``fetch/hits`` (of these, those that were on their way
-    when they were needed), ``activations/kept`` (inputs of checkpointed layers that found no room on the
-    host).
+    ``fetch/units`` (units brought to the device), ``fetch/hits`` (uses of units that were there, or on
+    their way), ``activations/kept`` (inputs of checkpointed layers that found no room on the host).
 
     Memory that somebody else holds: ``memory/held_units``, units that stay on the device because
     something outside of the engine refers to them (an alias of a parameter), ``memory/held(GiB)``.

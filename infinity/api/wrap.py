@@ -24,8 +24,8 @@ def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tup
     """Take over a model's parameters and its optimizer's state; return both.
 
     The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
-    shares the param groups of the one passed in. From here on parameters are on the device only
-    while they are used; read or edit them inside `gathered`.
+    shares the param groups of the one passed in. From here on parameters that are not placed on the
+    device are there only while they are used; read or edit them inside `gathered`.
 
     Args:
         model: any `nn.Module` with dense floating-point parameters.

@@ -50,7 +50,8 @@ class Config:
             gathered, their gradients, state placed there); activations come on top. Default:
             what is free when the engine starts, less a tenth.
         host_memory: bytes that the engine may take of host memory. Default: what is available
-            when the engine starts (within the cgroup's limit), less a tenth.
+            when the engine starts (within the cgroup's limit), less a tenth. On the CPU the two share that:
+            half each, or what the one that is named leaves.
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
         gradients: placement of the gradients between backward and update, chunk by chunk.

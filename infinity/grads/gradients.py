@@ -151,7 +151,8 @@ class Gradients:
 
     @sheltered
     def send(self, unit: ParamUnit) -> None:
-        """Send what has arrived for `unit` to its tier; waits only for the unit before it."""
+        """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
+        still reads what `unit` had."""
         arrivals = self._waiting.pop(unit.index, None)
         if not arrivals:
             return

@@ -1,11 +1,10 @@
 """Cores and NUMA nodes: how many cores this process may use, who gets them, where its buffers should be.
 
 [Note: who gets the cores] On a CPU device torch and the CPU's Adam each have a thread per core: what they do
-alternates or is bound by memory, and the kernel shares the cores between them. With a device of its own torch
-needs one core to launch kernels and Adam gets the others: all of them less one per ring, whose thread is
-asleep most of the time but must not wait when it is not, and less one where there is no ring: the thread
-that launches kernels must not wait either. torch's own thread count is the user's: the engine never
-changes it.
+alternates or is bound by memory, and the kernel shares the cores between them. With a device of its own Adam
+gets all cores less one per ring, whose thread is asleep most of the time but must not wait when it is not,
+and less one where there is no ring: the thread that launches kernels must not wait either. torch's own thread
+count is the user's: the engine never changes it.
 
 [Note: near memory] On a machine with several NUMA nodes, memory that is pinned for a device, and leases that
 drives read and write, prefer one node: the device's; else that of the drives, if it is one; else the one that

@@ -1,7 +1,7 @@
 """One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
 
-A `ChunkIO` brings the parts of a chunk that are on NVMe into one lease (all that it needs or
-nothing), shows parts on the host or the device where they are, and sends back what changed.
+A `ChunkIO` brings into one lease (all that it needs or nothing) the parts of a chunk that are on NVMe, and
+those on a GPU that the CPU works on; shows the others where they are; and sends back what changed.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ChunkUpdate(NamedTuple):
 
 
 class Updater:
-    """Runs updates, at once or behind the user's back, and reads state ahead for them."""
+    """Runs updates on a worker, behind the user's back, and reads state ahead for them."""
 
     def __init__(self, tiers: Tiers, updates: Updates, fetcher: Fetcher, recorder: Recorder) -> None:
         self._tiers = tiers
@@ -67,7 +67,7 @@ class Updater:
         self.drift = Drift()
 
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
-        """Start the same on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
+        """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; all that are newer are published."""
         if self._stream is None:
             self._stream = HostStream("update")

@@ -31,7 +31,8 @@ View = Callable[[Chunk], torch.Tensor]
 
 
 class Copies:
-    """The versions of copies, by chunk id. The worker calls `updated`; all else is the user's thread."""
+    """The versions of copies, by chunk id. The worker asks, and calls `updated` and `wait_published`; all
+    else is the user's thread."""
 
     def __init__(self, plans: Sequence[ChunkPlan], store: Store, device: Device) -> None:
         self._plans = plans

@@ -4,11 +4,11 @@
 
 [Note: released parameters] Released storage has no memory (on CUDA its size is 0, on a CPU its pages are
 protected) while the shape stays: any operator would crash, and `torch.save` might silently write nothing.
-So while a parameter is released its `__class__` is `ReleasedParameter`, whose `__torch_function__` raises
-with the cure (torch's `UninitializedParameter` is the precedent). Metadata stays readable. `unshard`
-restores the class. Storage is refilled in place and without a version bump, so graphs that saved the
-parameter stay valid; `step()` bumps the versions of what it updates, so that a graph from before the step
-fails as it does in torch.
+So while a parameter is released its `__class__` is `ReleasedParameter`, whose `__torch_function__` makes it
+present in a forward or a backward, and raises elsewhere (torch's `UninitializedParameter` is the precedent).
+Metadata stays readable. `unshard` restores the class. Storage is refilled in place and without a version
+bump, so graphs that saved the parameter stay valid; `step()` bumps the versions of what it updates, so that
+a graph from before the step fails as it does in torch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let metadata through; raise `ReleasedParameterError` for all else."""
+        """Let metadata through; for all else make it present, or raise `ReleasedParameterError`."""
         kwargs = kwargs or {}
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)

@@ -1,9 +1,9 @@
 """Units: whether their parameters are on the device, on their way, or away.
 
 One function per legal transition: `prefetch` SHARDED → FETCHING, `unshard` FETCHING → UNSHARDED,
-`idle` UNSHARDED → FETCHING (the storage stays filled, the class is ReleasedParameter), `reshard`
-FETCHING → SHARDED. An exception may end each of them between any two lines (a signal handler raises
-where it likes): what is written last is what says that the rest was done.
+`idle` UNSHARDED → FETCHING (the storage stays filled, the class is ReleasedParameter), `reshard` and
+`invalidate` FETCHING → SHARDED; `make_resident` is for good. An exception may end each of them between any
+two lines (a signal handler raises where it likes): what is written last is what says that the rest was done.
 
 [Note: held units] Whoever has an alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a
 module returned, a graph that saved it without our hooks) still refers to the unit's memory. Before the
@@ -83,7 +83,7 @@ class ParamUnit:
 
     @property
     def index(self) -> int:
-        """The unit's number, in the order of the model's forward as far as it is known."""
+        """The unit's number, in the order in which `discover` found it."""
         return self.layout.index
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

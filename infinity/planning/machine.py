@@ -83,7 +83,7 @@ class Machine:
         return replace(self, drives=tuple(drives))
 
     def budget(self, config: Config) -> Budget:
-        """Return the budgets in bytes; what is not named is nine tenths of what is free."""
+        """Return the budgets in bytes; what is not named is taken from nine tenths of what is free."""
         return budget_of(config, self.host_memory, self.device_memory)
 
 

@@ -1,6 +1,6 @@
 """One read or write of the store, from the call that began it to its end.
 
-No thread waits for transfers. Whoever notices first completes one: its own `wait`, a later call of
+No thread is there to wait for transfers. Whoever notices first completes one: its own `wait`, a later call of
 the store, or a thread that waits for the pool and so for the leases that transfers hold.
 """
 
