@@ -160,6 +160,18 @@ def test_every_note_that_is_cited_exists() -> None:
     assert {name: path for name, path in cited.items() if name not in {*found, "name"}} == {}
 
 
+def test_the_map_names_what_exists() -> None:
+    """The files that docs/architecture.md names are there, with what it says to be in them."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`(\w+/(?:\w+/)*\w+\.py)`", text):
+        assert (ROOT / "infinity" / name).exists() or (ROOT / name).exists(), name
+    placed = re.findall(r"`([A-Za-z_.]+)`,?\s+\(?`(\w+/\w+\.py)`", text)
+    assert len(placed) >= 10
+    for dotted, file in placed:
+        names = {getattr(node, "name", "") for node in ast.walk(TREES[Path("infinity") / file])}
+        assert set(dotted.split(".")) <= names, (dotted, file)
+
+
 def test_no_file_imports_itself_in_a_circle() -> None:
     """Over all imports, those inside of functions and for type checking only too."""
     above: dict[Path, set[Path]] = {
