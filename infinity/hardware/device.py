@@ -1,7 +1,7 @@
 """The device: `HostDevice` (device memory is host memory) or `CudaDevice`, which have one interface.
 
 Copies are asynchronous on both: a CUDA stream there, a *host stream* here (streams.py).
-All others import devices, streams and events from here.
+Other folders import devices, streams and events from here.
 """
 
 from __future__ import annotations
