@@ -68,7 +68,7 @@ def drive_here(directory: str, weight: float = 1.0) -> Drive:
 
 
 def budget_here(config: Config, device: Device) -> Budget:
-    """Return the budgets in bytes; what is not named is nine tenths of what is free."""
+    """Return the budgets in bytes; what is not named is taken from nine tenths of what is free."""
     return budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
 
 

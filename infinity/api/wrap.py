@@ -36,6 +36,7 @@ def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tup
         WrapError: the model or the optimizer cannot be taken over.
         BudgetError: the run does not fit; nothing has been touched.
         DirectoryError: an NVMe directory cannot be used; nothing has been touched.
+        ConfigError, BackendError: a device, units or an I/O backend of `config` are not there.
     """
     if not isinstance(config, Config):
         raise WrapError(
