@@ -1,6 +1,6 @@
 """What the engine is doing and when: counters of the last step, always; spans, while a trace is on.
 
-A span (of time, not the span of a norm) is one piece of work of one kind. Times are nanoseconds of
+A span is one piece of work of one kind. Times are nanoseconds of
 CLOCK_MONOTONIC, which on Linux are those of `time.perf_counter_ns` and of the I/O engine's tickets;
 what a device of its own does is a `Moment`, which becomes a time when it has happened.
 

@@ -2,20 +2,20 @@
 
 [Note: memory is a promise] What is computed here is what the engine allocates at start-up; a run
 that does not fit is refused with the numbers of this file. Host memory is the state placed
-there plus three pools (*quotas*):
+there plus three *quotas* of the pool:
 
 - ``fetch``: leases through which copies travel from NVMe to the device;
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
-- ``gradient``: leases in which gradients meet what is on NVMe;
+- ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
 
 and, with ``activations="host"``, a heap for the inputs of checkpointed layers. How many bytes they
 come to only the first forward shows, so the heap is a setting, or a share of what is left.
 
-A pipeline takes one lease per chunk and a quota serves one pipeline, so none can starve another.
-Device memory is the state placed there, the units that are needed at once, the gradients of two
-units, and what is left of the budget is for units fetched ahead. Where that budget was not named it is
-nearly all that a device of its own has, and the first activation would find none: units fetched ahead
-get half of what is left then.
+A pipeline takes one lease per chunk (that of gradients two) and a quota serves one pipeline, so none can
+starve another. Device memory is the state placed there, the units that are needed at once, the gradients of
+two units, and what is left of the budget is for units fetched ahead. Where that budget was not named it is
+nearly all that a device of its own has, and the first activation would find none: units fetched ahead get
+half of what is left then.
 """
 
 from __future__ import annotations
