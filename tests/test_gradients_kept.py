@@ -17,7 +17,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.autograd.hooks import Hooks
 from infinity.core.errors import GradientError
-from infinity.grads.gradient_chunks import GradientVisit
+from infinity.grads.gradient_chunks import GradientIO
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.params.updates import Updates
 
@@ -168,7 +168,7 @@ def test_zeros_take_no_bytes(
             o.step()
         with monkeypatch.context() as patch:
             patch.setattr(torch, "zeros", None)  # nothing is made
-            patch.setattr(GradientVisit, "__enter__", None)  # nothing is read or written
+            patch.setattr(GradientIO, "__enter__", None)  # nothing is read or written
             if who == "optimizer":
                 optimizer.zero_grad(set_to_none=False)
             elif who == "model":

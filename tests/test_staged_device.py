@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
-from infinity.grads.gradient_chunks import GradientVisit
+from infinity.grads.gradient_chunks import GradientIO
 from infinity.hardware.device import Event, HostDevice
 
 from .models import case
@@ -136,13 +136,13 @@ def test_gradients_on_the_device_wait_for_the_users_stream_first(
     (device,) = staged
 
     def noted(name: str) -> None:
-        inner = getattr(GradientVisit, name)
+        inner = getattr(GradientIO, name)
 
-        def call(self: GradientVisit, *args: Any) -> Any:
+        def call(self: GradientIO, *args: Any) -> Any:
             device.note(name, self._chunk.id)
             return inner(self, *args)
 
-        monkeypatch.setattr(GradientVisit, name, call)
+        monkeypatch.setattr(GradientIO, name, call)
 
     for name in ("buffer", "widen", "put", "add", "store"):
         noted(name)

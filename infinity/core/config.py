@@ -26,6 +26,8 @@ _SIZES = (
 UPDATES = ("overlap", "sync", "delayed")
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
+#: Seconds that one request to a drive may take.
+IO_DEADLINE = 120.0
 #: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h), and the seconds of a deadline,
 #: which it counts in ns.
 MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
@@ -125,7 +127,7 @@ class Config:
     block_bytes: int | str | None = None
     queue_depth: int | None = None
     aio_backend: str = "auto"
-    io_deadline: float = 120.0
+    io_deadline: float = IO_DEADLINE
     threads: int | None = None
     check_edits: bool = False
     #: parsed placements, by the name of the kind of state
@@ -219,7 +221,7 @@ class Config:
         self._number("io_deadline", self.io_deadline, positive=True)
         if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
             wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
-            self._wrong("io_deadline", wanted, self.io_deadline, "io_deadline=120.0")
+            self._wrong("io_deadline", wanted, self.io_deadline, f"io_deadline={IO_DEADLINE}")
         self._number("loss_scale", self.loss_scale, positive=True)
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")

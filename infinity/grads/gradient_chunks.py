@@ -78,9 +78,9 @@ class ChunkGradients:
                         device=device.torch_device,
                     )
 
-    def visit(self, chunk: Chunk, after: Event | None = None) -> GradientVisit:
-        """Return a visit to a chunk's gradient; see there."""
-        return GradientVisit(self, chunk, after)
+    def open(self, chunk: Chunk, after: Event | None = None) -> GradientIO:
+        """Return the I/O of a chunk's gradient; see there."""
+        return GradientIO(self, chunk, after)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
@@ -111,8 +111,8 @@ class ChunkGradients:
             self.finish_write()
 
 
-class GradientVisit:
-    """One chunk's gradient where the CPU (or the device) can work on it, for one visit. What arrived for
+class GradientIO:
+    """One chunk's gradient where the CPU (or the device) can work on it, until it is closed. What arrived for
     it is there `after`, and nothing of the device's work before that still reads what it replaces."""
 
     def __init__(self, owner: ChunkGradients, chunk: Chunk, after: Event | None) -> None:
@@ -124,10 +124,10 @@ class GradientVisit:
         self._part = GRADIENT_PARTS[self._entry.slot]
         self._lease: Lease | None = None
 
-    def __enter__(self) -> GradientVisit:
+    def __enter__(self) -> GradientIO:
         owner, chunk, plan = self._owner, self._chunk, self._plan
         if plan.gradient_tier is Tier.NVME:
-            # The visit may need a second lease (widen, add): two must be free, or none is taken.
+            # It may need a second lease (widen, add): two must be free, or none is taken.
             while len(owner.writes) > owner.leases - 2:
                 owner.finish_write()
             self._lease = owner.lease(plan.gradient_nbytes)

@@ -342,7 +342,7 @@ class Gradients:
     ) -> None:
         entry = self.entries[chunk.id]
         held = set(entry.present) if entry.dtype is not None else set()
-        with self.chunks.visit(chunk, after) as work:
+        with self.chunks.open(chunk, after) as work:
             if entry.dtype is None:
                 entry.dtype = chunk.dtype
                 work.buffer(chunk.dtype).zero_()
@@ -367,7 +367,7 @@ class Gradients:
 
     def _erase(self, chunk: Chunk, segments: Sequence[Segment]) -> None:
         entry = self.entries[chunk.id]
-        with self.chunks.visit(chunk) as work:
+        with self.chunks.open(chunk) as work:
             target = work.buffer(entry.dtype or chunk.dtype)
             for segment in segments:
                 target[segment.start : segment.start + segment.numel].zero_()
@@ -376,7 +376,7 @@ class Gradients:
 
     def _clamp(self, chunk: Chunk, segments: Sequence[Segment], low: float, high: float) -> None:
         entry = self.entries[chunk.id]
-        with self.chunks.visit(chunk) as work:
+        with self.chunks.open(chunk) as work:
             target = work.buffer(entry.dtype or chunk.dtype)
             for segment in segments:
                 target[segment.start : segment.start + segment.numel].clamp_(low, high)
@@ -385,7 +385,7 @@ class Gradients:
     def _read(self, chunk: Chunk, segment: Segment, out: torch.Tensor) -> None:
         entry = self.entries[chunk.id]
         if entry.dtype is not None:
-            with self.chunks.visit(chunk) as work:
+            with self.chunks.open(chunk) as work:
                 buffer = work.buffer(entry.dtype)
                 out.copy_(buffer[segment.start : segment.start + segment.numel])
 

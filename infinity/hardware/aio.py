@@ -16,7 +16,7 @@ import weakref
 import zlib
 from typing import Any, NamedTuple
 
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
+from infinity.core.config import BLOCK_BYTES, IO_DEADLINE, QUEUE_DEPTH
 from infinity.core.errors import (
     BackendError,
     ClosedError,
@@ -99,9 +99,9 @@ class Ring:
         *,
         path: str | None = None,
         backend: str = "auto",
-        block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        deadline: float = 120.0,
+        block_bytes: int = BLOCK_BYTES,
+        queue_depth: int = QUEUE_DEPTH,
+        deadline: float = IO_DEADLINE,
         threads: int = 4,
         delay_seed: int | None = None,
     ) -> None:

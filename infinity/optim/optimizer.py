@@ -165,7 +165,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         start = time.perf_counter()
         self._prepare_step()
         # What an interrupt ends before this call has not happened, and what it ends after it has.
-        self.shelter.run(self._commit_step, hold=_HOLD)
+        self.shelter.run(self._start_update, hold=_HOLD)
         self._finish_step()
         self._after_step(time.perf_counter() - start)
         return loss
@@ -186,7 +186,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._update != "sync":
             self._residency.prefetch()
 
-    def _commit_step(self) -> None:
+    def _start_update(self) -> None:
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             check_options(group, f"param group {index}")
         present = self._present()

@@ -141,7 +141,7 @@ class States:
         numel = sharded.spec.numel
         keys = ("exp_avg", "exp_avg_sq", *(("master",) if sharded.spec.dtype is not torch.float32 else ()))
         values = {key: torch.empty(numel, dtype=torch.float32) for key in keys}
-        for segment, here in self._visits(sharded, write=False):
+        for segment, here in self._chunks_of(sharded, write=False):
             for key, section in _sections(here, values):
                 values[key][segment.offset : segment.offset + segment.numel].copy_(slice_of(section, segment))
         shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
@@ -160,7 +160,7 @@ class States:
             if values.get(k) is not None
         }
         changed = False
-        for segment, here in self._visits(sharded, write=True, copy="master" in flat):
+        for segment, here in self._chunks_of(sharded, write=True, copy="master" in flat):
             for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
                 target = slice_of(section, segment)
                 if key in flat:
@@ -177,7 +177,7 @@ class States:
         if changed:
             bump([sharded])
 
-    def _visits(
+    def _chunks_of(
         self, sharded: ShardedParam, *, write: bool, copy: bool = False
     ) -> Iterator[tuple[Segment, ChunkIO]]:
         """Visit the parameter's chunks; `write` the state back, and the `copy`, which then is read, too."""
@@ -236,7 +236,7 @@ class States:
         if not sharded.spec.trainable or sharded.spec.dtype in (torch.float32, sharded.given_dtype):
             return self.copy_of(sharded).to(sharded.given_dtype)
         out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
-        for segment, here in self._visits(sharded, write=False):
+        for segment, here in self._chunks_of(sharded, write=False):
             out[segment.offset : segment.offset + segment.numel].copy_(slice_of(here.master, segment))
         return out.view(sharded.spec.shape)
 

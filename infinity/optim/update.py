@@ -187,8 +187,8 @@ def _run(
     tiers: Tiers,
     work: Sequence[ChunkUpdate],
     ahead: deque[ChunkIO],
-    finished: Callable[[Chunk, ChunkIO], None] | None,
-    unwritten: set[int] | None,
+    finished: Callable[[Chunk, ChunkIO], None],
+    unwritten: set[int],
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
@@ -236,12 +236,10 @@ def _run(
             else:
                 _compute(tiers, update, io)
             io.write(state=False, copy=True)
-            if finished is not None:
-                finished(update.chunk, io)
+            finished(update.chunk, io)
             # Who waits for the copy does not wait for the CRCs of the state.
             io.write(state=True, copy=False)
-            if unwritten is not None:
-                unwritten.discard(update.chunk.id)
+            unwritten.discard(update.chunk.id)
             end = now()  # with the CRC of what it made
             recorder.updating += end - begin
             if (log := recorder.log) is not None:

@@ -22,7 +22,8 @@ class ChunkPlan(NamedTuple):
 
     [Note: the copy is the master] Where the compute dtype is fp32 and a chunk's copy and state
     are on the same tier, the copy serves as the master and `state` has two sections, not three:
-    12 instead of 16 bytes per parameter are written when all is on NVMe.
+    12 instead of 16 bytes per parameter are written when all is on NVMe. Not where delayed updates run
+    beside a forward that uses the copy in place, on the device.
     """
 
     copy_tier: Tier

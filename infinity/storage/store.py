@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from infinity.core.config import IO_DEADLINE
 from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
@@ -67,7 +68,7 @@ class Store:
         backend: str = "auto",
         block_bytes: int | None = None,
         queue_depth: int | None = None,
-        deadline: float = 120.0,
+        deadline: float = IO_DEADLINE,
         delay_seed: int | None = None,
         register: Register | None = None,
         unregister: Register | None = None,
