@@ -27,6 +27,7 @@ locks.checking = True
 
 # Fixtures of several files. Locks that are made as these import the engine are among those.
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
+from .quick import leave_the_rest  # noqa: E402
 from .small_net import config, wrapped  # noqa: E402, F401
 
 # Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
@@ -68,11 +69,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             fcntl.flock(machine, fcntl.LOCK_UN)  # closing it does not, if a child has it too
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Serial tests come last: then no worker waits for them that has others to run.
 
     A test for a GPU fails in CI where there is none; `make test` does not select it.
     """
+    leave_the_rest(items)
     items.sort(key=lambda item: item.get_closest_marker("serial") is not None)
     if torch.cuda.is_available() or os.environ.get("CI"):
         return

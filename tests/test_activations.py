@@ -25,6 +25,7 @@ from infinity.core.sizes import GiB, KiB, MiB
 
 from .models import case
 from .offloaded import ON_HOST, assert_same, config_for, hooks_on_saved_tensors, train_offloaded
+from .quick import covering
 from .reference import two_groups
 
 FORMS = ["non-reentrant", "reentrant"]
@@ -500,6 +501,7 @@ def _step_between(model: Stack) -> None:
     out.sum().backward()
 
 
+@covering
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
@@ -636,6 +638,7 @@ def _compiled(model: Any) -> None:
     model(data()).square().mean().backward()
 
 
+@covering
 @pytest.mark.parametrize(
     "loss",
     [

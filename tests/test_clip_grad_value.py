@@ -10,12 +10,14 @@ from torch import nn
 
 import infinity
 
+from .quick import covering
 from .small_models import HeadModel, Losses, built, tokens, values, wrapped
 from .test_doors import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@covering
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
 @pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])

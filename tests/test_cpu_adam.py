@@ -21,6 +21,8 @@ from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 
+from .quick import covering
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 64, 100_003)
 ISAS = cpu_adam.available_isas()
@@ -176,6 +178,7 @@ def torch_update(parts: list[torch.Tensor], options: dict[str, Any]) -> list[tor
     return [p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]]
 
 
+@covering
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(

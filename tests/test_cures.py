@@ -24,6 +24,7 @@ from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 
+from .quick import covering
 from .test_arena import mounted, need_root
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
@@ -315,6 +316,7 @@ def check_wrap(config: infinity.Config, kind: type[ConfigError | DirectoryError]
     return [words for words, _ in found]
 
 
+@covering
 @pytest.mark.root
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("case", WRAPS)

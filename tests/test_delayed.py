@@ -19,6 +19,7 @@ from infinity.optim.optimizer import OffloadOptimizer
 
 from .models import Case, case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .quick import covering
 
 WARMUP = 3
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -139,6 +140,7 @@ def check(found: Found, wanted: Found) -> None:
         assert torch.equal(a, b)
 
 
+@covering
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_equals_a_plain_loop(tmp_path: Path, name: str, placement: str) -> None:

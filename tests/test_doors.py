@@ -28,7 +28,7 @@ import infinity
 from infinity.core.errors import BudgetError
 
 from .offloaded import config_for
-from .quick import quick
+from .quick import covering, quick
 
 WIDTH, LAYERS = 64, 5
 Tensors = list[torch.Tensor]
@@ -636,6 +636,9 @@ def one_operator_over_two_units(model: Any, optimizer: Any, api: Api) -> Tensors
 # -- running them --------------------------------------------------------------------------------
 
 
+MODES = ["sync", "overlap", "delayed"]
+
+
 @functools.cache
 def by_torch(name: str) -> Tensors:
     """What torch comes to. Many tests have it: only for looking at."""
@@ -695,20 +698,20 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@covering
 @pytest.mark.parametrize(
     ("budget", "where"),
     quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
 )
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DOORS)
-def test_door(name: str, budget: str, where: str, tmp_path: Path) -> None:
-    wanted = by_torch(name)
-    for mode in ("sync", "overlap", "delayed"):
-        assert_close(by_engine(name, tmp_path, budget, where, mode), wanted)
+def test_door(name: str, mode: str, budget: str, where: str, tmp_path: Path) -> None:
+    assert_close(by_engine(name, tmp_path, budget, where, mode), by_torch(name))
 
 
+@covering
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DOORS)
-def test_door_with_parameters_on_the_device(name: str, tmp_path: Path) -> None:
-    wanted = by_torch(name)
-    for mode in ("sync", "overlap", "delayed"):
-        found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
-        assert_close(found, wanted)
+def test_door_with_parameters_on_the_device(name: str, mode: str, tmp_path: Path) -> None:
+    found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
+    assert_close(found, by_torch(name))

@@ -15,7 +15,7 @@ import infinity
 from infinity.api.engine import engine_of
 
 from .offloaded import config_for
-from .quick import quick
+from .quick import covering, quick
 from .small_models import CLASSES, LAYERS, WIDTH, budgeted, built, train, values
 from .test_doors import assert_close
 
@@ -65,6 +65,7 @@ class EditingNet(nn.Module):
         return F.cross_entropy(self.tail(x), tokens)
 
 
+@covering
 @pytest.mark.parametrize("view", quick([False, True], [True]))
 @pytest.mark.parametrize("how", ["first", "twice", "added", "part", "returned"])
 def test_an_operator_that_edits_a_scopes_input(how: str, view: bool, tmp_path: Path) -> None:

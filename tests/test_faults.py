@@ -122,9 +122,10 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
 @pytest.mark.root
 @pytest.mark.serial
 @pytest.mark.timeout(600)
-def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error() -> None:
+@pytest.mark.parametrize("count", quick([200, 100], [100]))
+def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(count: int) -> None:
     need_means()
-    check_campaign(run_campaign(200, timeout=500), 200)
+    check_campaign(run_campaign(count, timeout=500), count)
 
 
 @pytest.mark.root

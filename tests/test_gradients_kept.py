@@ -22,6 +22,7 @@ from infinity.grads.sharded_grad import ShardedGrad
 from infinity.params.updates import Updates
 
 from .offloaded import ON_HOST, ON_NVME, config_for
+from .quick import covering
 
 WIDTH = 24
 ON_DEVICE = {"parameters": "device", "optimizer_state": "device", "gradients": "device"}
@@ -154,6 +155,7 @@ def test_all_inputs_without_a_gradient_still_end_a_scope(
     infinity.close(optimizer)
 
 
+@covering
 @places
 @updates
 @pytest.mark.parametrize("who", ["optimizer", "model", "parameters"])
@@ -236,6 +238,7 @@ def waits_of(model: Any, optimizer: Any, forget: Any, monkeypatch: pytest.Monkey
     return len(waited)
 
 
+@covering
 @places
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
@@ -282,6 +285,7 @@ def test_a_gradient_put_back_before_another_came_is_the_gradient(
         close_to(model, reference)
 
 
+@covering
 @places
 @updates
 @pytest.mark.parametrize("how", ["none", "zero_grad", "step"])
@@ -332,6 +336,7 @@ def test_a_gradient_that_is_gone_is_refused_and_the_cure_works(
         close_to(model, reference)
 
 
+@covering
 @places
 @pytest.mark.parametrize("then", ["step", "backward", "clip", "read"])
 def test_a_gradient_on_another_parameter_is_refused_and_the_cure_works(

@@ -17,6 +17,7 @@ from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionEr
 
 from .models import case
 from .offloaded import config_for
+from .quick import covering
 from .test_doors import DOORS, Net, batch, least
 
 KINDS = ["gpt", "cnn", "lstm", "moe", "llama"]
@@ -28,6 +29,7 @@ def wrapped(folder: Path, model: nn.Module | None = None, **settings: Any) -> tu
     return infinity.wrap(model, optimizer, config_for(folder, **settings))
 
 
+@covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_plain_training_holds_nothing(kind: str, mode: str, tmp_path: Path) -> None:
@@ -268,6 +270,7 @@ def nothing(model: Any, alias: torch.Tensor) -> None:
     pass
 
 
+@covering
 @pytest.mark.parametrize(
     ("where", "update", "then"),
     [

@@ -28,6 +28,7 @@ from infinity.params.updates import Updates
 
 from .models import case
 from .offloaded import config_for
+from .quick import quick
 
 SEED = int(os.environ.get("INFINITY_INTERRUPT_SEED", "0"))
 
@@ -205,8 +206,11 @@ def check(outcomes: list[dict[str, Any]], count: int) -> None:
     assert sum(o["result"] == "typed" for o in outcomes) <= 0.1 * count + 1
 
 
-def test_a_loop_goes_on_after_an_exception_at_any_point(tmp_path: Path) -> None:
-    check(outcomes_of(tmp_path, "traced", 0, 4, 250), 4)
+@pytest.mark.parametrize(
+    ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)])
+)  # the first three: each update
+def test_a_loop_goes_on_after_an_exception_at_any_point(first: int, count: int, tmp_path: Path) -> None:
+    check(outcomes_of(tmp_path, "traced", first, count, 250), count)
 
 
 @pytest.mark.slow

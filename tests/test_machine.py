@@ -17,6 +17,8 @@ from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB
 
+from .quick import covering
+
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "64"]
 CHUNKS = ["--chunk-elements", "65536"]
@@ -136,6 +138,7 @@ def bound(result: dict[str, Any]) -> float:
     return max(result["bounds_seconds"].values())
 
 
+@covering
 @pytest.mark.parametrize("host", ["10MiB", "40MiB", "100MiB"])
 @pytest.mark.parametrize("device", ["16MiB", "24MiB", "70MiB"])
 def test_no_placement_that_fits_is_faster(

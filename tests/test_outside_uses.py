@@ -20,7 +20,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import ReleasedParameterError
 
-from .quick import quick
+from .quick import covering, quick
 from .small_models import (
     CLASSES,
     WIDTH,
@@ -200,6 +200,7 @@ def by_torch(make: Callable[[], nn.Module]) -> Losses:
     return [*train(model, optimizer), *(p.detach() for p in model.parameters())]
 
 
+@covering
 @pytest.mark.parametrize(
     ("budget", "where"),
     quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),

@@ -21,6 +21,7 @@ from infinity.params.param import PendingParameter
 
 from .models import case
 from .offloaded import assert_same, config_for, train_offloaded
+from .quick import covering, quick
 from .reference import two_groups
 
 _ROOT = Path(__file__).parents[1]
@@ -231,7 +232,8 @@ def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, A
     assert all(q.in_use == 0 for q in engine.pool.stats().values())
 
 
-def test_the_interpreter_ends_with_an_update_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", quick(["end", "raise"], ["raise"]))
+def test_the_interpreter_ends_with_an_update_under_way(how: str, tmp_path: Path) -> None:
     script = """
 import sys, torch, infinity
 from tests.models import case
@@ -246,20 +248,20 @@ optimizer.step()
 if sys.argv[2] == "raise":
     raise KeyError("mine")
 """
-    for how in ("end", "raise"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path), how],
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == (1 if how == "raise" else 0), done.stderr
-        assert "Exception ignored" not in done.stderr
-        assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), how],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (1 if how == "raise" else 0), done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
 
 
+@covering
 @pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 50))]

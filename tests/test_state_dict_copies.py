@@ -14,12 +14,14 @@ from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import Tier
 
 from .offloaded import config_for
+from .quick import covering
 from .small_models import HeadModel, TiedFusedModel, built, tokens, train, values, wrapped
 from .test_doors import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@covering
 @pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
 @pytest.mark.parametrize("update", ["overlap", "delayed"])
 def test_tied_parameters_share_storage_in_a_state_dict(update: str, parameters: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from infinity.params.given import Given
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, config_for
-from .quick import quick
+from .quick import covering, quick
 
 WIDTH = 40
 PLACES: dict[str, dict[str, Any]] = {
@@ -99,6 +99,7 @@ def same_dict(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and same(a.values(), b.values())
 
 
+@covering
 @places
 @pytest.mark.parametrize("update", quick(["sync", "overlap", "delayed"], ["overlap", "delayed"]))
 @pytest.mark.parametrize("dtype", quick(["bf16", "fp16"], ["fp16"]))
@@ -341,6 +342,7 @@ def check_storages(state: dict[str, torch.Tensor]) -> None:
     assert len({v.untyped_storage()._cdata for v in state.values()}) == len(state)
 
 
+@covering
 @places
 @pytest.mark.parametrize("update", ["overlap", "delayed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -441,6 +443,7 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@covering
 @pytest.mark.parametrize("edit", [edit_one, edit_some, edit_a_view])
 @pytest.mark.parametrize("look", list(LOOKS))
 def test_an_edit_of_a_copy_is_told(look: str, edit: Callable[[Any], Any], tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,8 @@ from infinity.core.errors import ClosedError, DeadlineError, ShortTransferError,
 from infinity.hardware.aio import DirectFile
 from infinity.storage.store import Store
 
+from .forked import run_forked
+from .quick import covering
 from .small_store import PAGE, ROOM, arena_file, fill, get, need_backend, pool_of, store_of
 
 
@@ -144,15 +144,9 @@ print("done", flush=True)
 """
 
 
+@covering
 @pytest.mark.parametrize("backend", ["libaio", "syscall", "uring", "threads"])
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str, backend: str) -> None:
     need_backend(backend, tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-c", _TOUCH, str(tmp_path), call, backend],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.stdout == "ready\n", result
-    assert result.returncode == -signal.SIGSEGV
+    assert run_forked(_TOUCH, str(tmp_path), call, backend) == (-signal.SIGSEGV, "ready\n")

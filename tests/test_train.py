@@ -406,8 +406,8 @@ def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: st
         assert list(small.iterdir()) == []
         # The cure: another file.
         words[words.index("--trace") + 1] = str(tmp_path / "t.json")
-        assert _command("train", *words).returncode == 0
-        assert _command("trace", str(tmp_path / "t.json")).returncode == 0
+        assert run(["train", *words]) == 0
+        assert run(["trace", str(tmp_path / "t.json")]) == 0
 
 
 @pytest.mark.root

@@ -16,12 +16,14 @@ from infinity.core.sizes import MiB
 
 from .cgroup import run_limited
 from .offloaded import config_for
+from .quick import covering
 from .small_models import CutModel, HeadModel, built, tokens, train, trained, values, wrapped
 from .test_doors import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@covering
 @pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
 @pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,0 +1,21 @@
+"""What `make test` takes of a test's parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from .quick import cover
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (3, 3, 2), (33, 2), (5, 2, 1, 3)])
+def test_each_value_of_each_parameter_occurs_evenly(sizes: tuple[int, ...]) -> None:
+    settings = [dict(zip("abcd", each, strict=False)) for each in itertools.product(*map(range, sizes))]
+    chosen = cover(settings)
+    assert len(chosen) == len(set(chosen)) == max(sizes)
+    for name, size in zip("abcd", sizes, strict=False):
+        times = Counter(settings[i][name] for i in chosen)
+        assert len(times) == size
+        assert max(times.values()) - min(times.values()) <= 1
