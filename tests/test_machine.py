@@ -93,9 +93,9 @@ def test_nothing_of_this_machine_is_read(
         raise AssertionError("this machine was looked at")
 
     for place in (
-        *("infinity.api.checks.available_host_memory", "infinity.hardware.probe.available_host_memory"),
-        *("infinity.api.checks.bandwidths", "infinity.hardware.tuned.bandwidths"),
-        *("infinity.api.checks.nameless_file", "infinity.cli.machine.open_device"),
+        *("infinity.api.this_machine.available_host_memory", "infinity.hardware.probe.available_host_memory"),
+        *("infinity.api.this_machine.bandwidths", "infinity.hardware.tuned.bandwidths"),
+        *("infinity.api.this_machine.nameless_file", "infinity.cli.machine.open_device"),
     ):
         monkeypatch.setattr(place, never)
     monkeypatch.setattr(os, "statvfs", never)

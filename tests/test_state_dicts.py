@@ -8,6 +8,7 @@ import torch
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, StateDictError
+from infinity.planning.footprint import Budget
 
 from .small_net import Wrapped, build, same, train
 
@@ -53,7 +54,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(config: infinity.Config) -> N
     engine_config = config.replace(host_memory="2MiB", chunk_elements=65536)
     model, optimizer = infinity.wrap(*build(), engine_config)
     train(model, optimizer, 1)
-    engine_of(model).budget = infinity.api.checks.Budget(device=0, host=0)  # type: ignore[attr-defined]
+    engine_of(model).budget = Budget(device=0, host=0)
     with pytest.raises(BudgetError, match="host_memory"):
         optimizer.state_dict()
     assert len(model.state_dict()) > 0  # it fits the leases that nobody uses
