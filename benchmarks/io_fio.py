@@ -28,9 +28,8 @@ from typing import NamedTuple
 
 import common
 
-from infinity.cli.bench.io_case import run_pass
 from infinity.cli.bench.io_fio import find_fio, run_fio
-from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings
+from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
 from infinity.hardware.aio import Ring
 
 _DEEPSPEED = """
@@ -73,22 +72,9 @@ def ours(load: Load, ring: Ring, settings: Settings, pattern: str, ticket: int) 
     return Run(passed.rate / 1e9, passed.cpu_seconds / ((passed.read + passed.written) / 1e9))
 
 
-def fio(load: Load, pattern: str, args: argparse.Namespace, *, huge: bool) -> Run:
+def fio(load: Load, settings: Settings, pattern: str, seconds: float, *, huge: bool) -> Run:
     """Run fio once, with its buffers in huge pages or as it comes."""
-    if pattern != "read":
-        load.forget()
-    found = run_fio(
-        load.name,
-        nbytes=load.nbytes,
-        pattern=pattern,
-        scattered=False,
-        engine="libaio",
-        block_bytes=args.block,
-        queue_depth=args.depth,
-        direct=load.file.direct,
-        seconds=args.seconds,
-        huge=huge,
-    )
+    found = run_fio(load, settings, Job(pattern), seconds, huge=huge)
     return Run(found.rate / 1e9, found.cpu_seconds_per_gb)
 
 
@@ -118,8 +104,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
                 each.backend: partial(ours, load, ring, each, pattern, args.ticket)
                 for each, ring in zip(sizes, rings, strict=True)
             }
-            contenders["fio"] = partial(fio, load, pattern, args, huge=False)
-            contenders["fio-huge"] = partial(fio, load, pattern, args, huge=True)
+            for name in ("fio", "fio-huge"):
+                huge = name == "fio-huge"
+                contenders[name] = partial(fio, load, sizes[0], pattern, args.seconds, huge=huge)
             if args.deepspeed_python and pattern != "mixed":
                 contenders["deepspeed"] = partial(deepspeed, load, pattern, args)
             results[pattern] = {name: [] for name in contenders}

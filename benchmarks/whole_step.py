@@ -29,9 +29,9 @@ import common
 import runner
 from children import Child, ChildError
 
-from infinity.cli.bench.step import clean
 from infinity.cli.bench.step_bound import Rates, beside_bound, figures, rates, steady
 from infinity.cli.bench.step_run import PLACEMENTS, settings_of
+from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
@@ -231,7 +231,7 @@ def main() -> None:
         "versions": common.versions(),
         "hardware": hardware,
     }
-    common.publish(args.output, clean(result))
+    common.publish(args.output, finite(result))
     if any(name.startswith("infinity") for group in modes.values() for name in group["errors"]):
         sys.exit(1)
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from infinity.cli.bench import io_fio
 from infinity.cli.bench.group import bench_group
-from infinity.cli.bench.io_load import PATTERNS, Load
+from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware import cpu_adam
@@ -110,34 +110,20 @@ def test_without_fio_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
-    if io_fio.find_fio() is None:
-        with pytest.raises(io_fio.FioFailed, match="not installed"):
-            _run_real_fio("/dev/null", "read")
-        return
+    settings = Settings("auto", 64 * KiB, 4)
     with Load(str(tmp_path), 32 * MiB, grain=64 * KiB, window=MiB) as mine:
+        if io_fio.find_fio() is None:
+            with pytest.raises(io_fio.FioFailed, match="not installed"):
+                io_fio.run_fio(mine, settings, Job("read"), 0.1)
+            return
         for pattern in PATTERNS:
-            result = _run_real_fio(mine.name, pattern)
+            result = io_fio.run_fio(mine, settings, Job(pattern), 0.1)
             assert result.rate > 0
             assert set(result.percentiles) == {"p50", "p99", "p99.9"}
-        assert _run_real_fio(mine.name, "read", huge=True).rate > 0
-    with pytest.raises(io_fio.FioFailed):
-        _run_real_fio(str(tmp_path / "missing"), "read")
+        assert io_fio.run_fio(mine, settings, Job("read"), 0.1, huge=True).rate > 0
+    with pytest.raises(io_fio.FioFailed):  # the file is gone
+        io_fio.run_fio(mine, settings, Job("read"), 0.1)
     assert list(tmp_path.iterdir()) == []
-
-
-def _run_real_fio(name: str, pattern: str, *, huge: bool = False) -> io_fio.FioResult:
-    return io_fio.run_fio(
-        name,
-        huge=huge,
-        nbytes=32 * MiB,
-        pattern=pattern,
-        scattered=False,
-        engine="libaio",
-        block_bytes=64 * KiB,
-        queue_depth=4,
-        direct=True,
-        seconds=0.1,
-    )
 
 
 # ---- adam and link ----

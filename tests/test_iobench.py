@@ -21,9 +21,8 @@ from click.testing import CliRunner
 from infinity.cli import console
 from infinity.cli.bench.group import bench_group
 from infinity.cli.bench.io import Request, cases_of, choose_size, keep_what_fits, settings_of
-from infinity.cli.bench.io_case import run_pass
-from infinity.cli.bench.io_load import Job, Load, Settings
-from infinity.cli.bench.io_sustained import cache_warning, fall, read_twice
+from infinity.cli.bench.io_case import cache_warning, fall, read_twice
+from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
 from infinity.cli.main import run as run_cli
 from infinity.core.errors import (
     ConfigError,

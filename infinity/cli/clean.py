@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+from collections.abc import Sequence
 
 import click
 
@@ -12,13 +12,14 @@ from infinity.core.errors import DirectoryError
 from infinity.core.sizes import format_size
 from infinity.storage.leftovers import Found, arenas
 
-from .options import absolute, directories_argument, json_option
+from .console import finish
+from .options import directories_argument, json_option
 
 _SAID = {"dead": "removed", "live": "kept: a run has it", "foreign": "kept"}
 
 
 @click.command("clean")
-@directories_argument
+@directories_argument()
 @json_option
 def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
     """Remove the arenas that killed runs have left in each DIR.
@@ -26,16 +27,16 @@ def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
     An arena that a run has, and whatever else is there, stays. The next run would take the space of what is
     removed here by itself.
     """
-    found: list[Found] = []
-    for directory in absolute(directories):
-        found += clean(directory)
-    if as_json:
-        rows = [
-            {"path": each.path, "bytes": each.nbytes, "removed": each.state == "dead", "why": each.why}
-            for each in found
-        ]
-        click.echo(json.dumps({"arenas": rows}))
-        return
+    found = [each for directory in directories for each in clean(directory)]
+    rows = [
+        {"path": each.path, "bytes": each.nbytes, "removed": each.state == "dead", "why": each.why}
+        for each in found
+    ]
+    finish({"arenas": rows}, lambda _: show(found), as_json=as_json)
+
+
+def show(found: Sequence[Found]) -> None:
+    """Print for a person what was found."""
     for each in found:
         why = f": {each.why}" if each.why else ""
         click.echo(f"{each.path}, {format_size(each.nbytes)}: {_SAID[each.state]}{why}")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from infinity.core.errors import ConfigError
+from infinity.core.sizes import format_size
 
 from .outputs import check_outputs, is_plot
 
@@ -48,6 +52,31 @@ def show_warnings(console: Console, texts: Iterable[str]) -> None:
     """Print what a person should know beside the figures."""
     for text in texts:
         console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def finish(
+    result: Mapping[str, Any], show: Callable[[Any], None], *, as_json: bool, failed: bool = False
+) -> int:
+    """Print the result of a command: as one JSON object, or by `show`, for a person. Return the exit code."""
+    if as_json:
+        click.echo(json.dumps(finite(result)))
+    else:
+        show(result)
+    return int(failed)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sizes(ring: Any) -> str:
+    """Return the block and the depth of a ring, or of what opens one, for a person."""
+    return f"{format_size(ring.block_bytes)} × {ring.queue_depth}"
 
 
 def gigabytes(rate: float) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -20,8 +19,9 @@ from infinity.core.sizes import GiB, MiB, format_size
 from infinity.hardware import cores, probe
 from infinity.version import __version__
 
+from .console import finish
 from .doctor_directory import ERROR, OK, WARNING, Finding, directory, note
-from .options import absolute, json_option
+from .options import directories_argument, json_option
 
 DISTRIBUTION: Final = "infinity-offload"
 _PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
@@ -287,21 +287,17 @@ def worst(findings: Sequence[Finding]) -> str:
 
 
 @click.command("doctor")
-@click.argument("directories", nargs=-1, metavar="[DIR...]")
+@directories_argument(required=False)
 @json_option
 def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
     """Look over this machine and, if named, directories on NVMe drives; say what to change.
 
     Exit code 0: everything works, warnings or not; 1: something does not work.
     """
-    findings = examine(absolute(directories))
+    findings = examine(directories)
     status = worst(findings)
-    if as_json:
-        result: dict[str, Any] = {"status": status, "findings": [f._asdict() for f in findings]}
-        click.echo(json.dumps(result))
-    else:
-        show(findings)
-    return 1 if status == ERROR else 0
+    result = {"status": status, "findings": [f._asdict() for f in findings]}
+    return finish(result, lambda _: show(findings), as_json=as_json, failed=status == ERROR)
 
 
 def show(findings: Sequence[Finding]) -> None:

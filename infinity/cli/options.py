@@ -5,41 +5,70 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import click
 
 from infinity.core.errors import ConfigError
+from infinity.core.sizes import parse_size
 
+Decorator = Callable[[Any], Any]
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 device_option: Final = click.option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one.")
-directories_argument: Final = click.argument("directories", nargs=-1, required=True, metavar="DIR...")
 
 
-def absolute(directories: Sequence[str]) -> list[str]:
-    """Return the absolute paths of directories that were named, each once."""
-    return list(dict.fromkeys(map(os.path.abspath, directories)))
+def _absolute(_: click.Context, __: click.Parameter, directories: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(os.path.abspath, directories)))
 
 
-def chosen(name: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of an option that may be given again, or several at once with commas.
+def directories_argument(*, required: bool = True) -> Decorator:
+    """Return the argument DIR...: absolute paths, each once."""
+    metavar = "DIR..." if required else "[DIR...]"
+    return click.argument("directories", nargs=-1, required=required, metavar=metavar, callback=_absolute)
 
-    Raises:
-        ConfigError: one is not among the `known` ones.
+
+def words_option(
+    flag: str, variable: str, known: Sequence[str], text: str, *, what: str | None = None
+) -> Decorator:
+    """Return an option that takes `known` words: given again, or several at once with commas.
+
+    A command that is given another one raises ConfigError, which says `what` is wrong.
     """
-    words = tuple(dict.fromkeys(listed(values)))
-    for word in words:
-        if word not in known:
-            close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or known
+
+    def parse(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(_listed(values)))
+        for word in words:
+            if word not in known:
+                close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or known
+                raise ConfigError(
+                    what or f"unknown {flag}",
+                    expected=", ".join(known),
+                    found=repr(word),
+                    cure=f"{flag} {close[0]}",
+                )
+        return words
+
+    return click.option(flag, variable, multiple=True, callback=parse, help=text)
+
+
+def numbers_option(flag: str, variable: str, text: str, *, size: bool = False) -> Decorator:
+    """Return an option that takes numbers, or sizes in bytes, in the same way."""
+
+    def parse(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[int, ...]:
+        try:
+            return tuple(parse_size(v, flag[2:]) if size else int(v) for v in _listed(values))
+        except ConfigError:
+            raise
+        except ValueError as error:
             raise ConfigError(
-                f"unknown --{name}", expected=", ".join(known), found=repr(word), cure=f"--{name} {close[0]}"
-            )
-    return words
+                f"{flag} is not a number", expected="4, or 4,16", found=", ".join(values), cure=f"{flag} 4"
+            ) from error
+
+    return click.option(flag, variable, multiple=True, callback=parse, help=text)
 
 
-def listed(values: Sequence[str]) -> list[str]:
-    """Return what such an option was given, one by one."""
+def _listed(values: Sequence[str]) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +15,9 @@ from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
+from .console import finish
 from .machine import FIGURE, is_figure, load_machine
 from .options import json_option
-from .progress import finite
 from .settings import RunCommand, read_run, run_options
 
 #: TB that a drive is rated for where nobody says.
@@ -147,11 +147,7 @@ def plan_command(
     result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
     if found is not None:
         result["command"] = command(case.run)
-    if as_json:
-        click.echo(json.dumps(finite(result)))
-    else:
-        show(case, result)
-    return 0 if plan.fits else 1
+    return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
 
 
 def show(case: Case, result: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from rich.text import Text
 from infinity.core.errors import DataError, InfinityError
 from infinity.core.sizes import format_size
 
+from .console import finite
 from .shown import show_error
 
 
@@ -140,15 +140,6 @@ class Reporter:
                 cure="make room, or name another file with --json-log",
             )
         )
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_text(record: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from infinity.core.sizes import format_size
 
-from .console import check_plot, figure_in, gigabytes, table_of, wide_console
+from .console import check_plot, figure_in, finish, gigabytes, table_of, wide_console
 from .options import json_option
 from .roofline import analyse, spans_of, union, window_of
 from .trace_file import read_trace
@@ -48,11 +47,7 @@ def trace_command(file: str, plot_file: str | None, as_json: bool) -> int:
     result = analyse(content)
     if plot_file is not None:
         plot(content, result, plot_file)
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        show(result)
-    return 0
+    return finish(result, show, as_json=as_json)
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -14,17 +14,15 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import click
 
-from infinity.cli.bench.io import Request as Sizing
-from infinity.cli.bench.io import choose_size
-from infinity.cli.bench.io_case import run_pass
-from infinity.cli.bench.io_load import Job, Load, Settings, check_directory
-from infinity.cli.console import gigabytes, status_line, wide_console
-from infinity.cli.options import absolute, directories_argument, json_option
+from infinity.cli.bench import io
+from infinity.cli.bench.io_load import Job, Load, Settings, check_directory, run_pass
+from infinity.cli.console import finish, gigabytes, sizes, status_line, wide_console
+from infinity.cli.options import directories_argument, json_option
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
@@ -93,13 +91,9 @@ class Tuner:
         """Return score(one) / score(other) of `count` pairs, in alternating order."""
         ratios = []
         for number in range(count):
-            if number % 2:
-                second = self.score(other, seconds)
-                first = self.score(one, seconds)
-            else:
-                first = self.score(one, seconds)
-                second = self.score(other, seconds)
-            ratios.append(first / second)
+            turns = [one, other][:: -1 if number % 2 else 1]
+            scores = [self.score(settings, seconds) for settings in turns]
+            ratios.append(scores[number % 2] / scores[1 - number % 2])
         return ratios
 
 
@@ -148,8 +142,7 @@ def find(
     for settings in rivals(tuner, best, 1 - 2 * noise):
         if tuner.spent > 1:
             break
-        shape = f"{format_size(settings.block_bytes)} × {settings.queue_depth}"
-        tell(f"{settings.backend} {shape} against the best")
+        tell(f"{settings.backend} {sizes(settings)} against the best")
         ratios = tuner.pairs(settings, best, 1, seconds)
         if ratios[0] < 1 - 3 * noise:
             continue
@@ -175,7 +168,7 @@ def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[S
         backends.remove("syscall")  # the same calls
     window = max(job.window(Settings("auto", *_START)) for job in _JOBS)
     wanted = [job.window(Settings("auto", b, d)) for job in _JOBS for b in _BLOCKS for d in _DEPTHS]
-    nbytes = min(choose_size(Sizing((directory,)), ()), _SIZE if seconds >= 20 else _SIZE // 4)
+    nbytes = min(io.choose_size(io.Request((directory,)), ()), _SIZE if seconds >= 20 else _SIZE // 4)
     if nbytes < 2 * window:
         raise ConfigError(
             f"{directory} has not the room to tune for",
@@ -207,7 +200,7 @@ def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
 
 
 @click.command("tune")
-@directories_argument
+@directories_argument()
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="In all.")
 @click.option("--store/--no-store", default=True, help="Keep the result, so that auto uses it.")
 @json_option
@@ -218,47 +211,43 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
     Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
     result cannot be kept; it is printed then, too.
     """
-    places = absolute(directories)
-    for directory in places:
+    for directory in directories:
         check_directory(directory)
-    results, kept, lost = [], None, None
+    found, rows, kept, lost = [], [], None, None
     with status_line(quiet=as_json) as tell:
-        for directory in places:
-            settings, measured = tune(directory, seconds / len(places), tell)
+        for directory in directories:
+            settings, measured = tune(directory, seconds / len(directories), tell)
+            found.append((directory, settings))
+            rows.append({"path": directory, **settings._asdict(), "measured": measured})
             if store:
-                one = TunedSettings(
-                    settings.block_bytes, settings.queue_depth, settings.backend, settings.threads
-                )
                 try:
-                    kept = remember(directory, one, measured)
+                    kept = remember(directory, TunedSettings(**settings._asdict()), measured)
                 except DirectoryError as error:
                     lost = error
-            results.append((directory, settings, measured))
-    yaml = as_yaml([(directory, settings) for directory, settings, _ in results])
-    if as_json:
-        rows = [{"path": d, **s._asdict(), "measured": m} for d, s, m in results]
-        result = {"tuned": rows, "yaml": yaml, "stored": None if kept is None or lost else str(kept)}
-        click.echo(json.dumps(result))
-        return _not_kept(lost)
+    stored = None if kept is None or lost else str(kept)
+    code = finish(
+        {"tuned": rows, "yaml": as_yaml(found), "stored": stored}, show, as_json=as_json, failed=bool(lost)
+    )
+    if lost is not None:
+        click.echo(f"error: {lost}", err=True)
+    return code
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the result for a person."""
     console = wide_console()
-    for directory, settings, measured in results:
+    for row in result["tuned"]:
+        measured = row["measured"]
+        settings = Settings(*(row[name] for name in Settings._fields))
         threads = f" with {settings.threads} threads" if settings.backend == "threads" else ""
         console.print(
-            f"{directory}: {settings.backend}{threads}, {format_size(settings.block_bytes)} × "
-            f"{settings.queue_depth}: {gigabytes(measured['score_bytes_per_second'])} GB/s, "
+            f"{row['path']}: {settings.backend}{threads}, {sizes(settings)}: "
+            f"{gigabytes(measured['score_bytes_per_second'])} GB/s, "
             f"{measured['of_best']:.0%} of the best of {measured['candidates']} "
             f"(equal settings differ by {measured['noise']:.1%} here)",
             markup=False,
         )
-    if kept is not None and lost is None:
-        console.print(f"kept in {kept}; aio_backend: auto uses it", markup=False)
+    if result["stored"] is not None:
+        console.print(f"kept in {result['stored']}; aio_backend: auto uses it", markup=False)
     console.print()
-    click.echo(yaml, nl=False)
-    return _not_kept(lost)
-
-
-def _not_kept(error: DirectoryError | None) -> int:
-    if error is None:
-        return 0
-    click.echo(f"error: {error}", err=True)
-    return 1
+    click.echo(result["yaml"], nl=False)

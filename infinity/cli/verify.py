@@ -12,7 +12,6 @@ splits, several directories, tight memory, instruction sets, I/O backends) is th
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +27,9 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
 
-from .console import status_line, wide_console
+from .console import finish, status_line, wide_console
 from .measure import scratch
 from .options import device_option, json_option
-from .progress import finite
 from .verify_run import (
     CLIP,
     AgainstTorch,
@@ -148,7 +146,7 @@ class Verdict:
             "same": self.problem is None,
             "seconds": self.seconds,
             "problem": self.problem,
-            "difference": None if parts is None else {k: finite(v) for k, v in parts._asdict().items()},
+            "difference": None if parts is None else parts._asdict(),
         }
 
 
@@ -277,8 +275,4 @@ def verify_command(directory: str, device: str | None, as_json: bool) -> int:
     opened.close()
     with status_line(quiet=as_json) as tell:
         result = verify(name, os.path.abspath(directory), tell)
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        show(result)
-    return 0 if result["same"] else 1
+    return finish(result, show, as_json=as_json, failed=not result["same"])

@@ -8,19 +8,18 @@ arithmetic, through the caches and past them, the better of the two, with the sa
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import click
 import torch
 
-from infinity.cli.console import table_of, wide_console
-from infinity.cli.options import json_option
-from infinity.core.errors import BudgetError, ConfigError
+from infinity.cli.console import finish, table_of, wide_console
+from infinity.cli.options import json_option, words_option
+from infinity.core.errors import BudgetError
 from infinity.core.sizes import MiB, ceil_to, format_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.probe import available_host_memory
@@ -126,15 +125,14 @@ class Beside:
             self._error = error
 
 
-def rate(call: Callable[[], None], numel: int, repeats: int) -> list[float]:
-    """Return parameters per second of each of `repeats` calls, after one that warms up."""
-    call()
+def rate(call: Callable[[], Any], amount: int, repeats: int) -> list[float]:
+    """Return `amount` per second of each of `repeats` calls, after one that warms up."""
     rates = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         call()
-        rates.append(numel / (time.perf_counter() - start))
-    return rates
+        rates.append(amount / (time.perf_counter() - start))
+    return rates[1:]
 
 
 def spread(values: Sequence[float]) -> float:
@@ -152,10 +150,8 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
         for count in threads:
             cpu_adam.set_threads(count)
             cpu_adam.set_isa(cpu_adam.available_isas()[-1])
-            traffic = functools.partial(work.traffic, past_caches=False)
-            past = functools.partial(work.traffic, past_caches=True)
-            ways = [rate(way, numel, repeats) for way in (traffic, past)]
-            ceiling = max(statistics.median(way) for way in ways)
+            ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
+            ceiling = max(statistics.median(rate(way, numel, repeats)) for way in ways)
             for isa in isas:
                 cpu_adam.set_isa(isa)
                 work.reset()
@@ -180,7 +176,10 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
 
 @click.command("adam")
 @click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
-@click.option("--isa", "isas", multiple=True, help="Instruction set; may be given again. Default: all.")
+@words_option(
+    *("--isa", "isas", cpu_adam.available_isas(), "Instruction set; may be given again. Default: all."),
+    what="this machine has no such instruction set",
+)
 @click.option("--threads", type=click.IntRange(min=1), multiple=True, help="Default: 1 and all cores.")
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
 @json_option
@@ -188,32 +187,22 @@ def adam_command(
     params: int, isas: tuple[str, ...], threads: tuple[int, ...], repeats: int, as_json: bool
 ) -> None:
     """Measure the CPU's Adam for each instruction set, beside what memory allows."""
-    known = cpu_adam.available_isas()
-    for isa in isas:
-        if isa not in known:
-            raise ConfigError(
-                "this machine has no such instruction set",
-                expected=", ".join(known),
-                found=repr(isa),
-                cure=f"--isa {known[-1]}",
-            )
     counts = threads or tuple(sorted({1, cpu_adam.threads()}))
-    rows = measure(params, isas or known, counts, repeats)
-    if as_json:
-        click.echo(json.dumps({"benchmark": "adam", "parameters": params, "repeats": repeats, "rows": rows}))
-        return
+    rows = measure(params, isas or cpu_adam.available_isas(), counts, repeats)
+    result = {"benchmark": "adam", "parameters": params, "repeats": repeats, "rows": rows}
+    finish(result, show, as_json=as_json)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the result for a person."""
     table = table_of(
         *("ISA", "threads", "Mparam/s", "spread", "GB/s", "ceiling", "of ceiling"),
-        title=f"CPU Adam, {params:,} parameters: bf16 gradient → fp32 state → bf16 copy",
+        title=f"CPU Adam, {result['parameters']:,} parameters: bf16 gradient → fp32 state → bf16 copy",
     )
-    for row in rows:
+    for row in result["rows"]:
         table.add_row(
-            row["isa"],
-            str(row["threads"]),
-            f"{row['parameters_per_second'] / 1e6:,.0f}",
-            f"{row['spread']:.0%}",
-            f"{row['gb_per_s']:.1f}",
-            f"{row['ceiling_gb_per_s']:.1f} GB/s",
+            *(row["isa"], str(row["threads"]), f"{row['parameters_per_second'] / 1e6:,.0f}"),
+            *(f"{row['spread']:.0%}", f"{row['gb_per_s']:.1f}", f"{row['ceiling_gb_per_s']:.1f} GB/s"),
             f"{row['of_ceiling']:.0%}",
         )
     wide_console().print(table)

@@ -10,38 +10,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import click
 
-from infinity.cli.console import check_plot, status_line
-from infinity.cli.options import absolute, chosen, directories_argument, json_option, listed
+from infinity.cli.console import check_plot, finish, sizes, status_line
+from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import ConfigError, DirectoryError
-from infinity.core.sizes import GiB, MiB, ceil_to, format_size, parse_size
+from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import BACKENDS, available_backends
 from infinity.hardware.medium import MEMORY, medium_of
-from infinity.hardware.probe import DirectoryFacts, available_host_memory, describe_directory
+from infinity.hardware.probe import available_host_memory, describe_directory
 from infinity.version import __version__
 
 from .adam import AdamWork, rate
-from .io_case import Case, Effort, check_settings, check_sizes, measure_case, run_pass
+from .io_case import Case, cache_warning, measure_case, read_twice, sustained
 from .io_fio import find_fio
-from .io_load import PATTERNS, Job, Load, Settings, check_directory, usable_bytes
+from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_directory, run_pass, usable_bytes
 from .io_show import plot, show
-from .io_sustained import cache_warning, read_twice, sustained
 
 _LEAST: Final = 16 * MiB
 _SIZES: Final = {"quick": 256 * MiB, "default": GiB, "full": 4 * GiB}
-_EFFORTS: Final = {
-    "quick": Effort(seconds=0.25, repeats=3, fio=False),
-    "default": Effort(seconds=0.5, repeats=3),
-    "full": Effort(seconds=1.0, repeats=7),
+#: What the modes say where nothing else is said.
+_MODES: Final[dict[str, dict[str, Any]]] = {
+    "quick": {"seconds": 0.25, "repeats": 3, "fio": False},
+    "default": {"seconds": 0.5, "repeats": 3, "fio": True},
+    "full": {"seconds": 1.0, "repeats": 7, "fio": True},
 }
 _SWEEP: Final = {"block": (256 * 1024, MiB, 4 * MiB), "depth": (8, 32, 128), "threads": (4, 16)}
 _ADAM: Final = 4 * MiB  # parameters that Adam updates beside the I/O: larger than caches
@@ -49,7 +48,8 @@ _ADAM: Final = 4 * MiB  # parameters that Adam updates beside the I/O: larger th
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured. Empty tuples: what the mode says."""
+    """What is to be measured. Empty tuples: what the mode says. `seconds` are of one pass, `repeats` of one
+    case; `fio`: compare with it."""
 
     directories: tuple[str, ...]
     mode: str = "default"
@@ -62,10 +62,17 @@ class Request:
     orders: tuple[str, ...] = ()
     adam: bool = True
     sustained: float | None = None
+    seconds: float = 0.5
+    repeats: int = 3
+    fio: bool = True
 
 
 def settings_of(request: Request) -> list[Settings]:
-    """Return the settings to be measured."""
+    """Return the settings to be measured.
+
+    Raises:
+        ConfigError: no ring takes such a block or depth.
+    """
     full = request.mode == "full"
     backends = request.backends
     if not backends and full:
@@ -75,42 +82,40 @@ def settings_of(request: Request) -> list[Settings]:
     depths = request.depths or (_SWEEP["depth"] if full else (QUEUE_DEPTH,))
     settings: list[Settings] = []
     for backend, block, depth in itertools.product(backends or ("auto",), blocks, depths):
+        if block % ALIGNMENT or not 0 < block <= GiB or not 0 < depth <= 4096:
+            raise ConfigError(
+                "a ring cannot be opened with these sizes",
+                expected="blocks of a multiple of 4096 bytes up to 1 GiB, a depth from 1 to 4096",
+                found=f"block {block}, depth {depth}",
+                cure="--block 1MiB --depth 32",
+            )
         swept = request.threads or (_SWEEP["threads"] if full and backend == "threads" else (4,))
         for threads in swept if backend in ("threads", "auto") else swept[:1]:
             settings.append(Settings(backend, block, depth, threads))
-            check_settings(settings[-1])
     return settings
 
 
 def cases_of(request: Request, settings: Sequence[Settings]) -> list[Case]:
     """Return the cases in the order in which they are measured: reads before anything is rewritten."""
     every = tuple(range(len(request.directories)))
+    if request.sustained is not None:
+        return [Case(Job((request.patterns or ("write",))[0]), settings[0], every)]
     groups: list[tuple[int, ...]] = [(index,) for index in every]
     if request.mode == "full":
         groups += [every[:count] for count in range(2, len(every))]
     if len(every) > 1:
         groups.append(every)
-    every_order = ("sequential", "scattered") if request.mode != "quick" else ("sequential",)
-    orders = request.orders or every_order
+    orders = request.orders or (ORDERS if request.mode != "quick" else ORDERS[:1])
     cases = []
-    for group in groups:
-        for each in settings:
-            for pattern, order in itertools.product(request.patterns or PATTERNS, orders):
-                job = Job(pattern, order == "scattered")
-                if pattern == "mixed" and job.scattered and not request.orders and request.mode != "full":
-                    continue  # the update has sequential chunks
-                cases.append(Case(job, each, group))
-                if pattern == "mixed" and request.adam and not job.scattered:
-                    cases.append(Case(job, each, group, adam=True))
+    for group, each in itertools.product(groups, settings):
+        for pattern, order in itertools.product(request.patterns or PATTERNS, orders):
+            job = Job(pattern, order == "scattered")
+            if pattern == "mixed" and job.scattered and not request.orders and request.mode != "full":
+                continue  # the update has sequential chunks
+            cases.append(Case(job, each, group))
+            if pattern == "mixed" and request.adam and not job.scattered:
+                cases.append(Case(job, each, group, adam=True))
     return cases
-
-
-def _jobs(case: Case) -> tuple[Job, ...]:
-    return case.job, case.job._replace(single=True), case.job.checking
-
-
-def _window(case: Case) -> int:
-    return max(job.window(case.settings) for job in _jobs(case))
 
 
 def choose_size(request: Request, cases: Sequence[Case]) -> int:
@@ -133,21 +138,23 @@ def choose_size(request: Request, cases: Sequence[Case]) -> int:
     rooms = []
     for directory, device in zip(request.directories, devices, strict=True):
         usable, reserve = usable_bytes(directory)
-        rooms.append(usable // devices.count(device))
+        sharing = devices.count(device)
+        rooms.append(usable // sharing)
         if rooms[-1] < _LEAST:
+            system = os.statvfs(directory)
             raise DirectoryError(
                 f"the disk of {directory} is full",
                 errno=errno.ENOSPC,
                 path=directory,
-                expected=f"{format_size(_LEAST * devices.count(device) + reserve)} free, of which "
-                f"{format_size(reserve)} stay free",
-                found=f"{format_size(os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize)} free",
+                expected=f"{format_size(_LEAST * sharing + reserve)} free, of which {format_size(reserve)} "
+                "stay free",
+                found=f"{format_size(system.f_bavail * system.f_frsize)} free",
                 cure="free space there, or name a directory on another disk",
             )
     usable = min(rooms)
     if request.sustained is not None:
         return max(_LEAST, min(usable // 2, 64 * GiB) // MiB * MiB)
-    wanted = max(_SIZES[request.mode], ceil_to(2 * max(map(_window, cases), default=0), MiB))
+    wanted = max(_SIZES[request.mode], *(ceil_to(2 * case.window, MiB) for case in cases), 0)
     return max(_LEAST, min(wanted, usable) // MiB * MiB)
 
 
@@ -160,17 +167,16 @@ def keep_what_fits(cases: Sequence[Case], nbytes: int) -> tuple[list[Case], list
     memory = available_host_memory() // 2
     kept, said = [], []
     for case in cases:
-        why = check_sizes(nbytes, case.settings, _jobs(case))
+        why = case.misfit(nbytes)
         while why is not None and case.job.chunk > case.settings.block_bytes:  # a small drive, small tickets
             case = case._replace(job=case.job._replace(chunk=case.job.chunk // 2))
-            why = check_sizes(nbytes, case.settings, _jobs(case))
-        if why is None and _window(case) * len(case.directories) > memory:
-            why = f"buffers of {format_size(_window(case))} do not fit host memory"
+            why = case.misfit(nbytes)
+        if why is None and case.window * len(case.directories) > memory:
+            why = f"buffers of {format_size(case.window)} do not fit host memory"
         if why is None:
             kept.append(case)
         else:
-            shape = f"{format_size(case.settings.block_bytes)} × {case.settings.queue_depth}"
-            said.append(f"{shape} is left out with a file of {format_size(nbytes)}: {why}")
+            said.append(f"{sizes(case.settings)} is left out with a file of {format_size(nbytes)}: {why}")
     if not kept:
         raise ConfigError(
             "nothing can be measured with these sizes",
@@ -181,8 +187,9 @@ def keep_what_fits(cases: Sequence[Case], nbytes: int) -> tuple[list[Case], list
     return kept, list(dict.fromkeys(said))
 
 
-def facts_as_dict(facts: DirectoryFacts) -> dict[str, Any]:
+def facts_of(directory: str) -> dict[str, Any]:
     """Return what a directory stands on, as JSON has it."""
+    facts = describe_directory(directory)
     drive = facts.drive
     return {
         "path": facts.path,
@@ -194,29 +201,28 @@ def facts_as_dict(facts: DirectoryFacts) -> dict[str, Any]:
     }
 
 
-def measure(request: Request, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return everything as JSON has it. Rates in bytes per second, times in seconds."""
     for directory in request.directories:
         check_directory(directory)
-    settings = settings_of(request)
-    cases = cases_of(request, settings) if request.sustained is None else []
-    if request.sustained is not None:
-        pattern = (request.patterns or ("write",))[0]
-        cases = [Case(Job(pattern), settings[0], tuple(range(len(request.directories))))]
+    cases = cases_of(request, settings_of(request))
     nbytes = choose_size(request, cases)
     cases, warnings = keep_what_fits(cases, nbytes)
-    facts = [facts_as_dict(describe_directory(directory)) for directory in request.directories]
-    for place in facts:
+    places = [facts_of(directory) for directory in request.directories]
+    for place in places:
         if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
+    found = find_fio()
+    if request.fio and found is None and request.sustained is None:
+        warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
     result: dict[str, Any] = {
         "benchmark": "io",
         "infinity": __version__,
         "mode": request.mode,
-        "directories": facts,
+        "directories": places,
         "file_bytes": nbytes,
-        "seconds_per_pass": effort.seconds,
-        "fio": None,
+        "seconds_per_pass": request.seconds,
+        "fio": found[1] if request.fio and found is not None else None,
         "fill_bytes_per_second": None,
         "cache": [],
         "cases": [],
@@ -224,91 +230,72 @@ def measure(request: Request, effort: Effort, tell: Callable[[str], None]) -> di
         "sustained": None,
     }
     grain = min(case.settings.block_bytes for case in cases)
-    window = max(map(_window, cases))
-    found = find_fio()
-    if effort.fio and found is not None:
-        result["fio"] = found[1]
-    elif effort.fio and request.sustained is None:
-        warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
+    window = max(case.window for case in cases)
     with contextlib.ExitStack() as stack:
         loads = [
             stack.enter_context(Load(directory, nbytes, grain=grain, window=window))
             for directory in request.directories
         ]
-        if request.sustained is not None:
-            case = cases[0]
-            pairs = [(load, stack.enter_context(load.ring(case.settings))) for load in loads]
-            tell(f"{case.job.pattern}s for {request.sustained:g} s on files of {format_size(nbytes)}")
-            result["sustained"] = sustained(pairs, case.settings, case.job, request.sustained)
-            for load, ring in pairs:
-                load.verify(ring, case.settings, case.job, 256 * MiB)
+        if request.sustained is None:
+            _measure_cases(request, cases, loads, result, warnings, tell)
         else:
-            compare_scattered = bool(request.orders) or request.mode == "full"
-            _measure_cases(cases, loads, effort, result, warnings, tell, compare_scattered)
+            job, settings, *_ = cases[0]
+            pairs = [(load, stack.enter_context(load.ring(settings))) for load in loads]
+            tell(f"{job.pattern}s for {request.sustained:g} s on files of {format_size(nbytes)}")
+            result["sustained"] = sustained(pairs, settings, job, request.sustained)
+            for load, ring in pairs:
+                load.verify(ring, settings, job, 256 * MiB)
         result["verified_bytes"] = sum(load.verified for load in loads)
     result["warnings"] = list(dict.fromkeys(warnings))
     return result
 
 
 def _measure_cases(
+    request: Request,
     cases: Sequence[Case],
     loads: Sequence[Load],
-    effort: Effort,
     result: dict[str, Any],
     warnings: list[str],
     tell: Callable[[str], None],
-    compare_scattered: bool,
 ) -> None:
-    first, chunk = cases[0].settings, cases[0].job.chunk
-    rates = []
+    first, filling = cases[0].settings, Job("write", chunk=cases[0].job.chunk)
+    result["fill_bytes_per_second"] = []
     for load in loads:
         tell(f"writes {format_size(load.nbytes)} to {load.directory}")
         with load.ring(first) as ring:
-            filled = run_pass([(load, ring)], first, Job("write", chunk=chunk), 3600, limit=load.nbytes)
-            rates.append(filled.rate)
+            filled = run_pass([(load, ring)], first, filling, 3600, limit=load.nbytes)
+            result["fill_bytes_per_second"].append(filled.rate)
             twice = read_twice(load, ring, first, cases[0].job)
         warnings += cache_warning(twice, load.directory)
         result["cache"].append({"path": load.directory, **(twice or {})})
-    result["fill_bytes_per_second"] = rates
     work = None
     if any(case.adam for case in cases):
         work = AdamWork(_ADAM)
         result["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
         result["adam_threads"] = cpu_adam.threads()
     for number, case in enumerate(cases, 1):
-        order = "scattered" if case.job.scattered else "sequential"
-        beside = " beside Adam" if case.adam else ""
-        shape = f"{format_size(case.settings.block_bytes)} × {case.settings.queue_depth}"
-        tell(f"[{number}/{len(cases)}] {case.job.pattern}{beside}, {order}, {case.settings.backend} {shape}")
+        what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}, {case.job.order}"
+        tell(f"[{number}/{len(cases)}] {what}, {case.settings.backend} {sizes(case.settings)}")
         # Scattered, fio costs time and says little; --order scattered asks for it.
-        peer = effort.fio and (not case.job.scattered or compare_scattered)
-        measured, said = measure_case(case, loads, replace(effort, fio=peer), work)
+        fio = request.fio and (not case.job.scattered or bool(request.orders) or request.mode == "full")
+        measured, said = measure_case(
+            *(case, loads), seconds=request.seconds, repeats=request.repeats, fio=fio, work=work
+        )
         result["cases"].append(measured)
         warnings += said
 
 
-def _numbers(name: str, values: Sequence[str], *, size: bool = False) -> tuple[int, ...]:
-    try:
-        return tuple(parse_size(v, name) if size else int(v) for v in listed(values))
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"--{name} is not a number", expected="4, or 4,16", found=", ".join(values), cure=f"--{name} 4"
-        ) from error
-
-
 @click.command("io")
-@directories_argument
+@directories_argument()
 @click.option("--quick", "mode", flag_value="quick", help="About five seconds: no fio, no scattered.")
 @click.option("--full", "mode", flag_value="full", help="Every backend, block, depth: minutes.")
 @click.option("--size", help="Of the file in each directory. Default: 1GiB (quick 256MiB, full 4GiB).")
-@click.option("--block", multiple=True, help="Block sizes, such as 256KiB,1MiB. Default: the engine's.")
-@click.option("--depth", multiple=True, help="Queue depths, such as 8,32. Default: the engine's.")
-@click.option("--threads", multiple=True, help="Numbers of threads of the backend threads.")
-@click.option("--backend", multiple=True, help="auto, libaio, syscall, uring, threads.")
-@click.option("--pattern", multiple=True, help="read, write, mixed. Default: all.")
-@click.option("--order", multiple=True, help="sequential, scattered. Default: both.")
+@numbers_option("--block", "blocks", "Block sizes, such as 256KiB,1MiB. Default: the engine's.", size=True)
+@numbers_option("--depth", "depths", "Queue depths, such as 8,32. Default: the engine's.")
+@numbers_option("--threads", "threads", "Numbers of threads of the backend threads.")
+@words_option("--backend", "backends", ("auto", *BACKENDS), "auto, libaio, syscall, uring, threads.")
+@words_option("--pattern", "patterns", PATTERNS, "read, write, mixed. Default: all.")
+@words_option("--order", "orders", ORDERS, "sequential, scattered. Default: both.")
 @click.option("--seconds", type=click.FloatRange(0.01, 3600), help="Of one pass.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
@@ -322,22 +309,7 @@ def _numbers(name: str, values: Sequence[str], *, size: bool = False) -> tuple[i
 @json_option
 @click.option("--plot", "plot_file", help="Draw the result into this file (.png, .svg, .pdf).")
 def io_command(
-    directories: tuple[str, ...],
-    mode: str | None,
-    size: str | None,
-    block: tuple[str, ...],
-    depth: tuple[str, ...],
-    threads: tuple[str, ...],
-    backend: tuple[str, ...],
-    pattern: tuple[str, ...],
-    order: tuple[str, ...],
-    seconds: float | None,
-    repeats: int | None,
-    fio: bool | None,
-    adam: bool,
-    sustained: float | None,
-    as_json: bool,
-    plot_file: str | None,
+    mode: str | None, size: str | None, as_json: bool, plot_file: str | None, **given: Any
 ) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
@@ -347,31 +319,11 @@ def io_command(
     """
     check_plot(plot_file)
     mode = mode or "default"
-    request = Request(
-        directories=tuple(absolute(directories)),
-        mode=mode,
-        size=None if size is None else parse_size(size, "--size"),
-        blocks=_numbers("block", block, size=True),
-        depths=_numbers("depth", depth),
-        threads=_numbers("threads", threads),
-        backends=chosen("backend", backend, ("auto", *BACKENDS)),
-        patterns=chosen("pattern", pattern, PATTERNS),
-        orders=chosen("order", order, ("sequential", "scattered")),
-        adam=adam and sustained is None,
-        sustained=sustained,
-    )
-    effort = _EFFORTS[mode]
-    effort = replace(
-        effort,
-        seconds=seconds or effort.seconds,
-        repeats=repeats or effort.repeats,
-        fio=effort.fio if fio is None else fio,
-    )
+    told = {name: value for name, value in given.items() if value is not None}
+    nbytes = None if size is None else parse_size(size, "--size")
+    request = Request(mode=mode, size=nbytes, **{**_MODES[mode], **told})
     with status_line(quiet=as_json) as tell:
-        result = measure(request, effort, tell)
+        result = measure(request, tell)
     if plot_file is not None:
         plot(result, plot_file)
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        show(result)
+    finish(result, show, as_json=as_json)

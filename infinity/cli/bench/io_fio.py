@@ -6,8 +6,13 @@ import functools
 import json
 import os
 import shutil
+import statistics
 import subprocess
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
+
+from .adam import spread
+from .io_load import Job, Load, Settings
 
 ENGINES: Final = ("libaio", "io_uring")
 _MODES: Final = {"read": "read", "write": "write", "mixed": "rw"}
@@ -40,22 +45,11 @@ def find_fio() -> tuple[str, str] | None:
 
 
 def run_fio(
-    filename: str,
-    *,
-    nbytes: int,
-    pattern: str,
-    scattered: bool,
-    engine: str,
-    block_bytes: int,
-    queue_depth: int,
-    direct: bool,
-    seconds: float,
-    huge: bool = False,
+    load: Load, settings: Settings, job: Job, seconds: float, *, engine: str = ENGINES[0], huge: bool = False
 ) -> FioResult:
-    """Run fio for `seconds` on one existing file.
+    """Run fio for `seconds` on the file of a load. What it writes there, the load does not know.
 
     Args:
-        pattern: ``read``, ``write`` or ``mixed`` (half of each).
         huge: with its buffers in transparent huge pages, as the engine's are (glibc ≥ 2.35): the drive
             is handed a few large segments instead of many pages. False: fio as it comes.
 
@@ -65,62 +59,90 @@ def run_fio(
     found = find_fio()
     if found is None:
         raise FioFailed("not installed")
+    if job.pattern != "read":
+        load.forget()
     command = [
         found[0],
         "--name=bench",
-        f"--filename={filename}",
+        f"--filename={load.name}",
         "--allow_file_create=0",
-        f"--direct={int(direct)}",
+        f"--direct={int(load.file.direct)}",
         f"--ioengine={engine}",
-        f"--iodepth={queue_depth}",
-        f"--bs={block_bytes}",
-        f"--rw={'rand' if scattered else ''}{_MODES[pattern]}",
-        f"--size={nbytes // block_bytes * block_bytes}",
-        "--time_based",
+        f"--iodepth={settings.queue_depth}",
+        f"--bs={settings.block_bytes}",
+        f"--rw={'rand' if job.scattered else ''}{_MODES[job.pattern]}",
+        f"--size={load.nbytes // settings.block_bytes * settings.block_bytes}",
         f"--runtime={max(1, round(seconds * 1000))}ms",
-        "--thread",
-        "--norandommap",
-        "--randrepeat=0",
-        "--percentile_list=50:99:99.9",
-        "--output-format=json",
+        *("--time_based", "--thread", "--norandommap", "--randrepeat=0"),
+        *("--percentile_list=50:99:99.9", "--output-format=json"),
     ]
+    environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})}
+    most = seconds + 60
     try:
         # On an interrupt `run` kills the child before it lets the exception through.
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=seconds + 60,
-            check=False,
-            env={**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})},
+            command, capture_output=True, text=True, timeout=most, check=False, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise FioFailed(f"it did not end within {seconds + 60:.0f} s") from error
+        raise FioFailed(f"it did not end within {most:.0f} s") from error
     except OSError as error:
         raise FioFailed(str(error)) from error
+    said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
     try:
-        report = json.loads(done.stdout[done.stdout.index("{") :])
-        job = report["jobs"][0]
+        report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     except (ValueError, LookupError) as error:
-        raise FioFailed(_first_line(done.stderr) or f"exit status {done.returncode}") from error
-    if done.returncode or job.get("error"):
-        raise FioFailed(_first_line(done.stderr) or f"error {job.get('error', done.returncode)}")
-    return _parse(engine, job)
-
-
-def _parse(engine: str, job: dict[str, Any]) -> FioResult:
-    moved = sum(int(job[way]["io_bytes"]) for way in ("read", "write"))
-    seconds = max(float(job[way]["runtime"]) for way in ("read", "write")) / 1000
-    if not moved or not seconds:
+        raise FioFailed(said or f"exit status {done.returncode}") from error
+    if done.returncode or report.get("error"):
+        raise FioFailed(said or f"error {report.get('error', done.returncode)}")
+    ways = [report[way] for way in ("read", "write")]
+    moved = sum(int(way["io_bytes"]) for way in ways)
+    took = max(float(way["runtime"]) for way in ways) / 1000
+    if not moved or not took:
         raise FioFailed("it moved nothing")
-    busy = (float(job["usr_cpu"]) + float(job["sys_cpu"])) / 100 * float(job["job_runtime"]) / 1000
+    busy = (float(report["usr_cpu"]) + float(report["sys_cpu"])) / 100 * float(report["job_runtime"]) / 1000
     tails: dict[str, float] = {}
-    for way in ("read", "write"):  # of a mixed job the worse of both
-        for name, value in job[way].get("clat_ns", {}).get("percentile", {}).items():
+    for way in ways:  # of a mixed job the worse of both
+        for name, value in way.get("clat_ns", {}).get("percentile", {}).items():
             key = f"p{float(name):g}"
             tails[key] = max(tails.get(key, 0.0), float(value) * 1e-9)
-    return FioResult(engine, moved / seconds, busy / (moved / 1e9), tails)
+    return FioResult(engine, moved / took, busy / (moved / 1e9), tails)
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+class Peer:
+    """fio's side of a case, as it comes or with its buffers in huge pages (`huge`)."""
+
+    def __init__(self, load: Load, job: Job, settings: Settings, seconds: float, *, huge: bool) -> None:
+        self.huge = huge
+        self.warnings: list[str] = []
+        self._run = functools.partial(run_fio, load, settings, job, seconds, huge=huge)
+        self._engines: Sequence[str] = ENGINES
+        self._results: list[FioResult] = []
+
+    def turn(self) -> None:
+        """Run it once; the first time with every engine, to stay with the best."""
+        tried: list[FioResult] = []
+        for engine in self._engines:
+            try:
+                tried.append(self._run(engine=engine))
+            except FioFailed as error:
+                pages = " and huge pages" if self.huge else ""
+                self.warnings.append(f"fio with {engine}{pages} could not run: {error}")
+        best = sorted(tried, key=lambda result: -result.rate)[:1]
+        self._engines = [result.engine for result in best]  # none: it is not tried again
+        self._results += best
+
+    def compare(self, rates: Sequence[float]) -> dict[str, Any] | None:
+        """Return fio's figures and how ours compare, pair by pair."""
+        if not self._results:
+            return None
+        theirs = [result.rate for result in self._results]
+        ratios = [ours / peer for ours, peer in zip(rates, theirs, strict=False)]
+        return {
+            "engine": self._results[-1].engine,
+            "bytes_per_second": statistics.median(theirs),
+            "repeats": theirs,
+            "percent": 100 * statistics.median(ratios),
+            "spread": spread(ratios),
+            "cpu_seconds_per_gb": statistics.median(r.cpu_seconds_per_gb for r in self._results),
+            "latency_seconds": self._results[0].percentiles,
+        }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import threading
@@ -32,6 +33,8 @@ from infinity.storage.memory import HostMapping
 
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
 PATTERNS: Final = ("read", "write", "mixed")
+ORDERS: Final = ("sequential", "scattered")
+_POLL: Final = 0.05
 _quarantine: list[HostMapping] = []  # memory that the kernel may still touch
 
 
@@ -52,6 +55,11 @@ class Job(NamedTuple):
     scattered: bool = False
     single: bool = False
     chunk: int = TRANSFER
+
+    @property
+    def order(self) -> str:
+        """One of `ORDERS`."""
+        return ORDERS[self.scattered]
 
     @property
     def checking(self) -> Job:
@@ -123,7 +131,7 @@ def check_directory(directory: str) -> None:
     os.close(fd)
 
 
-class Load:
+class Load(contextlib.AbstractContextManager["Load"]):
     """A nameless file of `nbytes` in `directory`, buffers, and what the file must hold.
 
     Args:
@@ -194,15 +202,9 @@ class Load:
         """The file was written by others: nothing of it is known any more."""
         self._known[:] = False
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let the file and the buffers go. Rings must be closed."""
         self.file.close()
-
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def ring(self, settings: Settings, deadline: float = 60.0) -> Iterator[Ring]:
@@ -221,15 +223,12 @@ class Load:
             ring.register_buffer(self.mapping.io_address, self.mapping.nbytes)
             yield ring
         finally:
-            self._close(ring)
-
-    def _close(self, ring: Ring) -> None:
-        try:
-            ring.forget_file(self.file.fd)
-            ring.close()
-        except DeadlineError:
-            _quarantine.append(self.mapping)
-            raise
+            try:
+                ring.forget_file(self.file.fd)
+                ring.close()
+            except DeadlineError:
+                _quarantine.append(self.mapping)
+                raise
 
     # ---- passes ----
 
@@ -240,21 +239,21 @@ class Load:
             self._sent[grain] = crc32c(self.mapping.address + grain * self.grain, self.grain)
 
     def _offsets(self, job: Job, transfer: int) -> tuple[Iterator[int], Iterator[int]]:
-        """Return where to read and where to write; `mixed` reads one half and writes the other, as
-        the optimizer reads the slot in use and writes the other one, and changes sides each time."""
-        half = self.nbytes // 2 // transfer
+        """Return where to read and where to write, round and round; `mixed` reads one half and writes
+        the other, as the optimizer reads the slot in use and writes the other; it changes sides each time."""
         self._swap ^= 1
-        if job.pattern == "mixed":
-            first, second = self._swap * half, (1 - self._swap) * half
-            places = [(first, half), (second, half)]
-        else:
-            places = [(0, self.nbytes // transfer)] * 2
-        begin = self._cursor // transfer
-        reads, writes = (
-            _around(first * transfer, count, transfer, begin % count, job.scattered)
-            for first, count in places
-        )
-        return reads, writes
+        parts = 2 if job.pattern == "mixed" else 1
+        count = self.nbytes // parts // transfer
+
+        def around(part: int) -> Iterator[int]:
+            places = np.arange(count)
+            if job.scattered:
+                np.random.default_rng().shuffle(places)
+            else:
+                places = np.roll(places, -(self._cursor // transfer % count))
+            return itertools.cycle(((part * count + places) * transfer).tolist())
+
+        return around(self._swap % parts), around((1 - self._swap) % parts)
 
     def run(
         self,
@@ -352,14 +351,55 @@ class Load:
                 )
 
 
-def _around(first: int, count: int, transfer: int, begin: int, scattered: bool) -> Iterator[int]:
-    """Yield offsets of a region of `count` transfers, round and round, in order or in one scattered order."""
-    if scattered:
-        order: Sequence[int] = np.random.default_rng().permutation(count).tolist()
-        begin = 0
-    else:
-        order = range(count)
-    at = begin
-    while True:
-        yield first + order[at] * transfer
-        at = (at + 1) % count
+def run_pass(
+    pairs: Sequence[tuple[Load, Ring]],
+    settings: Settings,
+    job: Job,
+    seconds: float,
+    *,
+    limit: int | None = None,
+) -> Tally:
+    """Run one pass on several directories at once, each with a thread of its own; add them up.
+
+    It ends after `seconds`, or `limit` bytes per directory. CPU seconds are those of the rings and of
+    the threads that feed them.
+    """
+    if job.pattern != "read":
+        for load, _ in pairs:
+            load.refresh(job.window(settings))
+    before = sum(ring.stats().cpu_seconds for _, ring in pairs)
+    stop, tallies, errors = threading.Event(), list[Tally](), list[BaseException]()
+    until = time.perf_counter() + seconds
+
+    def one(load: Load, ring: Ring) -> None:
+        try:
+            tallies.append(load.run(ring, settings, job, stop, until=until, limit=limit))
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=one, args=pair, name="infinity-bench", daemon=True) for pair in pairs]
+    start = time.perf_counter()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_POLL)
+    except BaseException:
+        stop.set()
+        for thread in threads:  # an interrupt; what is under way ends first, or at its deadline
+            if thread.ident is not None:
+                thread.join(5.0)
+        raise
+    if errors:
+        raise errors[0]
+    cpu_seconds = sum(ring.stats().cpu_seconds for _, ring in pairs) - before
+    return Tally(
+        read=sum(t.read for t in tallies),
+        written=sum(t.written for t in tallies),
+        seconds=max(t.seconds for t in tallies),
+        cpu_seconds=cpu_seconds + sum(t.cpu_seconds for t in tallies),
+        latencies=[seconds for t in tallies for seconds in t.latencies],
+        timeline=sorted((at - start, nbytes) for t in tallies for at, nbytes in t.timeline),
+    )

@@ -11,13 +11,10 @@ from rich.table import Table
 from infinity.cli.console import figure_in, gigabytes, show_warnings, table_of, wide_console
 from infinity.core.sizes import format_size
 
-from .io_sustained import sustained_text
-
 
 def label(case: Mapping[str, Any]) -> str:
     """Return what a case does, for a person."""
-    beside = " + Adam" if case["adam_beside"] else ""
-    return f"{case['pattern']}{beside}, {case['order']}"
+    return f"{case['pattern']}{' + Adam' if case['adam_beside'] else ''}, {case['order']}"
 
 
 def how(case: Mapping[str, Any], *, name: bool = False) -> str:
@@ -27,6 +24,19 @@ def how(case: Mapping[str, Any], *, name: bool = False) -> str:
     if name and not several:
         several = f", {case['directories'][0]}"
     return f"{case['backend']} {format_size(case['block_bytes'])} × {case['queue_depth']}{threads}{several}"
+
+
+def sustained_text(found: dict[str, Any]) -> str:
+    """Return what a sustained run shows, in a sentence or two."""
+    first, last = (found[f"{when}_bytes_per_second"] / 1e9 for when in ("first", "last"))
+    moved = f"{format_size(found['bytes_written'])} were written"
+    if found["bytes_read"]:
+        moved = f"{format_size(found['bytes_read'])} were read and {moved}"
+    wrote = f"{moved} in {found['seconds']:.0f} s: first {first:.2f} GB/s, last {last:.2f} GB/s."
+    if found["fell_after_bytes"] is None:
+        return f"{wrote} The rate did not fall for good."
+    after = format_size(found["fell_after_bytes"])
+    return f"{wrote} The rate fell for good after {after}: a write cache was full. Plan with the last figure."
 
 
 def _milliseconds(value: float | None) -> str:

@@ -9,17 +9,16 @@ Without a CUDA device there is no link; then it says so, and measures what a cop
 
 from __future__ import annotations
 
-import json
+import functools
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import click
 import torch
 
-from infinity.cli.console import show_warnings, table_of, wide_console
+from infinity.cli.console import finish, show_warnings, table_of, wide_console
 from infinity.cli.options import json_option
 from infinity.core.errors import ConfigError, InfinityError, StorageError
 from infinity.core.sizes import GiB, MiB, format_size, parse_size
@@ -28,7 +27,7 @@ from infinity.hardware.device import CudaDevice, HostDevice, open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.storage.memory import HostMapping
 
-from .adam import spread
+from .adam import rate, spread
 
 KINDS: Final = ("pageable", "pinned", "registered")
 DIRECTIONS: Final = ("h2d", "d2h", "both")
@@ -73,21 +72,18 @@ def _measure_kind(
     there = torch.zeros(up.numel(), dtype=torch.uint8, device=device.torch_device)
     back = torch.full_like(there, 5)
     torch.cuda.synchronize(device.torch_device)
-
-    def h2d() -> None:
-        device.h2d(there, up)
-
-    def d2h() -> None:
-        device.d2h(down, back)
-
-    def both() -> None:
-        h2d()
-        d2h()
-
     rows = []
-    for direction, copy in zip(DIRECTIONS, (h2d, d2h, both), strict=True):
+    for direction in DIRECTIONS:
+
+        def copy(direction: str = direction) -> None:
+            if direction != "d2h":
+                device.h2d(there, up)
+            if direction != "h2d":
+                device.d2h(down, back)
+            device.synchronize()
+
         moved = up.numel() * (2 if direction == "both" else 1)
-        rows.append(_row(kind, direction, _rates(copy, device.synchronize, moved, repeats)))
+        rows.append(_row(kind, direction, rate(copy, moved, repeats)))
     if not bool((there == 3).all()) or not bool((down == 5).all()):
         raise StorageError(
             "other bytes arrived than were sent",
@@ -103,30 +99,15 @@ def measure_host(nbytes: int, repeats: int) -> list[dict[str, Any]]:
     mapping = HostMapping(2 * nbytes, populate=True)
     before, rows = cpu_adam.threads(), []
     mapping.tensor(0, nbytes).fill_(1)
+    copy = functools.partial(cpu_adam.copy_bytes, mapping.address + nbytes, mapping.address, nbytes)
     try:
         for count in sorted({1, before}):
             cpu_adam.set_threads(count)
-
-            def copy() -> None:
-                cpu_adam.copy_bytes(mapping.address + nbytes, mapping.address, nbytes)
-
-            rates = _rates(copy, lambda: None, nbytes, repeats)
-            rows.append(_row(f"memory, {count} thread{'s' * (count > 1)}", "copy", rates))
+            kind = f"memory, {count} thread{'s' * (count > 1)}"
+            rows.append(_row(kind, "copy", rate(copy, nbytes, repeats)))
     finally:
         cpu_adam.set_threads(before)
     return rows
-
-
-def _rates(copy: Callable[[], None], finish: Callable[[], None], nbytes: int, repeats: int) -> list[float]:
-    """Return bytes per second of each repeat, after one that warms up."""
-    rates = []
-    for _ in range(repeats + 1):
-        finish()
-        start = time.perf_counter()
-        copy()
-        finish()
-        rates.append(nbytes / (time.perf_counter() - start))
-    return rates[1:]
 
 
 def _row(kind: str, direction: str, rates: list[float]) -> dict[str, Any]:
@@ -167,16 +148,18 @@ def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> 
             rows, warnings = measure_cuda(opened, nbytes, repeats)
     finally:
         opened.close()
-    if as_json:
-        result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
-        click.echo(json.dumps({**result, "warnings": warnings}))
-        return
-    where = f"{name}, copies of {format_size(nbytes)}" + (f", NUMA node {node}" if node is not None else "")
-    table = table_of("host memory", "direction", "GB/s", "spread", title=where, left=2)
-    for row in rows:
-        table.add_row(
-            row["kind"], row["direction"], f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['spread']:.0%}"
-        )
+    result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
+    finish({**result, "warnings": warnings}, show, as_json=as_json)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the result for a person."""
+    node = "" if result["numa_node"] is None else f", NUMA node {result['numa_node']}"
+    title = f"{result['device']}, copies of {format_size(result['bytes'])}{node}"
+    table = table_of("host memory", "direction", "GB/s", "spread", title=title, left=2)
+    for row in result["rows"]:
+        rate = f"{row['bytes_per_second'] / 1e9:.2f}"
+        table.add_row(row["kind"], row["direction"], rate, f"{row['spread']:.0%}")
     console = wide_console()
     console.print(table)
-    show_warnings(console, warnings)
+    show_warnings(console, result["warnings"])

@@ -17,12 +17,11 @@ from typing import Any, Final
 import click
 import torch
 
-from infinity.cli.console import status_line, table_of, wide_console
+from infinity.cli.console import finish, finite, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT, GPTShape, activations_of, parameters_of, shape_from, units_of
-from infinity.cli.options import chosen, device_option, json_option
+from infinity.cli.options import device_option, json_option, words_option
 from infinity.cli.outputs import check_outputs
-from infinity.cli.progress import finite
 from infinity.core.config import UPDATES
 from infinity.core.errors import BudgetError, DirectoryError, InfinityError
 from infinity.core.sizes import GiB, format_size, parse_dtype
@@ -256,10 +255,13 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
 @device_option
 @click.option("--directory", default=".", metavar="DIR", help="On the drive to be measured. Default: here.")
-@click.option(
-    "--placement", multiple=True, help=f"{', '.join(PLACEMENTS)}; may be given again. Default: all."
+@words_option(
+    "--placement",
+    "placements",
+    tuple(PLACEMENTS),
+    f"{', '.join(PLACEMENTS)}; may be given again. Default: all.",
 )
-@click.option("--update", multiple=True, help=f"{', '.join(UPDATES)}; may be given again. Default: all.")
+@words_option("--update", "updates", UPDATES, f"{', '.join(UPDATES)}; may be given again. Default: all.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Rounds before.")
 @click.option("--burst", type=click.IntRange(min=1), help="Steps of a turn. Default: 4; for sync alone 1.")
@@ -271,8 +273,8 @@ def step_command(
     preset: str,
     device: str | None,
     directory: str,
-    placement: tuple[str, ...],
-    update: tuple[str, ...],
+    placements: tuple[str, ...],
+    updates: tuple[str, ...],
     output: str | None,
     as_json: bool,
     **given: Any,
@@ -292,26 +294,14 @@ def step_command(
         shape=shape,
         directory=os.path.abspath(directory),
         device=str(opened.torch_device),
-        placements=chosen("placement", placement, tuple(PLACEMENTS)) or tuple(PLACEMENTS),
-        updates=chosen("update", update, UPDATES) or UPDATES,
+        placements=placements or tuple(PLACEMENTS),
+        updates=updates or UPDATES,
         **given,
     )
     check_outputs([("--output", output, lambda head: head.startswith(b'{\n "benchmark": "step"'))])
     with status_line(quiet=as_json) as tell:
-        result = clean(measure(request, tell))
+        result = finite(measure(request, tell))
     if output is not None:
         Path(output).expanduser().write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        show(result)
-    return 1 if any(group["errors"] for group in result["placements"].values()) else 0
-
-
-def clean(value: Any) -> Any:
-    """Return `value` with None for every number that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: clean(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean(each) for each in value]
-    return finite(value)
+    failed = any(group["errors"] for group in result["placements"].values())
+    return finish(result, show, as_json=as_json, failed=failed)

@@ -29,8 +29,7 @@ from infinity.core.sizes import GiB, MiB, parse_dtype
 from infinity.hardware.tuned import tuned
 
 from .adam import AdamWork, rate
-from .io_case import run_pass
-from .io_load import Job, Load, Settings, usable_bytes
+from .io_load import Job, Load, Settings, run_pass, usable_bytes
 from .step_run import PLACEMENTS
 
 _FILE: Final = GiB  # of the drive's probe
