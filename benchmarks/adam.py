@@ -114,12 +114,8 @@ def main() -> None:
         runs["deepspeed"] = lambda: float(ask("go")["seconds"])
     else:
         print("DeepSpeed is not measured: no --deepspeed-python", file=sys.stderr)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
     try:
-        for name, counts in common.turns(list(runs), 2, args.repetitions):
-            took = runs[name]()
-            if counts:
-                seconds[name].append(took)
+        seconds = common.race(runs, 2, args.repetitions)
     finally:
         if child is not None:
             child.close()

@@ -28,6 +28,7 @@ import argparse
 import importlib
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -105,8 +106,7 @@ def bounds(ratios: list[float]) -> tuple[float, float, float]:
         tail += term
         term *= (count - rank) / (rank + 1)
         rank += 1
-    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    return middle, ordered[max(0, rank - 1)], ordered[min(count - 1, count - rank)]
+    return statistics.median(ordered), ordered[max(0, rank - 1)], ordered[min(count - 1, count - rank)]
 
 
 def figures(pairs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def figures(pairs: list[dict[str, Any]]) -> dict[str, Any]:
         "low": low,
         "high": high,
         "falls_short": low > FALLS_SHORT,
-        **{f"{who}_seconds": bounds([pair[who]["seconds"] for pair in pairs])[0] for who in ("old", "new")},
+        **{f"{who}_seconds": statistics.median(p[who]["seconds"] for p in pairs) for who in ("old", "new")},
         "ratios": ratios,
     }
 

@@ -26,10 +26,10 @@ _GRACE: Final = 20.0  # seconds that a child has to end
 
 
 class ChildError(RuntimeError):
-    """A child ended, or did not answer in time (`code` None). `log` is the end of what it printed."""
+    """A child ended, or did not answer in time (`code` None). `said`: the end of what it printed."""
 
     def __init__(self, what: str, code: int | None, log: str) -> None:
-        said = [line for line in log.splitlines() if line.strip()]
+        self.said = said = [line for line in log.splitlines() if line.strip()]
         self.reason = next((x for x in reversed(said) if "Error" in x), said[-1] if said else what).strip()
         if code is None:
             self.reason = what
@@ -37,7 +37,6 @@ class ChildError(RuntimeError):
             self.reason = f"ended by {signal.Signals(-code).name}: is there enough memory?"
         super().__init__(f"{what}: {self.reason} (exit status {code})\n{log}")
         self.code = code
-        self.log = log
 
 
 class Child:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import platform
-import shutil
+import re
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import runner
 from gpt2 import GPT2
@@ -24,6 +23,7 @@ from runner import ROOT
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
 PACKAGES = ("torch", "transformers", "infinity-offload")
+T = TypeVar("T")
 
 
 # -- turns --------------------------------------------------------------------------------------
@@ -36,6 +36,16 @@ def turns(names: Sequence[str], warmup: int, rounds: int) -> Iterator[tuple[str,
         at = turn % len(names)
         for name in [*names[at:], *names[:at]]:
             yield name, turn >= warmup
+
+
+def race(calls: Mapping[str, Callable[[], T]], warmup: int, rounds: int) -> dict[str, list[T]]:
+    """Return what each answered in the rounds that count, taking turns."""
+    answers: dict[str, list[T]] = {name: [] for name in calls}
+    for name, counts in turns(list(calls), warmup, rounds):
+        answer = calls[name]()
+        if counts:
+            answers[name].append(answer)
+    return answers
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
@@ -53,60 +63,26 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 # -- what is measured on ----------------------------------------------------------------------
 
 
-def drive(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what is known of the drive under `directory`."""
-    number = os.stat(directory).st_dev
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == f"{os.major(number)}:{os.minor(number)}":
-                found["file_system"] = after.split()[0]
-    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    with contextlib.suppress(OSError):
-        block = block.resolve(strict=True)
-        if (block / "partition").exists():
-            block = block.parent
-        found["device"] = block.name
-        for key, path in (
-            ("model", "device/model"),
-            ("rotational", "queue/rotational"),
-            ("scheduler", "queue/scheduler"),
-            ("max_request_kb", "queue/max_sectors_kb"),
-            ("blocks_of_512", "size"),
-        ):
-            with contextlib.suppress(OSError):
-                found[key] = (block / path).read_text().strip()
-    found["free_bytes"] = shutil.disk_usage(directory).free
-    return found
-
-
 def hardware(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Return what this machine is."""
-    cpu = platform.processor() or "unknown"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
+    """Return what this machine is, with `directory` what that stands on, too."""
+    from infinity.cli.bench.io import facts_of
+
+    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    found = {
-        "cpu": cpu,
+    return {
+        "cpu": cpu[1] if cpu is not None else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "transparent_hugepage": huge.read_text().strip() if huge.exists() else None,
         "load_average_at_start": os.getloadavg()[0],
+        **({} if directory is None else {"drive": facts_of(os.fspath(directory))}),
     }
-    if directory is not None:
-        found["drive"] = drive(directory)
-    return found
 
 
 def versions() -> dict[str, str | None]:
     """Return versions of this interpreter, of infinity's commit and of the packages that are measured."""
-    found: dict[str, str | None] = {**dict.fromkeys(PACKAGES), **runner.versions(*PACKAGES)}
-    return {**found, "commit": commit_of(ROOT)}
+    return {**dict.fromkeys(PACKAGES), **runner.versions(*PACKAGES), "commit": commit_of(ROOT)}
 
 
 def commit_of(tree: Path) -> str | None:
@@ -162,16 +138,13 @@ def publish(path: Path | None, result: dict[str, Any]) -> None:
     """Write a result with the command and the time; without a path only what was printed stays."""
     if path is None:
         return
+    script, *words = sys.argv
+    public = [os.path.basename(w.rstrip("/")) if w.startswith("/") else w for w in words]  # no path of ours
     result = {
         "benchmark": result.pop("benchmark"),
-        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *_public(sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *public]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **result,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _public(words: Sequence[str]) -> list[str]:
-    """Return the command line without the paths of this machine."""
-    return [os.path.basename(w.rstrip("/")) if w.startswith("/") else w for w in words]

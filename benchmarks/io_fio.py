@@ -104,16 +104,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
                 each.backend: partial(ours, load, ring, each, pattern, args.ticket)
                 for each, ring in zip(sizes, rings, strict=True)
             }
-            for name in ("fio", "fio-huge"):
-                huge = name == "fio-huge"
-                contenders[name] = partial(fio, load, sizes[0], pattern, args.seconds, huge=huge)
+            for peer, huge in (("fio", False), ("fio-huge", True)):
+                contenders[peer] = partial(fio, load, sizes[0], pattern, args.seconds, huge=huge)
             if args.deepspeed_python and pattern != "mixed":
                 contenders["deepspeed"] = partial(deepspeed, load, pattern, args)
-            results[pattern] = {name: [] for name in contenders}
-            for name, counts in common.turns(list(contenders), 1, args.repeats):
-                run = contenders[name]()
-                if counts:
-                    results[pattern][name].append(run)
+            results[pattern] = common.race(contenders, 1, args.repeats)
     return results
 
 

@@ -24,6 +24,8 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
@@ -91,13 +93,19 @@ class Engine:
         store.wait_written()
 
 
+def timed(call: Callable[[], None]) -> dict[str, Any]:
+    """Return the seconds and the CPU seconds that `call` takes."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    call()
+    return {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+
+
 def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return what all contestants took."""
     own = os.path.join(folder, "infinity")
     os.makedirs(own)
-    engine, child = Engine(own, args), None
-    calls = {"step": engine.step, "merely": engine.merely}
-    names, versions = list(calls), {}
+    engine, child, versions = Engine(own, args), None, {}
+    calls = {"step": partial(timed, engine.step), "merely": partial(timed, engine.merely)}
     try:
         if args.deepspeed_python:
             task = runner.Task(
@@ -109,18 +117,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 settings={"state": "nvme", "parameters": "device"},
             )
             child = runner.start("deepspeed", task, python=args.deepspeed_python, timeout=args.timeout)
-            names, versions = [*names, "deepspeed"], child.ready["versions"]
-        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for name, counts in common.turns(names, args.warmup, args.rounds):
-            begin, cpu = time.perf_counter(), time.process_time()
-            if name in calls:
-                calls[name]()
-                seconds = time.perf_counter() - begin
-                answer = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
-            else:
-                answer = child.ask("1") if child is not None else {}
-            if counts:
-                samples[name].append(answer)
+            versions, calls["deepspeed"] = child.ready["versions"], partial(child.ask, "1")
+        samples = common.race(calls, args.warmup, args.rounds)
     finally:
         if child is not None:
             child.close()

@@ -6,7 +6,7 @@
 A mode is a placement of `infinity bench step`, and for DeepSpeed (ZeRO-3) its nearest: it keeps its
 gradients on NVMe where its state is. Every contestant is a process of its own; in every round each takes one
 turn of some steps, in an order that rotates, and the drive and the kernel are measured for the bound
-([Note: the bound of a step] in infinity/cli/bench/step_bound.py). One that fails is part of the result, with
+([Note: the bound of a step] in infinity/cli/bench/step_run.py). One that fails is part of the result, with
 its error; the others go on.
 
 With an update that goes on behind the next forward (--update overlap or delayed), a turn is a burst of
@@ -29,8 +29,8 @@ import common
 import runner
 from children import Child, ChildError
 
-from infinity.cli.bench.step_bound import Rates, beside_bound, figures, rates, steady
-from infinity.cli.bench.step_run import PLACEMENTS, settings_of
+from infinity.cli.bench.step import Rates, rates
+from infinity.cli.bench.step_run import PLACEMENTS, figures, settings_of, steady
 from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
@@ -132,10 +132,12 @@ class Race:
         if child is not None:
             child.close()
         self.samples.pop(name, None)
-        self.errors[name] = {"error": str(error), "exit_status": None, "log": []}
-        if isinstance(error, ChildError):
-            said = [line for line in error.log.splitlines() if line.strip()]
-            self.errors[name] = {"error": error.reason, "exit_status": error.code, "log": said[-25:]}
+        crashed = isinstance(error, ChildError)
+        self.errors[name] = {
+            "error": error.reason if crashed else str(error),
+            "exit_status": error.code if crashed else None,
+            "log": error.said[-25:] if crashed else [],
+        }
 
     def result(self, rates: Rates) -> dict[str, Any]:
         """Return medians, peaks, bounds, ratios and every sample."""
@@ -148,10 +150,8 @@ class Race:
         peers = [peer for peer in ("deepspeed", "torch") if peer in times]
         ours = [name for name in table if name.startswith("infinity")]
         for name in ours if "torch" in table else ():
-            update = name.partition("-")[2]
-            case = {"placement": self.mode, "update": update, "dtype": self.args.dtype, "params": params}
-            settings = self.settings(name)
-            table[name] |= beside_bound(table[name], table["torch"], rates, **case, settings=settings)
+            told = {"settings": self.settings(name), "dtype": self.args.dtype, "params": params}
+            table[name] |= rates.beside(table[name], table["torch"], **told)
         return {
             "placement": PLACEMENTS[self.mode]._asdict(),
             "table": table,

@@ -18,7 +18,7 @@ from torch import nn
 import infinity
 from infinity.api.engine import Engine, engine_of
 from infinity.cli.roofline import analyse, spans_of
-from infinity.cli.trace_file import read_trace
+from infinity.cli.trace import read_trace
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.hardware import adam_reference, cpu_adam

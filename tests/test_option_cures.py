@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from infinity.cli.dialect import in_options
+from infinity.cli.settings import in_options
 from infinity.cli.main import run
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError

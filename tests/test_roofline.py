@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from infinity.cli.main import run
 from infinity.cli.roofline import analyse, common, seconds, spans_of, union, without
-from infinity.cli.trace import show
-from infinity.cli.trace_file import read_trace
+from infinity.cli.trace import read_trace, show
 from infinity.core.errors import DataError
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda p: (min(p), max(p))))

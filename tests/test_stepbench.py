@@ -12,11 +12,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from infinity.cli.bench import step
+from infinity.cli.bench import io_load, step
 from infinity.cli.bench.group import bench_group
 from infinity.cli.bench.step import Request, check_room
-from infinity.cli.bench.step_bound import Measured, bound, steady
-from infinity.cli.bench.step_run import PLACEMENTS, in_memory, settings_of
+from infinity.cli.bench.step_run import PLACEMENTS, Measured, bound, in_memory, settings_of, steady
 from infinity.cli.model import GPTShape
 from infinity.core.config import UPDATES, Config
 from infinity.core.errors import BudgetError, ConfigError, DirectoryError, StorageError
@@ -70,7 +69,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     assert "--preset" in str(caught.value.cure)
     with pytest.raises(DirectoryError, match="no file can be made"):
         check_room(dataclasses.replace(request, directory=str(tmp_path / "missing")))
-    monkeypatch.setattr(step, "usable_bytes", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr(io_load, "usable_bytes", lambda _: (1 << 20, 1 << 20))
     with pytest.raises(DirectoryError, match="not the room"):
         check_room(request)
     check_room(dataclasses.replace(request, placements=("all-on-host",)))

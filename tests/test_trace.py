@@ -21,7 +21,7 @@ from infinity.api.engine import engine_of
 from infinity.cli.console import check_plot
 from infinity.cli.main import run
 from infinity.cli.roofline import Span, analyse, spans_of, window_of
-from infinity.cli.trace_file import read_trace
+from infinity.cli.trace import read_trace
 from infinity.core.errors import ConfigError, DirectoryError, WrapError
 from infinity.core.spans import CAUSES
 from infinity.hardware.device import HostDevice

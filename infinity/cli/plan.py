@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from rich.console import Console
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
@@ -15,7 +16,7 @@ from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
-from .console import finish
+from .console import finish, table_of
 from .machine import FIGURE, is_figure, load_machine
 from .options import json_option
 from .settings import RunCommand, read_run, run_options
@@ -152,17 +153,12 @@ def plan_command(
 
 def show(case: Case, result: Mapping[str, Any]) -> None:
     """Print a plan for a person."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False)
     console.print(
         f"{case.workload.name}: {result['parameters']:,} parameters in {result['units']} units and "
         f"{result['chunks']} chunks, {result['dtype']}"
     )
-    table = Table("tier", "what for", "bytes", "", title="Memory and disk")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = table_of("tier", "what for", "bytes", "", title="Memory and disk", left=2)
     for tier in Tier:
         purposes = result[tier.value]
         for purpose, nbytes in purposes.items():

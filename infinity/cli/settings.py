@@ -1,4 +1,4 @@
-"""What `train` and `plan` are told: by options, by a YAML file, or both.
+"""What `train` and `plan` are told, by options, by a YAML file, or both; errors in the words of options.
 
 A file has the sections ``model``, ``data``, ``train`` and ``engine``; its names are those of the
 options with underscores, and an option on the command line wins. The defaults of the first three
@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
@@ -27,31 +28,42 @@ SCHEDULES = ("constant", "cosine")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _setting(default: Any, text: str, flag: str | None = None) -> Any:
+    """A field with what `--help` says of it, and its option where that is not the name with dashes."""
+    return field(default=default, metadata={"option": (text, flag)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Which model: a preset with dimensions of one's own, or a Hugging Face directory."""
 
-    preset: str = "30m"
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    vocab: int | None = None
-    context: int | None = None
-    mlp: str | None = None
-    positions: str | None = None
-    tied: bool | None = None
-    kv_heads: int | None = None
-    inner: int | None = None
-    experts: int | None = None
-    init_from: str | None = None
+    preset: str = _setting(
+        "30m",
+        "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters, or a published shape such as "
+        "llama-3.1-8b, qwen2.5-72b, mixtral-8x7b (another name lists them all).",
+    )
+    layers: int | None = _setting(None, "Number of blocks.")
+    width: int | None = _setting(None, "Width of the residual stream.")
+    heads: int | None = _setting(None, "Attention heads.")
+    vocab: int | None = _setting(None, "Size of the vocabulary (bytes need 256).")
+    context: int | None = _setting(None, "Longest sequence that the model can take.")
+    mlp: str | None = _setting(None, "gelu or swiglu.")
+    positions: str | None = _setting(None, "rotary or learned.")
+    tied: bool | None = _setting(None, "Use the embedding as the head.", "--tied/--untied")
+    kv_heads: int | None = _setting(None, "Heads of keys and values; default: as many as heads.")
+    inner: int | None = _setting(None, "Width of the MLP; default: four times the width, SwiGLU 8/3 times.")
+    experts: int | None = _setting(None, "MLPs in each block, of which a token passes two; 0: no mixture.")
+    init_from: str | None = _setting(None, "A Hugging Face directory (config, safetensors, tokenizer).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Which text."""
 
-    path: str | None = None
-    validation: float = VALIDATION
+    path: str | None = _setting(
+        None, "A file, directory or glob; default: Python's standard library.", "--data"
+    )
+    validation: float = _setting(VALIDATION, "Share of the text that is kept for validation.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -62,25 +74,27 @@ class DataSettings:
 class TrainSettings:
     """How to train. Sizes in tokens and sequences; `warmup` None: a tenth of the steps, at most 100."""
 
-    steps: int = 100
-    batch: int = 8
-    sequence: int = 256
-    accumulation: int = 1
-    lr: float = 1e-3
-    schedule: str = "cosine"
-    warmup: int | None = None
-    min_lr: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    seed: int = 0
-    recompute: bool = False
-    sample_tokens: int = 160
-    prompt: str | None = None
-    log_every: int = 1
-    json_log: str | None = None
-    trace: str | None = None
-    overwrite: bool = False
+    steps: int = _setting(100, "Optimizer steps.")
+    batch: int = _setting(8, "Sequences in one forward.")
+    sequence: int = _setting(256, "Tokens in a sequence.")
+    accumulation: int = _setting(1, "Forwards and backwards per step.")
+    lr: float = _setting(1e-3, "Highest learning rate.")
+    schedule: str = _setting("cosine", "constant or cosine.")
+    warmup: int | None = _setting(None, "Steps in which the rate rises; default: a tenth, at most 100.")
+    min_lr: float = _setting(0.1, "What cosine ends at, as a share of --lr.")
+    weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.")
+    beta1: float = _setting(0.9, "Of AdamW.")
+    beta2: float = _setting(0.95, "Of AdamW.")
+    seed: int = _setting(0, "Of the weights and of the batches.")
+    recompute: bool = _setting(False, "Compute blocks again in the backward.", "--recompute/--no-recompute")
+    sample_tokens: int = _setting(160, "Tokens of text to generate at the end.")
+    prompt: str | None = _setting(None, "What that text begins with.")
+    log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
+    json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
+    trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
+    overwrite: bool = _setting(
+        False, "Replace these two files if an earlier run wrote them.", "--overwrite/--no-overwrite"
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -167,50 +181,7 @@ class Option(NamedTuple):
 
 
 _PLACE = "device, host, nvme, or shares such as host:0.3,nvme:0.7."
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        *("model", "preset", "str"),
-        "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters, or a published shape such as "
-        "llama-3.1-8b, qwen2.5-72b, mixtral-8x7b (another name lists them all).",
-    ),
-    Option("model", "layers", "int", "Number of blocks."),
-    Option("model", "width", "int", "Width of the residual stream."),
-    Option("model", "heads", "int", "Attention heads."),
-    Option("model", "vocab", "int", "Size of the vocabulary (bytes need 256)."),
-    Option("model", "context", "int", "Longest sequence that the model can take."),
-    Option("model", "mlp", "str", "gelu or swiglu."),
-    Option("model", "positions", "str", "rotary or learned."),
-    Option("model", "tied", "flag", "Use the embedding as the head.", "--tied/--untied"),
-    Option("model", "kv_heads", "int", "Heads of keys and values; default: as many as heads."),
-    Option("model", "inner", "int", "Width of the MLP; default: four times the width, SwiGLU 8/3 times."),
-    Option("model", "experts", "int", "MLPs in each block, of which a token passes two; 0: no mixture."),
-    Option("model", "init_from", "str", "A Hugging Face directory (config, safetensors, tokenizer)."),
-    Option("data", "path", "str", "A file, directory or glob; default: Python's standard library.", "--data"),
-    Option("data", "validation", "float", "Share of the text that is kept for validation."),
-    Option("train", "steps", "int", "Optimizer steps."),
-    Option("train", "batch", "int", "Sequences in one forward."),
-    Option("train", "sequence", "int", "Tokens in a sequence."),
-    Option("train", "accumulation", "int", "Forwards and backwards per step."),
-    Option("train", "lr", "float", "Highest learning rate."),
-    Option("train", "schedule", "str", "constant or cosine."),
-    Option("train", "warmup", "int", "Steps in which the rate rises; default: a tenth, at most 100."),
-    Option("train", "min_lr", "float", "What cosine ends at, as a share of --lr."),
-    Option("train", "weight_decay", "float", "Of matrices; vectors do not decay."),
-    Option("train", "beta1", "float", "Of AdamW."),
-    Option("train", "beta2", "float", "Of AdamW."),
-    Option("train", "seed", "int", "Of the weights and of the batches."),
-    Option(
-        "train", "recompute", "flag", "Compute blocks again in the backward.", "--recompute/--no-recompute"
-    ),
-    Option("train", "sample_tokens", "int", "Tokens of text to generate at the end."),
-    Option("train", "prompt", "str", "What that text begins with."),
-    Option("train", "log_every", "int", "Steps between lines, where there is no terminal."),
-    Option("train", "json_log", "str", "A file that gets one JSON object per step."),
-    Option("train", "trace", "str", "Record where time goes, into this file (see `infinity trace`)."),
-    Option(
-        *("train", "overwrite", "flag", "Replace these two files if an earlier run wrote them."),
-        "--overwrite/--no-overwrite",
-    ),
+_ENGINE: Final = (
     Option("engine", "device", "str", "cpu, cuda or cuda:N."),
     Option("engine", "dtype", "str", "fp32, bf16 or fp16."),
     Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),
@@ -237,6 +208,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("engine", "loss_scale", "float", "fp16: the first loss scale."),
 )
 _SECTIONS: dict[str, Any] = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
+_KINDS: Final = {"int": "int", "float": "float", "str": "str", "bool": "flag"}
+OPTIONS: tuple[Option, ...] = (
+    *(
+        Option(section, f.name, _KINDS[f.type.split()[0]], *f.metadata["option"])
+        for section, kind in _SECTIONS.items()
+        for f in dataclasses.fields(kind)
+    ),
+    *_ENGINE,
+)
 
 
 def run_options(function: F) -> F:
@@ -420,3 +400,46 @@ def _unknown(what: str, found: str, known: Any) -> None:
         found=repr(found),
         cure=f"did you mean {close[0]!r}?" if close else "remove it",
     )
+
+
+# -- errors in the words of the command line: --nvme DIR where a program writes nvme="…" ------
+
+_OF_ENGINE: Final = {option.name: option for option in OPTIONS if option.section == "engine"}
+_NAMES: Final = "|".join(sorted(_OF_ENGINE, key=len, reverse=True))
+_VALUE: Final = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|[\w.+-]+|"
+#: ``name=value``; ``the setting name``; or a name that is no English word.
+_SETTING: Final = re.compile(
+    rf"(?<![\w./-])(?:(?:the )?setting (?P<called>{_NAMES})\b|(?P<name>{_NAMES})=(?P<value>{_VALUE})"
+    rf"|(?P<alone>{'|'.join(name for name in _OF_ENGINE if '_' in name)})\b(?!=))"
+)
+
+
+def in_options(text: str) -> str:
+    """Return `text` with each setting of the engine named as an option."""
+    return _SETTING.sub(_as_option, text)
+
+
+def say_in_options(error: InfinityError) -> None:
+    """Have an error name settings as options."""
+    for part in ("what", "expected", "found", "cure"):
+        text = getattr(error, part)
+        if isinstance(text, str):
+            setattr(error, part, in_options(text))
+
+
+def _as_option(match: re.Match[str]) -> str:
+    option = _OF_ENGINE[match["called"] or match["name"] or match["alone"]]
+    value = match["value"]
+    if value == "None":
+        return f"no {option.flags}"
+    if option.kind == "dirs" and value is not None:
+        return f"{option.flags} DIR"
+    return f"{option.flags} {_as_argument(option, value)}" if value else option.flags
+
+
+def _as_argument(option: Option, value: str) -> str:
+    if value.startswith("{"):
+        return re.sub(r"[\s\"'{}]", "", value)
+    if option.kind == "names":
+        return re.sub(r"[\s\"'\[\]]", "", value).strip(".") or "NAME"
+    return value.strip("\"'")

@@ -7,7 +7,7 @@ The run of a few minutes, whose state is a multiple of the host memory that it i
         --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
         --batch 4 --sequence 256 --steps 80 --max-grad-norm 1.0
 
-The loop is the one that a user would write (see `_loop`); what surrounds it plans, measures and reports.
+The loop is the one that a user would write (`_Training.loop`); what surrounds it plans, measures and reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +42,20 @@ from infinity.planning.planner import Plan
 from infinity.storage.leftovers import reclaim
 
 from .case import Case
-from .console import finite
+from .console import finite, table_of
 from .data import Corpus, find_files, open_stream
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .outputs import check_outputs, is_log
 from .progress import Reporter
-from .sample import generate
-from .settings import Run, RunCommand, TrainSettings, read_run, run_options
+from .settings import Run, RunCommand, read_run, run_options
 from .shown import error_as_dict
-from .workload import Workload, param_groups
+from .workload import Workload, generate, param_groups
 
 _VALIDATION_BATCHES = 4
 _PROMPT = "def "
 _DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
-_PROCESS = (
-    "process: device + host + activations",
-    "device, with activations",
-    "process: host",
-)
-
-
-@dataclass
-class _Trained:
-    """What the loop leaves behind."""
-
-    losses: list[float]
-    validation: float
-    seconds: float
-    nvme_read: int  # in all steps
-    nvme_written: int
+_PROCESS = ("process: device + host + activations", "device, with activations", "process: host")
 
 
 @click.command("train", cls=RunCommand)
@@ -117,50 +101,50 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     before = bytes_on_disk(config.directories)
     give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
-    with (
-        Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report,
-        Peak() as peak,
-    ):
+    with Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report, Peak() as peak:
         report.line(f"{workload.name}: {plan.parameters:,} parameters; {corpus.describe()}")
-        _promise(report, plan)
+        tiers = " + ".join(f"{format_size(n)} {t}" for t in Tier if (n := plan.footprint.total(t)))
+        written = format_size(plan.traffic.nvme_written)
+        report.line(f"planned: {tiers}; NVMe per step: {written} written")
         model, optimizer = _build(run, config, workload)
+        training = _Training(run, workload, corpus, model, optimizer, report)
         try:
             if train.json_log is not None:  # not before: a run that is refused writes nothing
                 report.open_log(train.json_log)
             on_disk = bytes_on_disk(config.directories) - before
             traced = os.path.expanduser(train.trace) if train.trace else None
-            trained = None
             try:
                 with trace(optimizer, traced) if traced else contextlib.nullcontext():
-                    trained = _loop(run, workload, corpus, model, optimizer, report)
+                    training.loop()
             except DirectoryError as error:
-                if trained is None:
+                if not training.complete:
                     raise
                 report.incomplete.append(error)  # of the trace: what was trained is told all the same
             report.end_log()
-            measured = _measure(config, model, optimizer, plan, trained, peak, on_disk)
+            measured = training.measure(plan, peak, on_disk)
             report.pause()
-            fell = _summary(report, trained)
+            first, last = training.say_losses()
             _table(report, measured)
-            text = _sample(run, workload, corpus, model, report)
+            text = training.sample()
         finally:
             close(optimizer)
-    result = {
-        "run": run.as_dict(),
-        "parameters": plan.parameters,
-        "steps": len(trained.losses),
-        "first_loss": _ends(trained.losses)[0],
-        "last_loss": _ends(trained.losses)[1],
-        "validation_loss": trained.validation,
-        "loss_fell": fell,
-        "seconds": trained.seconds,
-        "tokens_per_second": train.tokens_per_step * train.steps / trained.seconds,
-        "planned_and_measured": measured,
-        "sample": text,
-        "incomplete": [error_as_dict(error) for error in report.incomplete],
-    }
-    strict: dict[str, Any] = finite(result)
-    return strict
+    result: dict[str, Any] = finite(
+        {
+            "run": run.as_dict(),
+            "parameters": plan.parameters,
+            "steps": len(training.losses),
+            "first_loss": first,
+            "last_loss": last,
+            "validation_loss": training.validation,
+            "loss_fell": last < first,
+            "seconds": training.seconds,
+            "tokens_per_second": train.tokens_per_step * train.steps / training.seconds,
+            "planned_and_measured": measured,
+            "sample": text,
+            "incomplete": [error_as_dict(error) for error in report.incomplete],
+        }
+    )
+    return result
 
 
 def _check_files(run: Run) -> None:
@@ -184,200 +168,192 @@ def _build(run: Run, config: Config, workload: Workload) -> tuple[nn.Module, Off
     return wrap(model, optimizer, config)
 
 
-def _loop(
-    run: Run,
-    workload: Workload,
-    corpus: Corpus,
-    model: nn.Module,
-    optimizer: OffloadOptimizer,
-    report: Reporter,
-) -> _Trained:
-    train = run.train
-    device = engine_of(optimizer).device.torch_device
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
-    losses: list[float] = []
-    start = metrics(optimizer)
-    began = time.perf_counter()
-    try:
-        for step in range(train.steps):
-            step_began, step_start = time.perf_counter(), metrics(optimizer)
-            total = 0.0
-            for micro in range(train.accumulation):
-                tokens, targets = corpus.batch(train.batch, step, micro)
-                loss = workload.loss(model, tokens.to(device), targets.to(device)) / train.accumulation
-                optimizer.scale(loss).backward()
-                total += loss.item()
-            lr = optimizer.param_groups[0]["lr"]
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(total)
-            figures = metrics(optimizer)
-            seconds = time.perf_counter() - step_began
-            report.step(_record(train, step, total, lr, seconds, figures, step_start))
-    except KeyboardInterrupt:
-        report.pause()
-        last = f", last loss {losses[-1]:.4f}" if losses else ""
-        with contextlib.suppress(OSError):  # the terminal may be what has gone
-            report.line(f"interrupted after {len(losses)} of {train.steps} steps{last}", style="yellow")
-        raise
-    _finish_updates(optimizer)
-    end = metrics(optimizer)
-    seconds = time.perf_counter() - began
-    validation = _validate(run, workload, corpus, model, device)
-    return _Trained(
-        losses,
-        validation,
-        seconds,
-        _read(end) - _read(start),
-        _written(end) - _written(start),
-    )
-
-
-def _finish_updates(optimizer: OffloadOptimizer) -> None:
-    """Wait for the update that may still be under way behind the last step: its bytes count."""
-    engine_of(optimizer).quiesce()
-
-
-def _record(
-    train: TrainSettings,
-    step: int,
-    loss: float,
-    lr: float,
-    seconds: float,
-    now: Mapping[str, float],
-    before: Mapping[str, float],
-) -> dict[str, Any]:
-    tokens = train.tokens_per_step
+def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, int]:
+    """Return the bytes read from and written to NVMe between two `metrics`."""
+    factors = {"read": ("nvme/read(GiB)", GiB), "written": ("nvme/written(TB)", 1e12)}
     return {
-        "step": step + 1,
-        "loss": loss,
-        "grad_norm": now["grad_norm"],
-        "lr": lr,
-        "tokens": tokens * (step + 1),
-        "seconds": seconds,
-        "update_seconds": now["time_metrics/update(s)"],
-        "tokens_per_second": tokens / seconds,
-        "memory": {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier},
-        "nvme_read": _read(now) - _read(before),
-        "nvme_written": _written(now) - _written(before),
-        "loss_scale": now["loss_scale"],
-        "skipped": now["skipped_steps"] > before["skipped_steps"],
+        f"nvme_{way}": round(now[name] * factor) - round(before[name] * factor)
+        for way, (name, factor) in factors.items()
     }
 
 
-def _read(figures: Mapping[str, float]) -> int:
-    return round(figures["nvme/read(GiB)"] * GiB)
+@dataclass
+class _Training:
+    """The loop that a user would write, and what it leaves behind; `complete`: it came to its end."""
 
+    run: Run
+    workload: Workload
+    corpus: Corpus
+    model: nn.Module
+    optimizer: OffloadOptimizer
+    report: Reporter
+    losses: list[float] = field(default_factory=list)
+    validation: float = math.nan
+    seconds: float = 0.0
+    moved: dict[str, int] = field(default_factory=dict)  #: bytes of all steps
+    complete: bool = False
 
-def _written(figures: Mapping[str, float]) -> int:
-    return round(figures["nvme/written(TB)"] * 1e12)
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.optimizer)
+        self.device = self.engine.device.torch_device
 
+    def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:
+        tokens, targets = self.corpus.batch(size, step, micro, part=part)
+        return self.workload.loss(self.model, tokens.to(self.device), targets.to(self.device))
 
-def _validate(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, device: torch.device) -> float:
-    """Return the mean loss of batches that were not trained on; NaN if none are kept."""
-    if not run.data.validation:
-        return math.nan
-    model.eval()
-    losses = []
-    with torch.no_grad():
-        for index in range(_VALIDATION_BATCHES):
-            tokens, targets = corpus.batch(run.train.batch, index, part="validation")
-            losses.append(workload.loss(model, tokens.to(device), targets.to(device)).item())
-    model.train()
-    return sum(losses) / len(losses)
+    def loop(self) -> None:
+        """Train, and validate."""
+        train, optimizer = self.run.train, self.optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
+        start = metrics(optimizer)
+        began = time.perf_counter()
+        try:
+            for step in range(train.steps):
+                step_began, step_start = time.perf_counter(), metrics(optimizer)
+                total = 0.0
+                for micro in range(train.accumulation):
+                    loss = self._loss(train.batch, step, micro) / train.accumulation
+                    optimizer.scale(loss).backward()
+                    total += loss.item()
+                lr = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                self.losses.append(total)
+                now = metrics(optimizer)
+                seconds = time.perf_counter() - step_began
+                self.report.step(
+                    {
+                        "step": step + 1,
+                        "loss": total,
+                        "grad_norm": now["grad_norm"],
+                        "lr": lr,
+                        "tokens": train.tokens_per_step * (step + 1),
+                        "seconds": seconds,
+                        "update_seconds": now["time_metrics/update(s)"],
+                        "tokens_per_second": train.tokens_per_step / seconds,
+                        "memory": {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier},
+                        **_bytes(now, step_start),
+                        "loss_scale": now["loss_scale"],
+                        "skipped": now["skipped_steps"] > step_start["skipped_steps"],
+                    }
+                )
+        except KeyboardInterrupt:
+            self.report.pause()
+            last = f", last loss {self.losses[-1]:.4f}" if self.losses else ""
+            text = f"interrupted after {len(self.losses)} of {train.steps} steps{last}"
+            with contextlib.suppress(OSError):  # the terminal may be what has gone
+                self.report.line(text, style="yellow")
+            raise
+        self.engine.quiesce()  # the update that may still be under way behind the last step: its bytes count
+        self.moved = _bytes(metrics(optimizer), start)
+        self.seconds = time.perf_counter() - began
+        if self.run.data.validation:  # the mean loss of batches that were not trained on
+            self.model.eval()
+            with torch.no_grad():
+                losses = [
+                    self._loss(train.batch, index, part="validation").item()
+                    for index in range(_VALIDATION_BATCHES)
+                ]
+            self.model.train()
+            self.validation = sum(losses) / len(losses)
+        self.complete = True
 
+    def say_losses(self) -> tuple[float, float]:
+        """Say whether the loss fell; return the mean of the first and of the last losses: a tenth of the
+        steps, at most 10."""
+        window = max(1, min(10, len(self.losses) // 10))
+        first, last = sum(self.losses[:window]) / window, sum(self.losses[-window:]) / window
+        validation = "" if math.isnan(self.validation) else f"; on text not trained on: {self.validation:.4f}"
+        self.report.line()
+        if last < first:
+            self.report.line(f"The loss fell from {first:.4f} to {last:.4f}{validation}.", style="green")
+        else:
+            self.report.line(
+                f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{validation}. "
+                "Train for more steps, or try another --lr.",
+                style="bold yellow",
+            )
+        return first, last
 
-# -- what is said before and after ----------------------------------------------------------
+    def measure(self, plan: Plan, peak: Peak, on_disk: int) -> list[dict[str, Any]]:
+        """Return rows of what was planned and measured, in bytes; `at_most`: whether the plan is a promise.
 
+        It is none for what the process takes as a whole: torch's kernels generate code and keep workspaces
+        (some MiB, more in half precision), Python has objects, a trace spans. Nor on the drive, where a file
+        system has blocks of its own.
+        """
+        taken = plan.footprint
+        figures = metrics(self.optimizer)
+        device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
 
-def _promise(report: Reporter, plan: Plan) -> None:
-    taken = plan.footprint
-    tiers = " + ".join(f"{format_size(taken.total(t))} {t}" for t in Tier if taken.total(t))
-    report.line(f"planned: {tiers}; NVMe per step: {format_size(plan.traffic.nvme_written)} written")
+        def peak_of(name: str) -> int:
+            return round(figures[f"{name}(GiB)"] * GiB)
 
+        if self.engine.device.staged:
+            rows = [(_PROCESS[1], device + plan.activations, peak.device_nbytes or 0)]
+            rows.append((_PROCESS[2], host, peak.nbytes))
+        else:
+            rows = [(_PROCESS[0], device + host + plan.activations, peak.nbytes)]
+        ahead = taken.working_nbytes + taken.prefetch_nbytes
+        leases = sum(q.nbytes for q in taken.quotas.values())
+        rows.append(("device: units in use and ahead", ahead, peak_of("memory/device_units_peak")))
+        rows.append(("host: leases", leases, peak_of("memory/host_leases_peak")))
+        if taken.activation_nbytes:
+            rows.append(("host: activations", taken.activation_nbytes, peak_of("activations/host")))
+        if self.engine.config.directories:
+            steps, moved = len(self.losses), plan.traffic
+            rows.append(("nvme", taken.total(Tier.NVME), on_disk))
+            rows.append(("nvme: read per step", moved.nvme_read, self.moved["nvme_read"] // steps))
+            rows.append(("nvme: written per step", moved.nvme_written, self.moved["nvme_written"] // steps))
+        no_promise = (*_PROCESS, "nvme")
+        return [
+            {"what": what, "planned": planned, "measured": measured, "at_most": what not in no_promise}
+            for what, planned, measured in rows
+        ]
 
-def _ends(losses: list[float]) -> tuple[float, float]:
-    """Return the mean of the first and of the last losses: a tenth of the steps, at most 10."""
-    window = max(1, min(10, len(losses) // 10))
-    return sum(losses[:window]) / window, sum(losses[-window:]) / window
-
-
-def _summary(report: Reporter, trained: _Trained) -> bool:
-    first, last = _ends(trained.losses)
-    fell = last < first
-    validation = (
-        "" if math.isnan(trained.validation) else f"; on text not trained on: {trained.validation:.4f}"
-    )
-    report.line()
-    if fell:
-        report.line(f"The loss fell from {first:.4f} to {last:.4f}{validation}.", style="green")
-    else:
-        report.line(
-            f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{validation}. "
-            "Train for more steps, or try another --lr.",
-            style="bold yellow",
+    def sample(self) -> str:
+        """Generate text, shown as it comes; return it with its prompt."""
+        train, tokenizer = self.run.train, self.workload.tokenizer
+        if not train.sample_tokens:
+            return ""
+        prompt = train.prompt if train.prompt is not None else _PROMPT
+        ids = tokenizer(prompt)["input_ids"] if tokenizer is not None else list(prompt.encode())
+        if not ids:
+            ids = [int(self.corpus.batch(1, 0, part="train")[0][0, 0])]
+        self.model.eval()
+        made = generate(
+            lambda tokens: self.workload.logits(self.model, tokens),
+            torch.tensor(ids, device=self.device),
+            train.sample_tokens,
+            context=min(train.sequence, self.workload.context),
+            seed=train.seed,
         )
-    return fell
-
-
-def _measure(
-    config: Config,
-    model: nn.Module,
-    optimizer: OffloadOptimizer,
-    plan: Plan,
-    trained: _Trained,
-    peak: Peak,
-    on_disk: int,
-) -> list[dict[str, Any]]:
-    """Return rows of what was planned and measured, in bytes; `at_most`: whether the plan is a promise.
-
-    It is none for what the process takes as a whole: torch's kernels generate code and keep workspaces
-    (some MiB, more in half precision), Python has objects, a trace spans. Nor on the drive, where a file
-    system has blocks of its own.
-    """
-    taken = plan.footprint
-    figures = metrics(optimizer)
-    activations = plan.activations
-    device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
-    leases = sum(q.nbytes for q in taken.quotas.values())
-    rows: list[tuple[str, int, int]] = []
-    on_cuda = engine_of(optimizer).device.staged
-    if on_cuda:
-        rows.append((_PROCESS[1], device + activations, peak.device_nbytes or 0))
-        rows.append((_PROCESS[2], host, peak.nbytes))
-    else:
-        rows.append((_PROCESS[0], device + host + activations, peak.nbytes))
-    rows.append(
-        (
-            "device: units in use and ahead",
-            taken.working_nbytes + taken.prefetch_nbytes,
-            round(figures["memory/device_units_peak(GiB)"] * GiB),
-        )
-    )
-    rows.append(("host: leases", leases, round(figures["memory/host_leases_peak(GiB)"] * GiB)))
-    if taken.activation_nbytes:
-        rows.append(
-            ("host: activations", taken.activation_nbytes, round(figures["activations/host(GiB)"] * GiB))
-        )
-    if config.directories:
-        steps = len(trained.losses)
-        rows.append(("nvme", taken.total(Tier.NVME), on_disk))
-        rows.append(("nvme: read per step", plan.traffic.nvme_read, trained.nvme_read // steps))
-        rows.append(("nvme: written per step", plan.traffic.nvme_written, trained.nvme_written // steps))
-    no_promise = (*_PROCESS, "nvme")
-    return [
-        {"what": what, "planned": planned, "measured": measured, "at_most": what not in no_promise}
-        for what, planned, measured in rows
-    ]
+        self.report.line()
+        self.report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
+        shown = []
+        if tokenizer is not None:
+            shown = [*ids, *made]
+            text = str(tokenizer.decode(shown))
+            self.report.write(text)
+        else:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            text = ""
+            for token in itertools.chain(ids, made):
+                shown.append(token)
+                piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
+                self.report.write(piece)
+                text += piece
+        if len(shown) < len(ids) + train.sample_tokens:
+            self.report.write(_DIVERGED)
+            text += _DIVERGED
+        self.report.line()
+        self.model.train()
+        return text
 
 
 def _table(report: Reporter, rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table("", "planned", "measured", title="Bytes", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("", "planned", "measured", title="Bytes")
     for row in rows:
         planned = ("at most " if row["at_most"] else "") + format_size(row["planned"])
         table.add_row(row["what"], planned, format_size(row["measured"]))
@@ -389,45 +365,3 @@ def _table(report: Reporter, rows: list[dict[str, Any]]) -> None:
                 f"{row['what']}: {format_size(more)} more than planned. What torch's kernels (generated "
                 "code, workspaces), Python's objects and the spans of a trace take is in no plan."
             )
-
-
-def _sample(run: Run, workload: Workload, corpus: Corpus, model: nn.Module, report: Reporter) -> str:
-    """Generate text, shown as it comes; return it with its prompt."""
-    train = run.train
-    if not train.sample_tokens:
-        return ""
-    prompt = train.prompt if train.prompt is not None else _PROMPT
-    tokenizer = workload.tokenizer
-    ids = tokenizer(prompt)["input_ids"] if tokenizer is not None else list(prompt.encode())
-    if not ids:
-        ids = [int(corpus.batch(1, 0, part="train")[0][0, 0])]
-    device = engine_of(model).device.torch_device
-    model.eval()
-    made = generate(
-        lambda tokens: workload.logits(model, tokens),
-        torch.tensor(ids, device=device),
-        train.sample_tokens,
-        context=min(train.sequence, workload.context),
-        seed=train.seed,
-    )
-    report.line()
-    report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
-    shown = []
-    if tokenizer is not None:
-        shown = [*ids, *made]
-        text = str(tokenizer.decode(shown))
-        report.write(text)
-    else:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = ""
-        for token in itertools.chain(ids, made):
-            shown.append(token)
-            piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
-            report.write(piece)
-            text += piece
-    if len(shown) < len(ids) + train.sample_tokens:
-        report.write(_DIVERGED)
-        text += _DIVERGED
-    report.line()
-    model.train()
-    return text

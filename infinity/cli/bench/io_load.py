@@ -107,6 +107,20 @@ def usable_bytes(directory: str) -> tuple[int, int]:
     return max(0, system.f_bavail * system.f_frsize - reserve), reserve
 
 
+def check_space(directory: str, nbytes: int, what: str, cure: str) -> None:
+    """Raise DirectoryError if `nbytes`, which `what` takes, are more than a bench may take in `directory`."""
+    usable, reserve = usable_bytes(directory)
+    if nbytes > usable:
+        raise DirectoryError(
+            f"{directory} has not the room for {what}",
+            errno=errno.ENOSPC,
+            path=directory,
+            expected=f"{format_size(nbytes)} free, and {format_size(reserve)} that stay free",
+            found=f"{format_size(usable + reserve)} free",
+            cure=cure,
+        )
+
+
 def check_directory(directory: str) -> None:
     """Raise DirectoryError unless `directory` is one in which files can be made."""
     try:
@@ -148,16 +162,9 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self.nbytes = nbytes
         self.grain = grain
         check_directory(directory)
-        usable, reserve = usable_bytes(directory)
-        if nbytes > usable:
-            raise DirectoryError(
-                f"{directory} has not the room for a file of {format_size(nbytes)}",
-                errno=errno.ENOSPC,
-                path=directory,
-                expected=f"{format_size(nbytes)} free, and {format_size(reserve)} that stay free",
-                found=f"{format_size(usable + reserve)} free",
-                cure=f"--size {usable // MiB}MiB" if usable >= 16 * MiB else "free space, or another drive",
-            )
+        usable = usable_bytes(directory)[0] // MiB
+        cure = f"--size {usable}MiB" if usable >= 16 else "free space, or another drive"
+        check_space(directory, nbytes, f"a file of {format_size(nbytes)}", cure)
         if window > available_host_memory() * 8 // 10:
             raise BudgetError(
                 "the buffers do not fit host memory",

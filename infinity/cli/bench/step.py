@@ -1,15 +1,17 @@
 """`infinity bench step`: whole steps of one model, for every placement and update mode, beside their bounds.
 
 Each case takes turns with plain torch in memory, the kernel and the drive, which its bound is made of
-([Note: the bound of a step] in step_bound.py): a slow moment of the machine meets all of them.
+([Note: the bound of a step] in step_run.py): a slow moment of the machine meets all of them.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,16 +24,25 @@ from infinity.cli.measure import scratch
 from infinity.cli.model import GPT, GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.cli.options import device_option, json_option, words_option
 from infinity.cli.outputs import check_outputs
-from infinity.core.config import UPDATES
-from infinity.core.errors import BudgetError, DirectoryError, InfinityError
-from infinity.core.sizes import GiB, format_size, parse_dtype
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
+from infinity.core.errors import BudgetError, InfinityError
+from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
 from infinity.hardware.probe import available_host_memory, gpus
+from infinity.hardware.tuned import tuned
 
-from .io_load import check_directory, usable_bytes
-from .step_bound import Rates, beside_bound, figures, probe_bytes, rates
-from .step_run import PLACEMENTS, in_memory, offloaded, settings_of
+from .adam import AdamWork, rate
+from .io_load import (
+    Job,
+    Load,
+    Settings,
+    check_directory,
+    check_space,
+    run_pass,
+    usable_bytes,
+)
+from .step_run import PLACEMENTS, Measured, Stepper, bound, figures, in_memory, offloaded, settings_of
 
 BOUNDS: Final = (
     "bound, from this run's torch in memory (F forward, B backward), NVMe time N (bytes at the engine's "
@@ -42,6 +53,115 @@ BOUNDS: Final = (
 #: Bytes per parameter in memory, of torch and of a delayed update with everything there; on NVMe.
 _HELD: Final = (16, 28)
 _ON_NVME: Final = 20
+#: Bytes of the drive's probe at most and at least, seconds of one pass, parameters of the kernel's.
+_PROBE: Final = (GiB, 128 * MiB)
+_SECONDS: Final = 0.75
+_ADAM: Final = 16 * MiB  # larger than caches
+_MIXED: Final = Job("mixed")
+
+
+# ---- what bounds are made of ----
+
+
+@dataclass
+class Rates:
+    """Measures the kernel and, with a `load`, the drive: once per round; medians of all rounds so far."""
+
+    load: Load | None
+    settings: Settings
+    _work: AdamWork = dataclasses.field(default_factory=lambda: AdamWork(_ADAM))
+    _adam: list[float] = dataclasses.field(default_factory=list)
+    _nvme: list[float] = dataclasses.field(default_factory=list)
+
+    def measure(self, *, nvme: bool) -> None:
+        """Measure the kernel, and with `nvme` the drive."""
+        self._adam += rate(self._work.update, self._work.numel, 2)
+        if nvme and self.load is not None:
+            with self.load.ring(self.settings) as ring:
+                self._nvme.append(run_pass([(self.load, ring)], self.settings, _MIXED, _SECONDS).rate)
+
+    def forget(self) -> None:
+        """Begin anew: rates drift, and those of other rounds say nothing."""
+        self._adam, self._nvme = [], []
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return both, as JSON has them: parameters per second, and bytes per second, read and written
+        together (None: not measured)."""
+        return {
+            "adam_parameters_per_second": statistics.median(self._adam),
+            "nvme_mixed_bytes_per_second": statistics.median(self._nvme) if self._nvme else None,
+            "ring": self.settings._asdict(),
+        }
+
+    def beside(
+        self,
+        row: Mapping[str, Any],
+        torch_row: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any],
+        dtype: str,
+        params: int,
+    ) -> dict[str, Any]:
+        """Return the bound of a step whose `figures` are `row`, and how near it came.
+
+        Args:
+            torch_row: the same figures of plain torch in memory.
+            settings: of `infinity.Config`, as the run was given them.
+        """
+        told = {k: v for k, v in settings.items() if k == "read_ahead_memory"}
+        ahead = min(int(Config(**told).read_ahead_memory), 12 * params)
+        copies = params * parse_dtype(dtype).itemsize
+        rates, on_nvme = self.as_dict(), {k for k, v in settings.items() if v == "nvme"}
+        in_torch = settings["optimizer_state"] == "device"
+        found = Measured(
+            forward=torch_row["forward"],
+            backward=torch_row["backward"],
+            adam=torch_row["step"] if in_torch else params / rates["adam_parameters_per_second"],
+            moved=row["read_bytes"] + row["written_bytes"],
+            nvme_rate=rates["nvme_mixed_bytes_per_second"],
+            read_ahead=ahead if "optimizer_state" in on_nvme else 0,
+            copies=copies if "parameters" in on_nvme else 0,
+            gradients=copies if "gradients" in on_nvme else 0,
+        )
+        least = bound(settings["update"], found)
+        return {
+            "bound": least,
+            "efficiency": least / row["seconds"],
+            "bound_of": {**dataclasses.asdict(found), "nvme_seconds": found.nvme},
+        }
+
+
+@contextlib.contextmanager
+def rates(directory: str | None) -> Iterator[Rates]:
+    """Lend what measures the rates; the drive's file is gone afterwards. The ring is opened as the
+    store opens its own: as tuned, or with the defaults.
+
+    Args:
+        directory: on the drive to be measured; None: no drive.
+
+    Raises:
+        DirectoryError: the directory is unfit, or has not the room.
+    """
+    settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH)
+    if directory is None:
+        yield Rates(None, settings)
+        return
+    if (found := tuned(directory)) is not None:
+        settings = Settings(**found._asdict())
+    window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
+    nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
+    with Load(directory, nbytes, grain=settings.block_bytes, window=window) as load:
+        with load.ring(settings) as ring:  # what was never written is read without the drive
+            run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
+        yield Rates(load, settings)
+
+
+def probe_bytes(directory: str) -> int:
+    """Return the bytes of the drive's probe."""
+    return max(_PROBE[1], min(_PROBE[0], usable_bytes(directory)[0] // 4))
+
+
+# ---- runs ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +207,12 @@ def check_room(request: Request) -> None:
     params = parameters_of(request.shape)
     itemsize = parse_dtype(request.dtype).itemsize
     activations = activations_of(request.shape, request.batch, request.tokens, itemsize, recompute=False).peak
+    plain, ours = _HELD[0] * params + activations, _HELD[1] * params + 2 * GiB
     cuda = request.device.startswith("cuda")
-    need, have = sum(_HELD) * params + 2 * GiB + activations, available_host_memory()
-    rooms = [("host memory", need - (_HELD[0] * params + activations) * cuda, have)]
+    rooms = [("host memory", ours if cuda else plain + ours, available_host_memory())]
     if cuda:
         free = gpus()[torch.device(request.device).index or 0].free
-        rooms.append(("the device", 2 * _HELD[0] * params + 2 * GiB + activations, free))
+        rooms.append(("the device", plain + _HELD[0] * params + 2 * GiB, free))
     for where, need, have in rooms:
         if need > have:
             raise BudgetError(
@@ -102,17 +222,10 @@ def check_room(request: Request) -> None:
                 cure="a smaller --preset",
             )
     check_directory(request.directory)
-    usable, reserve = usable_bytes(request.directory)
-    need = _ON_NVME * params + probe_bytes(request.directory)
-    if request.on_nvme and need > usable:
-        raise DirectoryError(
-            f"{request.directory} has not the room for this model",
-            errno=errno.ENOSPC,
-            path=request.directory,
-            expected=f"{format_size(need)} free, and {format_size(reserve)} that stay free",
-            found=f"{format_size(usable + reserve)} free",
-            cure="a smaller --preset, another --directory, or --placement all-on-host",
-        )
+    if request.on_nvme:
+        need = _ON_NVME * params + probe_bytes(request.directory)
+        cure = "a smaller --preset, another --directory, or --placement all-on-host"
+        check_space(request.directory, need, "this model", cure)
 
 
 def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -128,12 +241,21 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     if request.threads is not None:
         cpu_adam.set_threads(request.threads)
         torch.set_num_threads(request.threads)
-    placements: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     try:
         with scratch(request.directory) as folder, rates(folder if request.on_nvme else None) as measured:
-            cases = _Cases(request, folder, measured, tell)
+            plain = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
             for placement in request.placements:
-                placements[placement] = cases.run(placement)
+                group = groups[placement] = {"placement": PLACEMENTS[placement]._asdict()}
+                group |= {"table": {}, "errors": {}, "samples": {}}
+                for update in request.updates:
+                    place = os.path.join(folder, f"{placement}-{update}")
+                    try:
+                        row, samples = _case(request, placement, update, place, plain, measured, tell)
+                    except (InfinityError, torch.OutOfMemoryError) as error:
+                        group["errors"][update] = {"error": str(error)}
+                    else:
+                        group["table"][update], group["samples"][update] = row, samples
     finally:
         cpu_adam.set_threads(before[0])
         torch.set_num_threads(before[1])
@@ -145,68 +267,50 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         "warmup_rounds": request.warmup,
         "burst": request.steps,
         "threads": request.threads,
-        "placements": placements,
+        "placements": groups,
     }
 
 
-class _Cases:
-    """Measures one case after the other, each in turns with plain torch and the rates."""
+def _case(
+    request: Request,
+    placement: str,
+    update: str,
+    place: str,
+    plain: Stepper,
+    measured: Rates,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures and the samples of one case, whose files are in `place`."""
+    largest = max(sum(torch.Size(s).numel() for _, s in unit) for _, unit in units_of(request.shape))
+    settings, params = settings_of(placement, update, largest), parameters_of(request.shape)
+    random = torch.Generator().manual_seed(1)
+    data = torch.randint(0, request.shape.vocab, (request.batch, request.tokens), generator=random)
+    data = data.to(request.device)
+    os.mkdir(place)
+    common = {"nvme": place, "device": request.device, "dtype": request.dtype, "threads": request.threads}
+    ours = offloaded(request.build, **common, **settings)
+    samples: dict[str, list[Any]] = {"infinity": [], "torch": []}
+    measured.forget()
 
-    def __init__(self, request: Request, folder: str, rates: Rates, tell: Callable[[str], None]) -> None:
-        self._request, self._folder, self._rates, self._tell = request, folder, rates, tell
-        random = torch.Generator().manual_seed(1)
-        size = request.batch, request.tokens
-        data = torch.randint(0, request.shape.vocab, size, generator=random).to(request.device)
-        targets = data.roll(-1, 1)
-        self._loss_of: Callable[[GPT], Any] = lambda model: model(data, targets).loss
-        self._torch = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
-        self._params = parameters_of(request.shape)
+    def loss_of(model: GPT) -> Any:
+        return model(data, data.roll(-1, 1)).loss
 
-    def run(self, placement: str) -> dict[str, Any]:
-        """Return the figures of a placement, for each update mode."""
-        found: dict[str, Any] = {"placement": PLACEMENTS[placement]._asdict()}
-        found |= {"table": {}, "errors": {}, "samples": {}}
-        for update in self._request.updates:
-            try:
-                found["table"][update], found["samples"][update] = self._case(placement, update)
-            except (InfinityError, torch.OutOfMemoryError) as error:
-                found["errors"][update] = {"error": str(error)}
-        return found
-
-    def _case(self, placement: str, update: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        request = self._request
-        sizes = [sum(torch.Size(s).numel() for _, s in params) for _, params in units_of(request.shape)]
-        settings = settings_of(placement, update, max(sizes))
-        place = os.path.join(self._folder, f"{placement}-{update}")
-        os.mkdir(place)
-        common = {"nvme": place, "device": request.device, "dtype": request.dtype}
-        ours = offloaded(request.build, **common, threads=request.threads, **settings)
-        samples: dict[str, list[Any]] = {"infinity": [], "torch": []}
-        self._rates.forget()
-        try:
-            for turn in range(request.warmup + request.rounds):
-                self._tell(f"{placement}, {update}: round {turn + 1} of {request.warmup + request.rounds}")
-                taken = {
-                    "infinity": ours.turn(self._loss_of, request.steps),
-                    "torch": self._torch.turn(self._loss_of, request.steps, apart=True),
-                }
-                self._rates.measure(nvme="nvme" in PLACEMENTS[placement])
-                if turn >= request.warmup:
-                    for name, each in taken.items():
-                        samples[name].append(each)
-        finally:
-            ours.close()
-        row, beside = (figures(turns, self._params) for turns in samples.values())
-        row |= {"memory": ours.memory(), "rates": self._rates.as_dict()}
-        row |= beside_bound(
-            *(row, beside, self._rates),
-            placement=placement,
-            update=update,
-            dtype=request.dtype,
-            params=self._params,
-            settings=settings,
-        )
-        return row, samples
+    try:
+        for turn in range(request.warmup + request.rounds):
+            tell(f"{placement}, {update}: round {turn + 1} of {request.warmup + request.rounds}")
+            taken = {
+                "infinity": ours.turn(loss_of, request.steps),
+                "torch": plain.turn(loss_of, request.steps, apart=True),
+            }
+            measured.measure(nvme="nvme" in PLACEMENTS[placement])
+            for name, each in taken.items() if turn >= request.warmup else ():
+                samples[name].append(each)
+    finally:
+        ours.close()
+    row, beside = (figures(turns, params) for turns in samples.values())
+    row |= {"memory": ours.memory(), "rates": measured.as_dict()}
+    row |= measured.beside(row, beside, settings=settings, dtype=request.dtype, params=params)
+    return row, samples
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -218,6 +322,7 @@ def show(result: Mapping[str, Any]) -> None:
     )
     names = ("placement", "update", "s/step", "read", "written", "B/param", "bound", "efficiency", "memory")
     table = table_of(*names, title=title, left=2)
+    said: list[tuple[str, str | None]] = []
     for placement, group in result["placements"].items():
         first = placement
         for name, row in group["table"].items():
@@ -228,20 +333,18 @@ def show(result: Mapping[str, Any]) -> None:
                 format_size(row["memory"]),
             )
             first = ""
-        for name in group["errors"]:
+            if (rate := row["rates"]["nvme_mixed_bytes_per_second"]) is not None:
+                text = f"{placement}, {name}: the drive's mixed rate was {rate / 1e9:.2f} GB/s"
+                said.append((text, None))
+        for name, error in group["errors"].items():
             table.add_row(first, name, "failed", style="red")
             first = ""
+            said.append((f"{placement}: {name} failed: {error['error']}", "red"))
         table.add_section()
     console = wide_console()
     console.print(table)
-    console.print(BOUNDS, markup=False)
-    for placement, group in result["placements"].items():
-        for name, row in group["table"].items():
-            if (rate := row["rates"]["nvme_mixed_bytes_per_second"]) is not None:
-                said = f"{placement}, {name}: the drive's mixed rate was {rate / 1e9:.2f} GB/s"
-                console.print(said, markup=False)
-        for name, error in group["errors"].items():
-            console.print(f"{placement}: {name} failed: {error['error']}", style="red", markup=False)
+    for text, style in [(BOUNDS, None), *said]:
+        console.print(text, style=style, markup=False)
 
 
 @click.command("step")
@@ -256,9 +359,7 @@ def show(result: Mapping[str, Any]) -> None:
 @device_option
 @click.option("--directory", default=".", metavar="DIR", help="On the drive to be measured. Default: here.")
 @words_option(
-    "--placement",
-    "placements",
-    tuple(PLACEMENTS),
+    *("--placement", "placements", tuple(PLACEMENTS)),
     f"{', '.join(PLACEMENTS)}; may be given again. Default: all.",
 )
 @words_option("--update", "updates", UPDATES, f"{', '.join(UPDATES)}; may be given again. Default: all.")
@@ -269,15 +370,7 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--output", metavar="FILE", help="A JSON file with every sample.")
 @json_option
 def step_command(
-    *,
-    preset: str,
-    device: str | None,
-    directory: str,
-    placements: tuple[str, ...],
-    updates: tuple[str, ...],
-    output: str | None,
-    as_json: bool,
-    **given: Any,
+    preset: str, device: str | None, directory: str, output: str | None, as_json: bool, **given: Any
 ) -> int:
     """Measure whole steps for all placements and update modes, each beside its bound.
 
@@ -285,23 +378,19 @@ def step_command(
     afterwards. Exit code 1 when a case failed.
     """
     dimensions = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
-    shape = shape_from(preset, **dimensions)
-    if given["tokens"] > shape.context:
-        shape = shape_from(preset, **dimensions, context=given["tokens"])
+    shape = shape_from(preset, **dimensions, context=max(shape_from(preset).context, given["tokens"]))
     opened = open_device(device)
     opened.close()
     request = Request(
         shape=shape,
         directory=os.path.abspath(directory),
         device=str(opened.torch_device),
-        placements=placements or tuple(PLACEMENTS),
-        updates=updates or UPDATES,
-        **given,
+        **{name: value for name, value in given.items() if value not in (None, ())},
     )
     check_outputs([("--output", output, lambda head: head.startswith(b'{\n "benchmark": "step"'))])
     with status_line(quiet=as_json) as tell:
         result = finite(measure(request, tell))
     if output is not None:
         Path(output).expanduser().write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    failed = any(group["errors"] for group in result["placements"].values())
-    return finish(result, show, as_json=as_json, failed=failed)
+    errors = [group["errors"] for group in result["placements"].values()]
+    return finish(result, show, as_json=as_json, failed=any(errors))

@@ -1,9 +1,26 @@
-"""Models that take steps: offloaded by the engine, or in plain torch with everything in memory."""
+"""Models that take steps, offloaded by the engine or in plain torch with everything in memory, and what a
+step of theirs must take at least.
+
+[Note: the bound of a step] F, B: forward and backward of the same model in plain torch, all in memory. A:
+the update by the engine's kernel, or torch's optimizer where the state is on the device. N: the bytes that
+the step moved to and from NVMe, at the rate of the engine's own mixed reads and writes on that directory.
+All are measured in the run that they are compared with, in turns with it. H: the part of N that a backward
+can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the backward itself reads,
+gradients that it writes. C: copies that the forward itself reads, at most F.
+
+    sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
+    overlap   B + max(F, N − H, A)           the update stands behind the next forward
+    delayed   max(F + B, N, A)               it stands behind a whole step
+
+The link between host and device is not in it, and cores that Adam and the forward share count as if each
+had its own: the bound is low rather than high. efficiency = bound ÷ measured.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -165,3 +182,68 @@ def _both(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
+
+
+# ---- figures and bounds ----
+
+
+def steady(turn: Mapping[str, Any]) -> float:
+    """Return the median step of a turn in its steady state: from the second on, or the only one."""
+    intervals = turn["intervals"]
+    return float(statistics.median(intervals[1:] or intervals))
+
+
+def figures(turns: Sequence[Mapping[str, Any]], params: int) -> dict[str, Any]:
+    """Return medians of turns (see `Stepper.turn`); seconds and bytes of a step."""
+    row = {
+        "seconds": statistics.median(steady(turn) for turn in turns),
+        "seconds_with_drain": statistics.median(turn["seconds"] for turn in turns),
+        **{part: statistics.median(t[part] for t in turns) for part in ("forward", "backward", "step")},
+        "read_bytes": statistics.median(turn["read"] for turn in turns),
+        "written_bytes": statistics.median(turn["written"] for turn in turns),
+        "device_peak": max(turn["device_peak"] for turn in turns),
+        "last_loss": turns[-1]["losses"][-1],
+    }
+    row["bytes_per_parameter"] = (row["read_bytes"] + row["written_bytes"]) / params
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a bound is made of: seconds, and bytes of one step. See [Note: the bound of a step].
+
+    `nvme_rate` is in bytes per second; None where nothing is on NVMe. `read_ahead`, `copies` and
+    `gradients` are the bytes on NVMe of the state that may be read ahead, of one reading of all copies,
+    and of the gradients as the backward writes them.
+    """
+
+    forward: float
+    backward: float
+    adam: float
+    moved: float = 0.0
+    nvme_rate: float | None = None
+    read_ahead: float = 0.0
+    copies: float = 0.0
+    gradients: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Return what the drive needs for `nbytes`."""
+        return nbytes / self.nvme_rate if self.nvme_rate else 0.0
+
+    @property
+    def nvme(self) -> float:
+        """N."""
+        return self.seconds(self.moved)
+
+
+def bound(update: str, found: Measured) -> float:
+    """Return the seconds that a step takes at least. See [Note: the bound of a step]."""
+    nvme, compute = found.nvme, found.forward + found.backward
+    behind = min(found.moved, found.read_ahead + found.copies + found.gradients)
+    hidden = min(found.backward, found.seconds(behind))
+    if update == "sync":
+        fetched = min(found.forward, found.seconds(found.copies))
+        return compute + max(nvme - hidden - fetched, found.adam, 0.0)
+    if update == "overlap":
+        return found.backward + max(found.forward, nvme - hidden, found.adam)
+    return max(compute, nvme, found.adam)
