@@ -225,7 +225,7 @@ def test_wear_is_read_where_somebody_knows(
     monkeypatch.setattr(medium, "_SYS", tmp_path / "none")
     assert medium.wear_of(device).used == used
     monkeypatch.setattr(
-        "infinity.cli.doctor_directory.medium_of",
+        "infinity.cli.doctor.medium_of",
         lambda path: medium.Medium("drive", ("xfs",), False, False, (device,)),
     )
     found = findings(capsys, str(tmp_path))[f"{tmp_path}: wear"]

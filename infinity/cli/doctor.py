@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -10,25 +12,53 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from shlex import quote
+from typing import Final, NamedTuple
 
 import click
+from rich.console import Console
+from rich.text import Text
 
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size
 from infinity.hardware import cores, probe
+from infinity.hardware.medium import MEMORY, NETWORK, Medium, medium_of, wear_of
+from infinity.storage.leftovers import arenas
 from infinity.version import __version__
 
-from .console import finish
-from .doctor_directory import ERROR, OK, WARNING, Finding, directory, note
+from .console import finish, sizes
 from .options import directories_argument, json_option
 
+OK, WARNING, ERROR = "ok", "warning", "error"
 DISTRIBUTION: Final = "infinity-offload"
 _PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
 _OPTIONAL: Final = (("transformers", "hf"), ("matplotlib", "plot"))
 _LEAST_CONTEXTS: Final = 1024  # requests of Linux AIO that a few rings take
 _LEAST_LOCKED: Final = 64 * MiB
+_LEAST_FREE: Final = GiB
+_WORN: Final = 0.8  # of a drive's rated endurance
 _TORCH_CURE: Final = "pip install torch"
+
+
+class Finding(NamedTuple):
+    """One line. `status` is ok, warning or error; `cure` what to change, if anything."""
+
+    name: str
+    status: str
+    found: str
+    cure: str | None = None
+
+
+def note(name: str, found: str, cure: str | None = None) -> Finding:
+    """Return a warning where there is something to change, else that it is well."""
+    return Finding(name, OK if cure is None else WARNING, found, cure)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def versions() -> Iterator[Finding]:
@@ -38,53 +68,43 @@ def versions() -> Iterator[Finding]:
     linux = sys.platform == "linux"
     yield Finding("system", OK if linux else ERROR, system, None if linux else "infinity runs on Linux")
     for name in _PACKAGES:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        if (version := _version(name)) is None:
             yield Finding(name, ERROR, "not installed", f"pip install {name}")
             continue
-        why = _why_not_imported(name)
-        text = version if why is None else f"{version} is installed, but cannot be imported: {why}"
-        cure = None if why is None else f"pip install --force-reinstall {name}"
-        yield Finding(name, OK if why is None else ERROR, text, cure)
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a package that is broken raises
+            text = f"{version} is installed, but cannot be imported: {type(error).__name__}: {error}"
+            yield Finding(name, ERROR, text, f"pip install --force-reinstall {name}")
+        else:
+            yield note(name, version)
     for name, extra in _OPTIONAL:
         found = importlib.util.find_spec(name) is not None
         text = "installed" if found else f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')"
         yield note(name, text)
 
 
-def _why_not_imported(name: str) -> str | None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # whatever a package that is broken raises
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def package() -> Iterator[Finding]:
     """Whether `import infinity` is this package: the name also belongs to an unrelated one on PyPI."""
     ours = Path(__file__).resolve().parents[1]
-    try:
-        version = importlib.metadata.version(DISTRIBUTION)
-        same = version == __version__
-        yield note(
-            "distribution",
-            f"{DISTRIBUTION} {version}" + ("" if same else f", but the code that runs is {__version__}"),
-            None if same else "pip install again, or remove the other copy",
-        )
-    except importlib.metadata.PackageNotFoundError:
+    version = _version(DISTRIBUTION)
+    if version is None:
         text = f"{DISTRIBUTION} is not installed; {__version__} runs from {ours}"
         yield note("distribution", text, "pip install . in the source directory")
-    try:
-        other = importlib.metadata.version("infinity")
+    elif version != __version__:
+        text = f"{DISTRIBUTION} {version}, but the code that runs is {__version__}"
+        yield note("distribution", text, "pip install again, or remove the other copy")
+    else:
+        yield note("distribution", f"{DISTRIBUTION} {version}")
+    if (other := _version("infinity")) is None:
+        yield note("name", "the unrelated PyPI package infinity is not installed")
+    else:
         yield Finding(
             "name",
             ERROR,
             f"the unrelated PyPI package infinity {other} is installed, too: `import infinity` may be either",
             f"pip uninstall infinity && pip install --force-reinstall --no-deps {DISTRIBUTION}",
         )
-    except importlib.metadata.PackageNotFoundError:
-        yield note("name", "the unrelated PyPI package infinity is not installed")
     for other_path in shadows(ours, sys.path):
         yield note("import", f"{other_path} is imported elsewhere as infinity", "move it away")
     yield note("import", f"infinity is {ours}")
@@ -110,7 +130,7 @@ def native() -> Iterator[Finding]:
         for name, verdict in aio.available_backends().items():
             yield note(f"backend {name}", verdict, _backend_cure(name, verdict))
     except InfinityError as error:
-        yield Finding("native I/O", ERROR, str(error.found or error.what), error.cure)
+        yield _failed("native I/O", error)
     try:
         adam = importlib.import_module("infinity.hardware.cpu_adam")
         isas = adam.available_isas()
@@ -120,48 +140,44 @@ def native() -> Iterator[Finding]:
         )
         yield note("native Adam", text, "unset INFINITY_ISA" if adam.isa() != isas[-1] else None)
     except InfinityError as error:
-        yield Finding("native Adam", ERROR, str(error.found or error.what), error.cure)
+        yield _failed("native Adam", error)
     except (ImportError, OSError) as error:  # torch, or what torch loads
         yield Finding("native Adam", ERROR, f"cannot be tried: {error}", _TORCH_CURE)
+
+
+def _failed(name: str, error: InfinityError) -> Finding:
+    return Finding(name, ERROR, str(error.found or error.what), error.cure)
 
 
 def _backend_cure(name: str, verdict: str) -> str | None:
     if verdict == "ok":
         return None
-    if "not installed" in verdict:
-        return "apt install libaio1 (or libaio1t64), dnf install libaio"
-    if "aio-max-nr" in verdict:
-        return "sysctl -w fs.aio-max-nr=1048576"
-    if "locked memory" in verdict:
-        return "ulimit -l unlimited"
-    if "seccomp" in verdict:
-        calls = (
-            "io_uring_setup, io_uring_enter, io_uring_register" if name == "uring" else "io_setup, io_submit"
-        )
-        return f"allow {calls} in the container's seccomp profile; until then I/O costs more CPU time"
-    return "another backend does the work; auto takes the best that there is"
+    uring = "io_uring_setup, io_uring_enter, io_uring_register"
+    calls = uring if name == "uring" else "io_setup, io_submit"
+    cures = {
+        "not installed": "apt install libaio1 (or libaio1t64), dnf install libaio",
+        "aio-max-nr": "sysctl -w fs.aio-max-nr=1048576",
+        "locked memory": "ulimit -l unlimited",
+        "seccomp": f"allow {calls} in the container's seccomp profile; until then I/O costs more CPU time",
+        "": "another backend does the work; auto takes the best that there is",
+    }
+    return next(cure for word, cure in cures.items() if word in verdict)
 
 
 def memory() -> Iterator[Finding]:
     """Host memory, and what limits it."""
     available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
-    few = "end other programs, or lower --host-memory" if available < 2 * GiB else None
-    yield note("host memory", f"{format_size(available)} available", few)
-    text = (
-        "no limit"
-        if limit is None
-        else f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
-    )
+    cure = "end other programs, or lower --host-memory" if available < 2 * GiB else None
+    yield note("host memory", f"{format_size(available)} available", cure)
+    text = "no limit"
+    if limit is not None:
+        text = f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
     yield note("cgroup", text)
     locked = probe.memlock_limit()
+    text = "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that"
     low = locked is not None and locked < _LEAST_LOCKED
-    yield note(
-        "memlock",
-        "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that",
-        "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None,
-    )
-    contexts = probe.aio_contexts()
-    if contexts is None:
+    yield note("memlock", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None)
+    if (contexts := probe.aio_contexts()) is None:
         yield note("aio-max-nr", "the kernel does not say", "check that /proc/sys is mounted")
     else:
         used, most = contexts
@@ -170,11 +186,8 @@ def memory() -> Iterator[Finding]:
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = huge.read_text() if huge.exists() else "[never]"
     never = "[never]" in mode
-    yield note(
-        "huge pages",
-        "off: transfers take more CPU time" if never else mode[mode.index("[") + 1 : mode.index("]")],
-        f"echo madvise > {huge}" if never else None,
-    )
+    text = "off: transfers take more CPU time" if never else mode[mode.index("[") + 1 : mode.index("]")]
+    yield note("huge pages", text, f"echo madvise > {huge}" if never else None)
 
 
 def processors() -> Iterator[Finding]:
@@ -190,10 +203,14 @@ def processors() -> Iterator[Finding]:
     low = limits.quota is not None and limits.quota < 1
     yield note("cores", text, "raise the cgroup's cpu quota" if low else None)
     threads = [cores.adam_threads(limits.mine, staged=staged, rings=1) for staged in (False, True)]
+    try:
+        of_torch = str(importlib.import_module("torch").get_num_threads())
+    except (ImportError, OSError):
+        of_torch = "as many as it likes, but it is not here,"
     yield note(
         "threads",
         f"Adam takes {threads[0]} beside torch on the CPU, {threads[1]} with a GPU and one NVMe directory "
-        f"(less one for each more); torch takes {_torch_threads()} and keeps them",
+        f"(less one for each more); torch takes {of_torch} and keeps them",
     )
     nodes = probe.numa_nodes()
     if len(nodes) < 2:
@@ -214,14 +231,6 @@ def processors() -> Iterator[Finding]:
     )
 
 
-def _torch_threads() -> str:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return "as many as it likes, but it is not here,"
-    return str(torch.get_num_threads())
-
-
 def devices() -> Iterator[Finding]:
     """GPUs, and whether the engine's memory can be pinned for them."""
     try:
@@ -230,14 +239,13 @@ def devices() -> Iterator[Finding]:
         yield Finding("GPU", ERROR, f"cannot be looked for: {error}", _TORCH_CURE)
         return
     if not torch.cuda.is_available():
-        there = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
         text = "none that torch sees; the CPU computes"
-        if there:
-            built = torch.version.cuda is not None
-            cure = "compare nvidia-smi and torch's CUDA" if built else "install a torch built for CUDA"
-            yield Finding("GPU", ERROR, f"{text}, but there is a driver", cure)
-        else:
+        if not any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/nvidia0")):
             yield note("GPU", text)
+            return
+        built = torch.version.cuda is not None
+        cure = "compare nvidia-smi and torch's CUDA" if built else "install a torch built for CUDA"
+        yield Finding("GPU", ERROR, f"{text}, but there is a driver", cure)
         return
     for gpu in probe.gpus():
         node = "unknown" if gpu.numa_node is None else str(gpu.numa_node)
@@ -256,20 +264,149 @@ def devices() -> Iterator[Finding]:
         yield Finding("pinning", ERROR, str(error.found), error.cure)
 
 
-CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
-    versions,
-    package,
-    native,
-    memory,
-    processors,
-    devices,
-)
+# ---- a directory ----
+
+
+def directory(path: str) -> Iterator[Finding]:
+    """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
+    try:
+        facts = probe.describe_directory(path)
+    except OSError as error:
+        yield Finding(path, ERROR, os.strerror(error.errno or 0), _cure_of_path(path, error.errno))
+        return
+    drive, medium = facts.drive, medium_of(path)
+    text = ", over ".join(medium.layers)
+    if drive is not None:
+        text += f" ({drive.model})" if drive.model else ""
+        text += "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
+    yield note(path, text)
+    yield from _medium(path, medium)
+    yield from _leftovers(path)
+    if not facts.writable:
+        yield Finding(f"{path}: access", ERROR, *_refusal(facts))
+        return
+    few = facts.free < _LEAST_FREE
+    text = f"{format_size(facts.free)} of {format_size(facts.total)}"
+    yield note(f"{path}: free", text, "free space, or another drive" if few else None)
+    aligned = facts.alignment is None or 0 < facts.alignment <= 4096
+    says = "" if facts.alignment is None else f", alignment {facts.alignment} B"
+    direct = bool(facts.direct) and aligned
+    yield note(
+        f"{path}: O_DIRECT",
+        f"works{says}" if direct else f"does not work{says}: every byte passes through the page cache",
+        None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
+    )
+    yield from _backends_of(path)
+    gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
+    if not gpus and drive is not None:
+        chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
+        if chosen is not None:
+            yield note(f"{path}: buffers", f"those of a run with this drive prefer node {chosen}")
+    if drive is not None and drive.numa_node is not None and gpus:
+        near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
+        text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
+        yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
+
+
+def _cure_of_path(path: str, number: int | None) -> str:
+    if number == errno.ENOENT and not os.path.islink(path):
+        return f"create it (mkdir -p {quote(path)}), or name another directory"
+    if number == errno.ENOTDIR and os.path.lexists(path):
+        return f"name a directory, such as {os.path.dirname(path)}"
+    if number in (errno.EACCES, errno.EPERM):
+        return f"chown or chmod {quote(path)}, or name another directory"
+    return "name another directory"
+
+
+def _refusal(facts: probe.DirectoryFacts) -> tuple[str, str]:
+    """Return why no file can be made in a directory, and what to change."""
+    if facts.refusal == errno.EROFS:
+        point = quote(facts.mount.point if facts.mount is not None else facts.path)
+        return "the file system is read-only", f"mount -o remount,rw {point}, or name another directory"
+    if facts.refusal in (errno.ENOSPC, errno.EDQUOT):
+        return "no file can be made: the file system is full", "free space, or name another directory"
+    reason = os.strerror(facts.refusal or 0)
+    cure = f"chown or chmod {quote(facts.path)}, or name a directory that you may write to"
+    return f"no file can be made: {reason}", cure
+
+
+def _medium(path: str, medium: Medium) -> Iterator[Finding]:
+    """What makes a directory unfit for state, though files can be made there."""
+    names = ", ".join(medium.drives)
+    slow = f"{names}: a rotational disk reads and writes a few hundred MB/s at most"
+    network = "it is behind a network: slower than a drive, and others share it"
+    file = "a file plays the drive: every byte passes two file systems"
+    for unfit, name, text, where in (
+        (medium.kind == MEMORY, "tier", "it is memory, not a drive", "on a drive"),
+        (medium.kind == NETWORK, "tier", network, "on a local drive"),
+        (medium.loop, "loop device", file, "on the drive that holds the file"),
+        (medium.rotational, "rotational", slow, "on an SSD"),
+    ):
+        if unfit:
+            yield note(f"{path}: {name}", text, f"name a directory {where}")
+    for name in medium.drives:
+        wear = wear_of(name)
+        if wear.used is None:
+            yield note(f"{path}: wear", f"{name}: unknown ({wear.why})")
+        else:
+            text = f"{name}: {wear.used:.0%} of the endurance that it is rated for is used"
+            worn = "another drive; infinity plan says what a run writes"
+            yield note(f"{path}: wear", text, worn if wear.used >= _WORN else None)
+
+
+def _leftovers(path: str) -> Iterator[Finding]:
+    """What killed runs have left, and what stands where an arena belongs."""
+    try:
+        found = arenas(path)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        cure = "look at it as the user who ran there, or name another directory"
+        yield note(f"{path}: leftovers", f"its subdirectory cannot be looked at: {reason}", cure)
+        return
+    for each in found:
+        size = format_size(each.nbytes)
+        if each.state == "dead":
+            text = f"{each.path}, {size}: a killed run has left it; the next run there takes its space"
+            yield note(f"{path}: leftover", text, f"infinity clean {quote(path)}")
+        elif each.state == "foreign":
+            text = f"{each.path}, {size}: {each.why}; no run can begin there"
+            yield note(f"{path}: leftover", text, f"move {quote(each.path)} away")
+        else:
+            yield note(f"{path}: in use", f"{each.path}, {size}: of a run that is under way")
+
+
+def _backends_of(path: str) -> Iterator[Finding]:
+    try:
+        from infinity.hardware.aio import available_backends, open_ring
+        from infinity.hardware.tuned import tuned
+
+        with open_ring("doctor", path, "auto", None, None, 120.0, None) as ring:  # as a run does
+            chosen, reason = ring.backend, ring.reason
+            shape = sizes(ring)
+        verdicts = available_backends(path).items()
+        refused = [f"{n}: {v}" for n, v in verdicts if v != "ok" and v not in reason and reason not in v]
+        text = f"auto takes {chosen}, {shape} ({reason})" + (f"; {'; '.join(refused)}" if refused else "")
+        slower = chosen == "threads" and not reason.startswith(("asked for", "as infinity tune"))
+        cure = "a local file system with O_DIRECT, or allow Linux AIO" if slower else None
+        yield note(f"{path}: backend", text, cure)
+        found = tuned(path)
+        never = f"infinity tune {path} finds the settings for this drive (never run)"
+        text = never if found is None else f"{found.backend}, {sizes(found)}"
+        yield note(f"{path}: tuned", text)
+    except InfinityError as error:
+        yield Finding(f"{path}: backend", ERROR, f"{error.what}: {error.found}", error.cure)
+
+
+# ---- the command ----
+
+_Check = Callable[[], Iterator[Finding]]
+CHECKS: Final[tuple[_Check, ...]] = (versions, package, native, memory, processors, devices)
 
 
 def examine(directories: Sequence[str]) -> list[Finding]:
     """Return all findings. A check that breaks is itself a finding, and the others go on."""
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [(check.__name__, check) for check in CHECKS]
-    checks += [(path, lambda path=path: directory(path)) for path in directories]  # type: ignore[misc]
+    checks: list[tuple[str, _Check]] = [(check.__name__, check) for check in CHECKS]
+    checks += [(path, functools.partial(directory, path)) for path in directories]
     findings: list[Finding] = []
     for name, check in checks:
         try:
@@ -282,8 +419,7 @@ def examine(directories: Sequence[str]) -> list[Finding]:
 
 def worst(findings: Sequence[Finding]) -> str:
     """Return the worst status of all."""
-    statuses = {finding.status for finding in findings}
-    return next((status for status in (ERROR, WARNING) if status in statuses), OK)
+    return max((finding.status for finding in findings), key=(OK, WARNING, ERROR).index, default=OK)
 
 
 @click.command("doctor")
@@ -302,9 +438,6 @@ def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
 
 def show(findings: Sequence[Finding]) -> None:
     """Print findings for a person."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(highlight=False, soft_wrap=True)
     styles = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
     for finding in findings:

@@ -7,7 +7,8 @@ read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -22,16 +23,11 @@ from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.arena import Arena
 
+_Lines = Mapping[str, Callable[[Any], Any] | None]
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
 #: Beyond these no figure of a plan would be a number any more.
 _LEAST, _MOST = 1e-6, 1e9
 FIGURE: Final = f"a number from {_LEAST:g} to {_MOST:g}"
-# name → whether it must be there
-_FILE: Final = {"host": True, "device": False, "drives": False, "temporary": False}
-_DEVICE: Final = {"memory": True, "link": False, "tflops": False}
-_HOST: Final = {"memory": True, "bandwidth": False}
-_DRIVE: Final = {"directory": True, "capacity": True, "read": False, "write": False, "endurance": False}
-_TEMPORARY: Final = {"directory": True, "capacity": True}
 
 
 def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
@@ -75,28 +71,26 @@ def load_machine(path: str) -> Machine:
     """
     cure = "--machine FILE, with FILE one that can be read"
     content = read_yaml(path, expected=f"a YAML or JSON file with {_EXAMPLE}", cure=cure)
-    sections = _section(path, "the file", content, _FILE)
+    sections = _section(path, "the file", content, dict.fromkeys(("host", "device", "drives", "temporary")))
     device = sections.get("device")
-    device = None if device is None else _section(path, "device", device, _DEVICE)
+    device = {} if device is None else _section(path, "device", device, _DEVICE)
     host = _section(path, "host", sections["host"], _HOST)
     rows = sections.get("drives") or []
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         raise _wrong(path, "drives", "a list of drives", rows)
-    drives = [_drive(path, _section(path, "drives", row, _DRIVE)) for row in rows]
+    drives = [_drive(path, "drives", row, _DRIVE) for row in rows]
     if len({d.directory for d in drives}) < len(drives):
         raise _wrong(path, "drives", "different directories", [d.directory for d in drives])
     temporary = sections.get("temporary")
-    if temporary is not None:
-        temporary = _drive(path, _section(path, "temporary", temporary, _TEMPORARY))
     return Machine(
-        host_memory=_size(path, "host", host, "memory"),
-        device_memory=None if device is None else _size(path, "device", device, "memory"),
+        host_memory=host["memory"],
+        device_memory=device.get("memory"),
         drives=tuple(drives),
-        temporary=temporary,
+        temporary=None if temporary is None else _drive(path, "temporary", temporary, _TEMPORARY),
         name=path,
-        link=None if device is None else _figure(path, "device", device, "link"),
-        dram=_figure(path, "host", host, "bandwidth"),
-        tflops=None if device is None else _figure(path, "device", device, "tflops"),
+        link=device.get("link"),
+        dram=host.get("bandwidth"),
+        tflops=device.get("tflops"),
     )
 
 
@@ -114,7 +108,7 @@ def described(machine: Machine, config: Config, *, unnamed: bool) -> Machine:
             cure="--device cpu",
         )
     if config.device == "cpu" and machine.staged:
-        machine = Machine(**{**machine.__dict__, "device_memory": None, "link": None, "tflops": None})
+        machine = replace(machine, device_memory=None, link=None, tflops=None)
     drives = []
     for directory in config.directories:
         if unnamed:
@@ -131,50 +125,43 @@ def described(machine: Machine, config: Config, *, unnamed: bool) -> Machine:
                 or "describe the drive under drives",
             )
         drive = max(below, key=lambda d: len(d.directory))
-        drives.append(Drive(**{**drive.__dict__, "directory": directory}))
+        drives.append(replace(drive, directory=directory))
     return machine.with_drives(drives)
 
 
-def _section(path: str, name: str, content: object, known: Mapping[str, bool]) -> dict[str, Any]:
+def _section(path: str, name: str, content: object, known: _Lines) -> dict[str, Any]:
+    """Return what a section says, read by what `known` has for each line."""
     if not isinstance(content, Mapping):
         raise _wrong(path, name, f"lines of `name: value`: {', '.join(known)}", content)
-    for key in content:
+    found = {}
+    for key, value in content.items():
         if key not in known:
             raise _wrong(path, name, f"only {', '.join(known)}", key)
-    for key, needed in known.items():
-        if needed and content.get(key) is None:
+        read = known[key]
+        try:
+            found[key] = value if read is None or value is None else read(value)
+        except ConfigError as error:
+            raise _wrong(path, name, f"{key}: {error.expected}", f"{key}: {value!r}") from error
+    for key in known:
+        if key in _NEEDED and found.get(key) is None:
             raise _wrong(path, name, f"the line {key}", ", ".join(map(str, content)) or "nothing")
-    return dict(content)
+    return found
 
 
-def _drive(path: str, row: Mapping[str, Any]) -> Drive:
-    directory = row["directory"]
-    if not isinstance(directory, str) or not directory.startswith("/"):
-        raise _wrong(path, "directory", "an absolute path", directory)
-    read, write = _figure(path, "drives", row, "read"), _figure(path, "drives", row, "write")
-    return Drive(
-        directory=os.path.normpath(directory),
-        free=_size(path, "drives", row, "capacity"),
-        system=os.path.normpath(directory),
-        read=read,
-        write=write,
-        endurance=_figure(path, "drives", row, "endurance"),
-    )
+def _drive(path: str, section: str, row: object, known: _Lines) -> Drive:
+    found = _section(path, section, row, known)
+    return Drive(system=found["directory"], free=found.pop("capacity"), **found)
 
 
-def _size(path: str, section: str, row: Mapping[str, Any], name: str) -> int:
-    try:
-        return parse_size(row[name], f"{name} of {section!r}")
-    except ConfigError as error:
-        raise _wrong(path, section, error.expected, f"{name}: {row[name]!r}") from error
+def _directory(value: object) -> str:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ConfigError("not a directory", expected="an absolute path")
+    return os.path.normpath(value)
 
 
-def _figure(path: str, section: str, row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    if value is None:
-        return None
+def _figure(value: Any) -> float:
     if not is_figure(value):
-        raise _wrong(path, section, f"{name}: {FIGURE}", f"{name}: {value!r}")
+        raise ConfigError("not a figure", expected=FIGURE)
     return float(value)
 
 
@@ -182,6 +169,14 @@ def is_figure(value: object) -> bool:
     """Return whether `value` may be a rate of hardware, or what it is rated for: see `FIGURE`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and _LEAST <= value <= _MOST  # type: ignore[operator]
+
+
+#: What reads each line of a section; lines that must be there.
+_DEVICE: Final[_Lines] = {"memory": parse_size, "link": _figure, "tflops": _figure}
+_HOST: Final[_Lines] = {"memory": parse_size, "bandwidth": _figure}
+_TEMPORARY: Final[_Lines] = {"directory": _directory, "capacity": parse_size}
+_DRIVE: Final[_Lines] = {**_TEMPORARY, **dict.fromkeys(("read", "write", "endurance"), _figure)}
+_NEEDED: Final = ("host", "memory", "directory", "capacity")
 
 
 def _wrong(path: str, section: str, expected: object, found: object) -> ConfigError:

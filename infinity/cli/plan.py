@@ -77,18 +77,27 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "nvme_durable": dict(plan.durable_nvme),
         "activations": activations._asdict(),
         "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
-        "per_step": {
-            "tokens": tokens,
-            "nvme_read": plan.traffic.nvme_read,
-            "nvme_written": plan.traffic.nvme_written,
-            "link": plan.traffic.link,
-            "host": plan.traffic.host,
-        },
+        "per_step": {"tokens": tokens, **dataclasses.asdict(plan.traffic)},
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
         "bounds_seconds": bounds,
         "fits": plan.fits,
         "problems": [dataclasses.asdict(p) for p in plan.problems],
     }
+
+
+def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not is_figure(value):
+        option = parameter.opts[0]
+        raise ConfigError(
+            f"{option} cannot be used",
+            expected=FIGURE,
+            found=repr(value),
+            cure=f"leave {option} out, or give what the hardware does",
+        )
+    return value
+
+
+_figure_option = functools.partial(click.option, type=float, callback=_figure)
 
 
 @click.command("plan", cls=RunCommand)
@@ -102,25 +111,18 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
 @click.option(
     "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
 )
-@click.option(
-    "--endurance-tbw", type=float, help=f"TB a drive is rated for. [as described, or {_ENDURANCE:.0f}]"
-)
-@click.option("--nvme-read", type=float, help="GB/s of all drives together, for bounds on a step's time.")
-@click.option("--nvme-write", type=float, help="GB/s of all drives together.")
-@click.option("--link", type=float, help="GB/s between host and device.")
-@click.option("--dram", type=float, help="GB/s of host memory.")
-@click.option("--tflops", type=float, help="TFLOP/s that the device reaches.")
+@_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {_ENDURANCE:.0f}]")
+@_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
+@_figure_option("--nvme-write", help="GB/s of all drives together.")
+@_figure_option("--link", help="GB/s between host and device.")
+@_figure_option("--dram", help="GB/s of host memory.")
+@_figure_option("--tflops", help="TFLOP/s that the device reaches.")
 @json_option
 def plan_command(
     config_file: str | None,
     machine_file: str | None,
     fit: bool,
     endurance_tbw: float | None,
-    nvme_read: float | None,
-    nvme_write: float | None,
-    link: float | None,
-    dram: float | None,
-    tflops: float | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -129,16 +131,7 @@ def plan_command(
     Takes the arguments of `infinity train`. Exit code 1 when the run does not fit.
     """
     machine = None if machine_file is None else load_machine(machine_file)
-    figures = {"--nvme-read": nvme_read, "--nvme-write": nvme_write, "--link": link, "--dram": dram}
-    for option, value in {**figures, "--tflops": tflops, "--endurance-tbw": endurance_tbw}.items():
-        if value is not None and not is_figure(value):
-            raise ConfigError(
-                f"{option} cannot be used",
-                expected=FIGURE,
-                found=repr(value),
-                cure=f"leave {option} out, or give what the hardware does",
-            )
-    said = Bandwidths(nvme_read, nvme_write, link, dram, tflops)
+    said = Bandwidths(**{f.name: given.pop(f.name) for f in dataclasses.fields(Bandwidths)})
     case = Case(read_run(config_file, given), machine)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:

@@ -15,10 +15,10 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
+import torch
 
 from infinity.cli.bench.io_load import check_directory
 from infinity.core.config import UPDATES
@@ -126,30 +126,6 @@ def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Cas
     return cases
 
 
-@dataclass
-class Verdict:
-    """What came of a case. `problem` None: the same bits; else in words."""
-
-    case: Case
-    seconds: float
-    problem: str | None = None
-    difference: Difference | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        parts = self.difference
-        return {
-            "case": self.case.name,
-            "settings": dict(self.case.settings),
-            "isa": self.case.isa,
-            "directories": self.case.directories,
-            "same": self.problem is None,
-            "seconds": self.seconds,
-            "problem": self.problem,
-            "difference": None if parts is None else parts._asdict(),
-        }
-
-
 class Verifier:
     """Trains cases and compares them. `folders` are directories on NVMe, two of them."""
 
@@ -159,35 +135,39 @@ class Verifier:
         self.references: dict[str, Trace] = {}  # by name; one that failed is not there
         self.torch: dict[str, AgainstTorch] = {}
 
-    def check(self, case: Case) -> Verdict:
-        """Train a case and compare it with its reference, which is trained before."""
-        start = time.perf_counter()
-        verdict = Verdict(case, 0.0)
-        reference = reference_of(case)
+    def check(self, case: Case) -> dict[str, Any]:
+        """Train a case and compare it with its reference, which is trained before; return what came of it,
+        as JSON has it: ``problem`` None: the same bits; else in words."""
+        start, difference = time.perf_counter(), None
         try:
-            trace = train(case, self._device, self._folders)
-            if case == reference:
-                self._judge(trace, case)
-            elif reference.name in self.references:
-                self._compare(trace, self.references[reference.name], verdict, reference)
-            else:
-                verdict.problem = f"nothing to compare with: {reference.name} failed"
+            problem, difference = self._compare(case)
         except InfinityError as error:
-            verdict.problem = f"failed: {error}"
-        verdict.seconds = time.perf_counter() - start
-        return verdict
+            problem = f"failed: {error}"
+        return {
+            "case": case.name,
+            "settings": dict(case.settings),
+            "isa": case.isa,
+            "directories": case.directories,
+            "same": problem is None,
+            "seconds": time.perf_counter() - start,
+            "problem": problem,
+            "difference": None if difference is None else difference._asdict(),
+        }
 
-    def _judge(self, trace: Trace, case: Case) -> None:
-        self.references[case.name] = trace
-        if case.dtype != "fp16" and case.update == "sync":
-            self.torch[case.dtype] = against_torch(trace, case.dtype, self._device)
-
-    def _compare(self, trace: Trace, wanted: Trace, verdict: Verdict, reference: Case) -> None:
-        seen = compare(trace, wanted)
-        if seen is not None:
-            found = locate(verdict.case, reference, self._device, self._folders, seen)
-            verdict.difference = found
-            verdict.problem = f"differs from {reference.name}: {found}"
+    def _compare(self, case: Case) -> tuple[str | None, Difference | None]:
+        trace, reference = train(case, self._device, self._folders), reference_of(case)
+        if case == reference:
+            self.references[case.name] = trace
+            if case.dtype != "fp16" and case.update == "sync":
+                self.torch[case.dtype] = against_torch(trace, case.dtype, self._device)
+            return None, None
+        if reference.name not in self.references:
+            return f"nothing to compare with: {reference.name} failed", None
+        seen = compare(trace, self.references[reference.name])
+        if seen is None:
+            return None, None
+        found = locate(case, reference, self._device, self._folders, seen)
+        return f"differs from {reference.name}: {found}", found
 
 
 def verify(device: str, directory: str, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -204,28 +184,25 @@ def verify(device: str, directory: str, tell: Callable[[str], None]) -> dict[str
         working = [name for name, says in available_backends(place).items() if says == "ok"]
         isas = cpu_adam.available_isas()
         cases = cases_of(isas, working, cpu_adam.isa())
-        opened = open_device(device)
-        where = opened.torch_device
-        opened.close()
-        one = Verifier(str(where), folders)
+        one = Verifier(device, folders)
         verdicts = []
         start = time.perf_counter()
-        with deterministic(where):
+        with deterministic(torch.device(device)):
             for number, case in enumerate(cases, 1):
                 tell(f"[{number}/{len(cases)}] {case.name}")
                 verdicts.append(one.check(case))
     norms = [norm for trace in one.references.values() for norm in trace.norms]
     return {
-        "device": str(where),
+        "device": device,
         "directory": directory,
         "isas": list(isas),
         "backends": working,
         "updates": list(UPDATES),
-        "same": all(v.problem is None for v in verdicts) and all(t.same for t in one.torch.values()),
+        "same": all(v["same"] for v in verdicts) and all(t.same for t in one.torch.values()),
         "seconds": time.perf_counter() - start,
         "clipped_share": sum(norm > CLIP for norm in norms) / max(1, len(norms)),
         "torch": {dtype: found._asdict() for dtype, found in one.torch.items()},
-        "cases": [verdict.as_dict() for verdict in verdicts],
+        "cases": verdicts,
     }
 
 

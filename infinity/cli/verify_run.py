@@ -30,9 +30,9 @@ STEPS: Final = 8
 MOST: Final = 3  # backwards of a step
 CLIP: Final = 4.0  # norms of this training lie on both sides
 #: What a delayed update needs to be seen: some steps before it, some after.
-_WARMUP: Final = {"delay_warmup_steps": 3}
+_WARMUP: Final[dict[str, Any]] = {"delay_warmup_steps": 3}
 #: fp16 overflows with this scale and not with what it falls to.
-_FP16: Final = {"loss_scale": 2.0**19, "loss_scale_window": 2}
+_FP16: Final[dict[str, Any]] = {"loss_scale": 2.0**19, "loss_scale_window": 2}
 _SETTINGS: Final[dict[str, Any]] = {
     "device_memory": "16MiB",
     "host_memory": "96MiB",
@@ -139,27 +139,26 @@ def train(case: Case, device: str, folders: Sequence[str], steps: int = STEPS) -
     Raises:
         InfinityError: the engine cannot run the case, or failed in it.
     """
-    isa = cpu_adam.isa()
-    if case.isa is not None:
-        cpu_adam.set_isa(case.isa)
-    try:
-        return _train(case, device, folders[: case.directories], steps)
-    finally:
-        cpu_adam.set_isa(isa)
-
-
-def _train(case: Case, device: str, folders: Sequence[str], steps: int) -> Trace:
-    trace = Trace()
-    model = build()
-    config = Config(nvme=folders, device=device, **{**_SETTINGS, **_extra(case), **case.settings})
-    optimizer = torch.optim.AdamW(groups_of(list(model.parameters())))
-    wrapped_model, wrapped = wrap(model, optimizer, config)
-    engine = engine_of(wrapped_model)
-    where = engine.device.torch_device
-    try:
+    trace, extra = Trace(), dict[str, Any]()
+    if case.dtype == "fp16":
+        extra |= _FP16
+    if case.update == "delayed":
+        extra |= _WARMUP
+    config = Config(
+        nvme=folders[: case.directories], device=device, **{**_SETTINGS, **extra, **case.settings}
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(cpu_adam.set_isa, cpu_adam.isa())
+        if case.isa is not None:
+            cpu_adam.set_isa(case.isa)
+        model = build()
+        optimizer = torch.optim.AdamW(groups_of(list(model.parameters())))
+        wrapped_model, wrapped = wrap(model, optimizer, config)
+        stack.callback(close, wrapped)
+        engine = engine_of(wrapped_model)
         for step in range(steps):
             total = 0.0
-            for tokens, targets in batches(step, where):
+            for tokens, targets in batches(step, engine.device.torch_device):
                 loss = model(tokens, targets).loss
                 wrapped.scale(loss).backward()
                 total += loss.item()
@@ -173,16 +172,9 @@ def _train(case: Case, device: str, folders: Sequence[str], steps: int) -> Trace
             sharded = engine.params[param]
             trace.tensors["copy", name] = engine.states.copy_of(sharded)
             state = engine.states.read(sharded)
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
-                if kind in state:
-                    trace.tensors[kind, name] = state[kind]
-    finally:
-        close(wrapped)
+            kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if kind in state]
+            trace.tensors |= {(kind, name): state[kind] for kind in kinds}
     return trace
-
-
-def _extra(case: Case) -> dict[str, Any]:
-    return {**(_FP16 if case.dtype == "fp16" else {}), **(_WARMUP if case.update == "delayed" else {})}
 
 
 def compare(found: Trace, wanted: Trace) -> Difference | None:
@@ -190,8 +182,7 @@ def compare(found: Trace, wanted: Trace) -> Difference | None:
 
     Of what differs at the end the first parameter is named, in the order of the model.
     """
-    for what in ("losses", "norms", "scales"):
-        name = {"losses": "loss", "norms": "gradient norm", "scales": "loss scale"}[what]
+    for what, name in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale")):
         pairs = zip(getattr(found, what), getattr(wanted, what), strict=True)
         for step, (one, other) in enumerate(pairs, 1):
             if one != other and not (math.isnan(one) and math.isnan(other)):

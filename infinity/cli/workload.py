@@ -5,11 +5,13 @@ Each can say what planning needs to know without being built, be built, and writ
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,37 +31,43 @@ _DIMENSIONS = (
 )
 
 
-class Workload(Protocol):
-    """A model that can be planned, built and trained."""
+class Workload(abc.ABC):
+    """A causal language model that can be planned, built and trained."""
 
     name: str
-    tokenizer: Any  # of Hugging Face; None: tokens are bytes
+    tokenizer: Any = None  # of Hugging Face; None: tokens are bytes
     vocab: int
     context: int
+    _call: Mapping[str, Any] = MappingProxyType({})  # what a forward is told besides the tokens
 
+    @abc.abstractmethod
     def planned(self, config: Config) -> Model:
         """Return what planning needs to know; nothing is built."""
 
+    @abc.abstractmethod
     def scratch(self) -> list[int]:
         """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
 
+    @abc.abstractmethod
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """Return the activations of one forward and backward, in bytes."""
 
+    @abc.abstractmethod
     def build(self, recompute: bool) -> nn.Module:
         """Return the model with its values, ready to be trained."""
 
     def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Return (batch, sequence, vocab) for tokens, (batch, sequence)."""
+        logits: torch.Tensor = model(tokens, **self._call).logits
+        return logits
 
     def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of `targets`, (batch, sequence)."""
+        return F.cross_entropy(self.logits(model, tokens).flatten(0, 1).float(), targets.flatten())
 
 
-class BuiltIn:
+class BuiltIn(Workload):
     """The GPT of `infinity.cli.model`, over bytes."""
-
-    tokenizer = None
 
     def __init__(self, settings: ModelSettings, sequence: int) -> None:
         shape = shape_from(
@@ -107,19 +115,11 @@ class BuiltIn:
         """See `Workload`."""
         return GPT(self.shape, recompute=recompute)
 
-    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Workload`."""
-        logits: torch.Tensor = model(tokens).logits
-        return logits
 
-    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """See `Workload`."""
-        loss: torch.Tensor = model(tokens, targets).loss
-        return loss
-
-
-class HuggingFace:
+class HuggingFace(Workload):
     """A causal language model from a directory: config, safetensors and, if it is there, tokenizer."""
+
+    _call = MappingProxyType({"use_cache": False})
 
     def __init__(self, directory: str, sequence: int) -> None:
         path = Path(directory).expanduser()
@@ -220,16 +220,6 @@ class HuggingFace:
             _recompute(model)
         model.train()
         return model  # type: ignore[no-any-return]
-
-    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Workload`."""
-        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-        return logits
-
-    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """See `Workload`."""
-        logits = self.logits(model, tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _recompute(model: Any) -> None:
