@@ -48,14 +48,6 @@ call(buffer, path, 0)
 print(json.dumps([time.perf_counter() - began, time.process_time() - used]))
 """
 _PEERS = ("fio", "fio-huge", "deepspeed")
-_COLOURS = {
-    "fio": "#bbbbbb",
-    "fio-huge": "#888888",
-    "deepspeed": "#d08a4a",
-    "threads": "#9dbcd9",
-    "libaio": "#4878a8",
-    "uring": "#24527a",
-}
 _NAMES = {"fio": "fio", "fio-huge": "fio, huge pages", "deepspeed": "DeepSpeed aio_handle"}
 
 
@@ -138,13 +130,14 @@ def plot(table: dict[str, dict[str, dict[str, float]]], args: argparse.Namespace
     """Draw the medians."""
     from infinity.cli.console import figure_in
 
-    width = 0.8 / len(_COLOURS)
+    everybody = list(dict.fromkeys(who for rows in table.values() for who in rows))
+    width = 0.8 / len(everybody)
     with figure_in(str(args.plot), 8, 3.4) as figure:
         axes = figure.add_subplot()
-        for i, (who, colour) in enumerate(_COLOURS.items()):
-            places = [k + (i - 2.5) * width for k, rows in enumerate(table.values()) if who in rows]
+        for i, who in enumerate(everybody):
+            places = [k + (i + 0.5) * width - 0.4 for k, rows in enumerate(table.values()) if who in rows]
             values = [rows[who]["GB/s"] for rows in table.values() if who in rows]
-            axes.bar(places, values, width, color=colour, label=_NAMES.get(who, f"infinity, {who}"))
+            axes.bar(places, values, width, label=_NAMES.get(who, f"infinity, {who}"))
         axes.set_xticks(range(len(table)), list(table))
         axes.set_ylabel("GB/s (median)")
         axes.set_title(f"{args.block >> 20} MiB × {args.depth}, O_DIRECT, one file", fontsize=10)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,14 +48,9 @@ def bytes_on_disk(directories: Sequence[str]) -> int:
     return total
 
 
-@contextlib.contextmanager
-def scratch(directory: str) -> Iterator[str]:
-    """Lend a directory of its own in `directory`; remove it afterwards, whatever it holds."""
-    path = tempfile.mkdtemp(prefix="infinity-", dir=directory)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:
+    """Lend a directory of its own in `directory`; it is removed afterwards, whatever it holds."""
+    return tempfile.TemporaryDirectory(prefix="infinity-", dir=directory, ignore_cleanup_errors=True)
 
 
 class Peak:

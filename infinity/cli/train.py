@@ -42,10 +42,9 @@ from infinity.planning.planner import Plan
 from infinity.storage.leftovers import reclaim
 
 from .case import Case
-from .console import finite, table_of
+from .console import check_outputs, finite, is_log, table_of
 from .data import Corpus, find_files, open_stream
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
-from .outputs import check_outputs, is_log
 from .progress import Reporter
 from .settings import Run, RunCommand, read_run, run_options
 from .shown import error_as_dict

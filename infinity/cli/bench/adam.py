@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import click
@@ -93,21 +94,18 @@ class Beside:
     def __init__(self, work: AdamWork) -> None:
         self._work = work
         self._stop = threading.Event()
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "infinity-adam")
         self._updates = 0
         self._seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="infinity-adam", daemon=True)
 
     def __enter__(self) -> Beside:
-        self._thread.start()
+        self._running = self._pool.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        while self._thread.is_alive():
-            self._thread.join(0.1)
-        if self._error is not None:
-            raise self._error
+        self._pool.shutdown()
+        self._running.result()
 
     @property
     def parameters_per_second(self) -> float:
@@ -115,14 +113,11 @@ class Beside:
         return self._updates * self._work.numel / self._seconds if self._seconds else 0.0
 
     def _run(self) -> None:
-        try:
-            start = time.perf_counter()
-            while not self._stop.is_set():
-                self._work.update()
-                self._updates += 1
-                self._seconds = time.perf_counter() - start
-        except BaseException as error:
-            self._error = error
+        start = time.perf_counter()
+        while not self._stop.is_set():
+            self._work.update()
+            self._updates += 1
+            self._seconds = time.perf_counter() - start
 
 
 def rate(call: Callable[[], Any], amount: int, repeats: int) -> list[float]:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -34,7 +35,6 @@ from infinity.storage.memory import HostMapping
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
 PATTERNS: Final = ("read", "write", "mixed")
 ORDERS: Final = ("sequential", "scattered")
-_POLL: Final = 0.05
 _quarantine: list[HostMapping] = []  # memory that the kernel may still touch
 
 
@@ -375,32 +375,21 @@ def run_pass(
         for load, _ in pairs:
             load.refresh(job.window(settings))
     before = sum(ring.stats().cpu_seconds for _, ring in pairs)
-    stop, tallies, errors = threading.Event(), list[Tally](), list[BaseException]()
-    until = time.perf_counter() + seconds
-
-    def one(load: Load, ring: Ring) -> None:
-        try:
-            tallies.append(load.run(ring, settings, job, stop, until=until, limit=limit))
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
-
-    threads = [threading.Thread(target=one, args=pair, name="infinity-bench", daemon=True) for pair in pairs]
-    start = time.perf_counter()
+    stop, start = threading.Event(), time.perf_counter()
+    pool = ThreadPoolExecutor(len(pairs), "infinity-bench")
+    running = [
+        pool.submit(load.run, ring, settings, job, stop, until=start + seconds, limit=limit)
+        for load, ring in pairs
+    ]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_POLL)
+        wait(running, return_when=FIRST_EXCEPTION)
     except BaseException:
         stop.set()
-        for thread in threads:  # an interrupt; what is under way ends first, or at its deadline
-            if thread.ident is not None:
-                thread.join(5.0)
+        wait(running, 5.0)  # an interrupt; what is under way ends first, or at its deadline
         raise
-    if errors:
-        raise errors[0]
+    stop.set()
+    pool.shutdown()
+    tallies = [each.result() for each in running]
     cpu_seconds = sum(ring.stats().cpu_seconds for _, ring in pairs) - before
     return Tally(
         read=sum(t.read for t in tallies),
