@@ -19,6 +19,7 @@ works on what torch allocates, as its user would have it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
@@ -106,19 +107,16 @@ def main() -> None:
         "ceiling_ordinary": functools.partial(ceiling, False),
     }
     child = None
-    if args.deepspeed_python:
-        command = [args.deepspeed_python, os.path.abspath(__file__), "--serve"]
-        env = {"DS_ACCELERATOR": "cpu"}
-        child = Child("deepspeed", [*command, str(args.params), str(args.threads)], env=env, timeout=900)
-        ask = child.ask
-        runs["deepspeed"] = lambda: float(ask("go")["seconds"])
-    else:
-        print("DeepSpeed is not measured: no --deepspeed-python", file=sys.stderr)
-    try:
+    with contextlib.ExitStack() as stack:
+        if args.deepspeed_python:
+            command = [args.deepspeed_python, os.path.abspath(__file__), "--serve"]
+            command += [str(args.params), str(args.threads)]
+            child = Child("deepspeed", command, env={"DS_ACCELERATOR": "cpu"}, timeout=900)
+            ask = stack.enter_context(child).ask
+            runs["deepspeed"] = lambda: float(ask("go")["seconds"])
+        else:
+            print("DeepSpeed is not measured: no --deepspeed-python", file=sys.stderr)
         seconds = common.race(runs, 2, args.repetitions)
-    finally:
-        if child is not None:
-            child.close()
 
     rate = {name: args.params / statistics.median(times) / 1e6 for name, times in seconds.items()}
     most = max(rate["ceiling_past_caches"], rate["ceiling_ordinary"])

@@ -25,6 +25,7 @@ is above 1.06 pairs are added, up to --most. Have nothing else run on the machin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -139,17 +140,14 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
     settings |= {"device": "cpu", "dtype": "fp32", "threads": args.threads, **json.loads(args.config)}
     pairs: list[dict[str, Any]] = []
     while True:
-        children: dict[str, Child] = {}
-        try:
+        with contextlib.ExitStack() as stack:
+            children: dict[str, Child] = {}
             for who, tree in trees.items():
                 paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
                 text = json.dumps({**task, "settings": {**settings, "nvme": os.path.join(folder, who)}})
-                children[who] = Child(
-                    who,
-                    [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), text],
-                    env={"PYTHONPATH": os.pathsep.join(paths)},
-                    timeout=args.timeout,
-                )
+                command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), text]
+                env = {"PYTHONPATH": os.pathsep.join(paths)}
+                children[who] = stack.enter_context(Child(who, command, env=env, timeout=args.timeout))
             for _ in range(args.warmup):
                 for child in children.values():
                     child.ask(str(args.burst))
@@ -158,9 +156,6 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
                 pairs.append({name: children[name].ask(str(args.burst)) for name in names})
                 print(f"{case}: pair {len(pairs)}", file=sys.stderr)
             ready = {name: child.ready for name, child in children.items()}
-        finally:
-            for child in children.values():
-                child.close()
         if len(pairs) >= args.rounds:
             found = figures(pairs)
             if found["high"] <= ADD_PAIRS or len(pairs) >= args.most:

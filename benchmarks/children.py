@@ -39,7 +39,7 @@ class ChildError(RuntimeError):
         self.code = code
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """One child. `command` is a whole command line; `timeout` is for each answer, in seconds.
 
     Raises:
@@ -86,6 +86,9 @@ class Child:
         after = _io_bytes(self._process.pid)
         answer["read_bytes"], answer["written_bytes"] = (a - b for a, b in zip(after, before, strict=True))
         return answer
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Ask it to end; after 20 s kill it."""

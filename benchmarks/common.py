@@ -69,6 +69,8 @@ def hardware(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
     cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    drive = {} if directory is None else facts_of(os.fspath(directory))
+    drive.pop("path", None)
     return {
         "cpu": cpu[1] if cpu is not None else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -76,7 +78,7 @@ def hardware(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         "kernel": platform.release(),
         "transparent_hugepage": huge.read_text().strip() if huge.exists() else None,
         "load_average_at_start": os.getloadavg()[0],
-        **({} if directory is None else {"drive": facts_of(os.fspath(directory))}),
+        **({"drive": drive} if drive else {}),
     }
 
 

@@ -19,6 +19,7 @@ A drive's speed drifts, so compare what one run says, not runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -104,9 +105,10 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return what all contestants took."""
     own = os.path.join(folder, "infinity")
     os.makedirs(own)
-    engine, child, versions = Engine(own, args), None, {}
+    engine, versions = Engine(own, args), {}
     calls = {"step": partial(timed, engine.step), "merely": partial(timed, engine.merely)}
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(infinity.close, engine.model)
         if args.deepspeed_python:
             task = runner.Task(
                 kind="deepspeed",
@@ -117,12 +119,9 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 settings={"state": "nvme", "parameters": "device"},
             )
             child = runner.start("deepspeed", task, python=args.deepspeed_python, timeout=args.timeout)
-            versions, calls["deepspeed"] = child.ready["versions"], partial(child.ask, "1")
+            calls["deepspeed"] = partial(stack.enter_context(child).ask, "1")
+            versions = child.ready["versions"]
         samples = common.race(calls, args.warmup, args.rounds)
-    finally:
-        if child is not None:
-            child.close()
-        infinity.close(engine.model)
     names = ["chunk_elements", "update_depth", "block_bytes", "queue_depth", "aio_backend"]
     return {
         "params": sum(c.numel for c in engine.chunks),
