@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 import tempfile
@@ -144,11 +145,8 @@ class ByteStream:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
-        self._starts: list[int] = []
-        self.length = 0
-        for path in self.files:
-            self._starts.append(self.length)
-            self.length += path.stat().st_size
+        self._edges = list(itertools.accumulate((path.stat().st_size for path in files), initial=0))
+        self.length = self._edges[-1]
 
     def read(self, start: int, count: int) -> npt.NDArray[np.uint8]:
         """Return `count` bytes from `start` on.
@@ -157,28 +155,24 @@ class ByteStream:
             DataError: a file cannot be read, or is shorter than it was.
         """
         out = np.empty(count, np.uint8)
-        done = 0
-        index = bisect.bisect_right(self._starts, start) - 1
-        while done < count:
-            path = self.files[index]
-            offset = start + done - self._starts[index]
-            end = self._starts[index + 1] if index + 1 < len(self.files) else self.length
-            want = min(count - done, end - self._starts[index] - offset)
-            if want:
-                try:
-                    with open(path, "rb", buffering=0) as file:
-                        got = os.preadv(file.fileno(), [out[done : done + want].data], offset)
-                except OSError as error:
-                    raise _unreadable(path, error) from error
-                if got != want:
-                    raise DataError(
-                        f"{str(path)!r} changed while it was read",
-                        expected=f"{want} bytes at offset {offset}",
-                        found=f"{got} bytes",
-                        cure="train on files that nothing writes to",
-                    )
-                done += want
-            index += 1
+        at, end = start, start + count
+        while at < end:
+            index = bisect.bisect_right(self._edges, at) - 1
+            path, offset = self.files[index], at - self._edges[index]
+            want = min(end, self._edges[index + 1]) - at
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    got = os.preadv(file.fileno(), [out[at - start : at - start + want].data], offset)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if got != want:
+                raise DataError(
+                    f"{str(path)!r} changed while it was read",
+                    expected=f"{want} bytes at offset {offset}",
+                    found=f"{got} bytes",
+                    cure="train on files that nothing writes to",
+                )
+            at += want
         return out
 
 
