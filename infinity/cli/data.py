@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +32,6 @@ _HEAD: Final = 8192
 #: The share of the stream, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
 Tokens = npt.NDArray[np.integer[Any]]
-
-
-class Stream(Protocol):
-    """A long sequence of tokens."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def vocab(self) -> int:
-        """Number of different tokens that may occur."""
-
-    def read(self, start: int, count: int) -> Tokens:
-        """Return `count` tokens from `start` on, 1-d."""
 
 
 def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
@@ -239,6 +224,10 @@ def _scratch(directory: str | None) -> Iterator[IO[bytes]]:
         ) from error
 
 
+#: A long sequence of tokens, `length` of them, of `vocab` kinds; `read(start, count)` gives some, 1-d.
+Stream = ByteStream | TokenStream
+
+
 class Corpus:
     """Windows of a stream, in two parts: for training, and for validation.
 
@@ -294,7 +283,7 @@ class Corpus:
 
 def open_stream(
     source: str | os.PathLike[str] | None, tokenizer: Any = None, *, directory: str | None = None
-) -> ByteStream | TokenStream:
+) -> Stream:
     """Return the stream of `source` (see `find_files`): bytes, or a Hugging Face tokenizer's tokens.
 
     Raises:

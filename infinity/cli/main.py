@@ -36,11 +36,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "bench_group",
         "Measure drives, the link, the CPU's Adam, or whole steps.",
     ),
-    "tune": (
-        "infinity.cli.tune",
-        "tune_command",
-        "Find the I/O settings that suit a drive, and keep them.",
-    ),
+    "tune": ("infinity.cli.tune", "tune_command", "Find the I/O settings that suit a drive, and keep them."),
     "trace": ("infinity.cli.trace", "trace_command", "Say where the time of a step went, and why."),
     "verify": (
         "infinity.cli.verify",
