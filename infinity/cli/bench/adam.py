@@ -172,7 +172,7 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
 @click.command("adam")
 @click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
 @words_option(
-    *("--isa", "isas", cpu_adam.available_isas(), "Instruction set; may be given again. Default: all."),
+    *("--isa", "isas", cpu_adam.available_isas()[::-1], "Instruction set; may be given again. Default: all."),
     what="this machine has no such instruction set",
 )
 @click.option("--threads", type=click.IntRange(min=1), multiple=True, help="Default: 1 and all cores.")
