@@ -64,7 +64,7 @@ class Engine:
         gpt2.loss_of(args.tokens, "cpu")(self.model).backward()
         self.engine = engine_of(self.model)
         self.chunks = [c for u in self.engine.units for c in u.layout.trainable_chunks]
-        self.sizes = [sum(self.engine.tiers.plans[c.id].state_sections) for c in self.chunks]
+        self.sizes = [self.engine.tiers.plans[c.id].parts["state"].nbytes for c in self.chunks]
         self.depth = self.engine.footprint.quotas["update"].buffers
 
     def step(self) -> None:

@@ -18,7 +18,7 @@ import infinity
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import Tier
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import PartSpec, Store
+from infinity.storage.store import Part, Store
 
 from . import models
 
@@ -26,9 +26,9 @@ PAGE = 4096
 STEPS = 3
 CHUNKS = 3
 _CHUNK = {
-    "copy": PartSpec((2 * PAGE,), Tier.NVME, True, "copy"),
-    "state": PartSpec((PAGE, 2 * PAGE, PAGE), Tier.NVME, True, "state"),
-    "gradient": PartSpec((3 * PAGE,), Tier.NVME, False, "gradient"),
+    "copy": Part((2 * PAGE,), Tier.NVME, True, "copy"),
+    "state": Part((PAGE, 2 * PAGE, PAGE), Tier.NVME, True, "state"),
+    "gradient": Part((3 * PAGE,), Tier.NVME, False, "gradient"),
 }
 #: Where each part of a chunk stands in a lease.
 _AT = {"state": 0, "copy": 4 * PAGE, "gradient": 6 * PAGE}

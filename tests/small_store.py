@@ -14,7 +14,7 @@ from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier
 from infinity.hardware.aio import available_backends
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import PartSpec, Store
+from infinity.storage.store import Part, Store
 
 PAGE = 4096
 
@@ -23,9 +23,9 @@ NVME, HOST = Tier.NVME, Tier.HOST
 
 
 CHUNK = {
-    "copy": PartSpec((2 * PAGE,), NVME, True, "copy"),
-    "state": PartSpec((PAGE, PAGE, PAGE), NVME, True, "state"),
-    "gradient": PartSpec((4 * PAGE,), NVME, False, "gradient"),
+    "copy": Part((2 * PAGE,), NVME, True, "copy"),
+    "state": Part((PAGE, PAGE, PAGE), NVME, True, "state"),
+    "gradient": Part((4 * PAGE,), NVME, False, "gradient"),
 }
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier
-from infinity.planning.parts import PartSpec
+from infinity.planning.parts import Part
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
 from infinity.storage.layout import Layout
@@ -393,8 +393,8 @@ def test_a_file_system_without_fallocate_works_with_a_warning(
 PAGE = 4096
 
 
-def part(sections: list[int], tier: Tier, versioned: bool, region: str) -> PartSpec:
-    return PartSpec(tuple(s * PAGE for s in sections), tier, versioned, region)
+def part(sections: list[int], tier: Tier, versioned: bool, region: str) -> Part:
+    return Part(tuple(s * PAGE for s in sections), tier, versioned, region)
 
 
 tiers = st.sampled_from([Tier.HOST, Tier.NVME, Tier.NVME])
@@ -426,7 +426,7 @@ chunk_specs = st.fixed_dictionaries(
     slots=st.sampled_from([1, 2]),
 )
 def test_extents_are_aligned_disjoint_complete_and_deterministic(
-    chunks: list[dict[str, PartSpec]], weights: list[float], slots: int
+    chunks: list[dict[str, Part]], weights: list[float], slots: int
 ) -> None:
     layout = Layout(chunks, len(weights), weights=weights, slots=slots)
     again = Layout(chunks, len(weights), weights=weights, slots=slots)
@@ -489,17 +489,17 @@ def test_every_stretch_of_chunks_keeps_the_directories_busy_by_weight() -> None:
 @pytest.mark.parametrize(
     ("chunks", "directories", "weights"),
     [
-        ([{"copy": PartSpec((4097,), Tier.NVME, True, "copy")}], 1, None),
-        ([{"copy": PartSpec((), Tier.NVME, True, "copy")}], 1, None),
-        ([{"copy": PartSpec((4096,), Tier.DEVICE, True, "copy")}], 1, None),
-        ([{"copy": PartSpec((4096,), Tier.NVME, True, "copy")}], 0, None),
+        ([{"copy": Part((4097,), Tier.NVME, True, "copy")}], 1, None),
+        ([{"copy": Part((), Tier.NVME, True, "copy")}], 1, None),
+        ([{"copy": Part((4096,), Tier.DEVICE, True, "copy")}], 1, None),
+        ([{"copy": Part((4096,), Tier.NVME, True, "copy")}], 0, None),
         ([], 2, [1.0]),
         ([], 2, [1.0, 0.0]),
         ([], 1, [float("nan")]),
     ],
 )
 def test_a_layout_that_makes_no_sense_is_refused(
-    chunks: list[dict[str, PartSpec]], directories: int, weights: list[float] | None
+    chunks: list[dict[str, Part]], directories: int, weights: list[float] | None
 ) -> None:
     with pytest.raises(ConfigError):
         Layout(chunks, directories, weights=weights)

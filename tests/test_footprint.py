@@ -25,7 +25,9 @@ def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footpri
         layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
     )
     sets = [[i] for i in range(len(UNITS))]
-    return footprint(layouts, plan_chunks(layouts, assignment), sets, config, budget, staged=staged)
+    return footprint(
+        layouts, plan_chunks(layouts, assignment, staged=staged), sets, config, budget, staged=staged
+    )
 
 
 ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}

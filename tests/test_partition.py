@@ -100,8 +100,10 @@ def test_a_split_follows_its_shares_all_along(share: float, count: int) -> None:
 def test_the_copy_is_the_master_only_in_fp32_on_one_tier() -> None:
     def sections(dtype: torch.dtype, copy: Tier, state: Tier) -> int:
         layouts = partition([("u", [ParamSpec("p", (10,), dtype, True, 0)])], NORM_BLOCK)
-        plans = plan_chunks(layouts, assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}))
-        return len(plans[0].state_sections)
+        plans = plan_chunks(
+            layouts, assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}), staged=False
+        )
+        return len(plans[0].parts["state"].sections)
 
     assert sections(torch.float32, Tier.NVME, Tier.NVME) == 2
     assert sections(torch.float32, Tier.DEVICE, Tier.NVME) == 3

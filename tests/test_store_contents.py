@@ -10,7 +10,7 @@ import torch
 
 from infinity.core.errors import ClosedError, CorruptionError, StorageError
 from infinity.hardware.aio import crc32c
-from infinity.storage.store import PartSpec, Store
+from infinity.storage.store import Part, Store
 
 from .small_store import CHUNK, HOST, PAGE, ROOM, arena_file, fill, get, need_backend, pool_of, put, store_of
 
@@ -45,8 +45,8 @@ def test_given_crcs_are_believed_and_checked(tmp_path: Path) -> None:
 def test_parts_on_the_host_are_memory(tmp_path: Path) -> None:
     calls: list[int] = []
     spec = {
-        "state": PartSpec((PAGE, PAGE), HOST, True, "state"),
-        "gradient": PartSpec((PAGE,), HOST, False, "g"),
+        "state": Part((PAGE, PAGE), HOST, True, "state"),
+        "gradient": Part((PAGE,), HOST, False, "g"),
     }
     pool = pool_of()
     store = Store(

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import PartSpec, Store, Transfer
+from infinity.storage.store import Part, Store, Transfer
 
 from .small_store import CHUNK, HOST, NVME, PAGE, ROOM
 
@@ -38,15 +38,15 @@ class Machine(RuleBasedStateMachine):
         names = [os.path.join(self.temporary.name, str(d)) for d in range(directories)]
         for name in names:
             os.mkdir(name)
-        chunks: list[dict[str, PartSpec]] = []
+        chunks: list[dict[str, Part]] = []
         for chunk in range(4):
             spec = {
-                "copy": PartSpec((2 * PAGE,), tiers[chunk], True, "copy"),
-                "state": PartSpec((PAGE, 2 * PAGE), tiers[(chunk + 2) % 6], True, "state"),
-                "gradient": PartSpec((4 * PAGE,), tiers[(chunk + 4) % 6], False, "gradient"),
+                "copy": Part((2 * PAGE,), tiers[chunk], True, "copy"),
+                "state": Part((PAGE, 2 * PAGE), tiers[(chunk + 2) % 6], True, "state"),
+                "gradient": Part((4 * PAGE,), tiers[(chunk + 4) % 6], False, "gradient"),
             }
             if chunk == 3:  # a frozen one
-                spec = {"copy": PartSpec((PAGE,), tiers[5], False, "copy")}
+                spec = {"copy": Part((PAGE,), tiers[5], False, "copy")}
             chunks.append(spec)
         self.pool = PinnedPool({"a": (ROOM, 3)}, protect=protect)
         self.store = Store(

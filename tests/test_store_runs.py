@@ -64,9 +64,9 @@ _RUN = """
 import sys
 from infinity.core.sizes import Tier
 from infinity.storage.pinned import PinnedPool
-from infinity.storage.store import PartSpec, Store
+from infinity.storage.store import Part, Store
 pool = PinnedPool({"a": (1 << 20, 4)})
-spec = {"x": PartSpec((1 << 20,), Tier.NVME, True, "x")}
+spec = {"x": Part((1 << 20,), Tier.NVME, True, "x")}
 store = Store([spec] * 16, directories=[sys.argv[1]], pool=pool)
 step = 0
 while True:

@@ -39,7 +39,7 @@ from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import chunk_specs, plan_chunks
+from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
 from infinity.storage.interrupt import GRACE, interrupted
@@ -84,7 +84,7 @@ class Engine:
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
         )
-        plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
+        plans = plan_chunks(layouts, assignment, staged=device.staged, delayed=config.update == "delayed")
         self.budget = budget_here(config, device)
         sets = [s.working_set for s in scopes]
         try:
@@ -105,7 +105,7 @@ class Engine:
             undo.callback(pool.close)
             make_store = functools.partial(
                 Store,
-                chunk_specs(plans),
+                [plan.stored for plan in plans],
                 directories=config.directories,
                 pool=pool,
                 backend=config.aio_backend,

@@ -18,7 +18,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import GRADIENT_PARTS, ChunkPlan
+from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
@@ -51,7 +51,7 @@ class ChunkGradients:
     def __init__(
         self,
         units: Sequence[ParamUnit],
-        plans: Sequence[ChunkPlan],
+        plans: Sequence[ChunkParts],
         store: Store,
         pool: PinnedPool,
         device: Device,
@@ -73,7 +73,7 @@ class ChunkGradients:
                 self.entries[chunk.id] = ChunkGradient(chunk.norm_blocks)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
                     self._on_device[chunk.id] = torch.empty(
-                        plans[chunk.id].gradient_nbytes * plans[chunk.id].gradient_slots,
+                        sum(p.nbytes for n, p in plans[chunk.id].parts.items() if n in GRADIENT_PARTS),
                         dtype=torch.uint8,
                         device=device.torch_device,
                     )
@@ -84,7 +84,7 @@ class ChunkGradients:
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
-        nbytes = self.plans[chunk.id].gradient_nbytes
+        nbytes = self.plans[chunk.id].parts[GRADIENT_PARTS[slot]].nbytes
         return self._on_device[chunk.id][slot * nbytes : (slot + 1) * nbytes]
 
     def lease(self, nbytes: int) -> Lease:
@@ -130,10 +130,10 @@ class GradientIO:
             # It may need a second lease (widen, add): two must be free, or none is taken.
             while len(owner.writes) > owner.leases - 2:
                 owner.finish_write()
-            self._lease = owner.lease(plan.gradient_nbytes)
+            self._lease = owner.lease(plan.gradient_lease)
             if self._entry.dtype is not None:
                 owner.store.read(chunk.id, self._part, self._lease).wait()
-            self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_nbytes)
+            self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_lease)
         elif plan.gradient_tier is Tier.HOST:
             self._bytes = owner.store.view(chunk.id, self._part)
         else:

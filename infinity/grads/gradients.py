@@ -26,7 +26,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk, Segment
-from infinity.planning.parts import ChunkPlan
+from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
 
@@ -46,7 +46,7 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[ParamUnit],
-        plans: Sequence[ChunkPlan],
+        plans: Sequence[ChunkParts],
         store: Store,
         pool: PinnedPool,
         device: Device,
@@ -197,7 +197,7 @@ class Gradients:
             entry = self.entries[chunk.id]
             if self._reserved.get(chunk.id) != entry.slot or not self._updates.has_chunk(chunk.id):
                 continue
-            if entry.dtype is None and self._plans[chunk.id].gradient_slots > 1:
+            if entry.dtype is None and GRADIENT_PARTS[1] in self._plans[chunk.id].parts:
                 entry.slot ^= 1
             else:
                 self._updates.wait_unit(unit.index)

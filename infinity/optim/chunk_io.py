@@ -17,9 +17,8 @@ from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
 from infinity.params.copies import Copies
 from infinity.params.unit import ParamUnit
-from infinity.planning.footprint import lease_nbytes
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import GRADIENT_PARTS, ChunkPlan
+from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
@@ -30,7 +29,7 @@ class Tiers:
     def __init__(
         self,
         units: Sequence[ParamUnit],
-        plans: Sequence[ChunkPlan],
+        plans: Sequence[ChunkParts],
         store: Store,
         pool: PinnedPool,
         device: Device,
@@ -48,15 +47,12 @@ class Tiers:
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
                 self.on_device[index] = torch.zeros(
-                    sum(plan.state_sections), dtype=torch.uint8, device=device.torch_device
+                    plan.parts["state"].nbytes, dtype=torch.uint8, device=device.torch_device
                 )
 
     def lease_nbytes(self, chunk: Chunk) -> int:
         """Return the bytes of pool that the I/O of `chunk` takes."""
-        plan = self.plans[chunk.id]
-        if chunk.trainable:
-            return lease_nbytes(plan, staged=self.device.staged)
-        return plan.copy_nbytes if plan.copy_tier is Tier.NVME else 0
+        return self.plans[chunk.id].update_lease
 
 
 class ChunkIO:
@@ -79,19 +75,6 @@ class ChunkIO:
         self._priority = Priority.NORMAL
         self._copy_part = tiers.copies.newest(chunk.id)  # that is read; and written, unless delayed
         self._gradient_slot = 0
-        plan = self._plan
-        # What is updated on the device itself does not cross.
-        staged = tiers.device.staged and plan.state_tier not in (None, Tier.DEVICE)
-        at = 0
-        self._state_at = at
-        if plan.state_tier is Tier.NVME:
-            at += sum(plan.state_sections)
-        self._grad_at = at
-        self._grad_leased = plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE)
-        if self._grad_leased:
-            at += plan.gradient_nbytes
-        self._copy_at = at
-        self._copy_leased = plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE)
 
     def read_state(self, *, early: bool = False, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
@@ -101,13 +84,13 @@ class ChunkIO:
         if self._begun or lease is None:
             return
         self._begun = True
-        if plan.state_tier is Tier.NVME:
-            self._transfers.append(
-                store.read(self.chunk.id, "state", lease, self._state_at, priority=priority)
-            )
+        names = ["state"] if plan.state_tier is Tier.NVME else []
         if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
-            part = self._copy_part
-            self._transfers.append(store.read(self.chunk.id, part, lease, self._copy_at, priority=priority))
+            names.append(self._copy_part)
+        for name in names:
+            self._transfers.append(
+                store.read(self.chunk.id, name, lease, self._offset(name), priority=priority)
+            )
 
     def delay(self) -> None:
         """Have `copy` and `write` mean the spare, which nobody uses: [Note: two versions]. The newest
@@ -121,18 +104,18 @@ class ChunkIO:
         self.read_state(copy=copy)
         self._gradient_slot = slot
         lease = self._lease
-        if gradient is None or lease is None or not self._grad_leased:
+        if gradient is None or lease is None or self._plan.parts["gradient"].lease_offset is None:
             return
         if self._plan.gradient_tier is Tier.NVME:
             store = self._tiers.store
             part = GRADIENT_PARTS[self._gradient_slot]
             self._transfers.append(
-                store.read(self.chunk.id, part, lease, self._grad_at, priority=self._priority)
+                store.read(self.chunk.id, part, lease, self._offset(part), priority=self._priority)
             )
         else:
             device, nbytes = self._tiers.device, self.chunk.numel * gradient.itemsize
             source = self._tiers.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
-            target = lease.tensor(torch.uint8, self._grad_at, nbytes)
+            target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
 
@@ -150,7 +133,19 @@ class ChunkIO:
         plan, chunk, store = self._plan, self.chunk, self._tiers.store
         if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
             here, there = self.copy, store.view(chunk.id, self._copy_part)
-            cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), plan.copy_nbytes)
+            cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), here.nbytes)
+
+    def _offset(self, part: str) -> int:
+        """Return where a part that is worked on in the lease begins in it."""
+        offset = self._plan.parts[part].lease_offset
+        assert offset is not None
+        return offset
+
+    def _leased(self, part: str, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
+        """Return a part in the lease; None: it is worked on where it lies."""
+        if self._lease is None or self._plan.parts[part].lease_offset is None:
+            return None
+        return self._lease.tensor(dtype, self._offset(part), numel)
 
     def _written_part(self) -> str:
         return self._tiers.copies.spare(self.chunk.id) if self._delayed else self._copy_part
@@ -161,9 +156,8 @@ class ChunkIO:
         plan, chunk = self._plan, self.chunk
         if plan.copy_tier is Tier.HOST or (self._delayed and plan.copy_tier is Tier.DEVICE):
             return self._tiers.store.view(chunk.id, self._written_part(), chunk.dtype)
-        if self._copy_leased and self._lease is not None:
-            return self._lease.tensor(chunk.dtype, self._copy_at, chunk.numel)
-        return self.device_copy
+        leased = self._leased("copy", chunk.dtype, chunk.numel)
+        return self.device_copy if leased is None else leased
 
     @property
     def device_copy(self) -> torch.Tensor:
@@ -172,9 +166,10 @@ class ChunkIO:
 
     def _sections(self) -> list[torch.Tensor]:
         plan, chunk = self._plan, self.chunk
-        if plan.state_tier is Tier.NVME and self._lease is not None:
-            flat = self._lease.tensor(torch.float32, self._state_at, sum(plan.state_sections) // 4)
-        elif plan.state_tier is Tier.HOST:
+        flat = self._leased("state", torch.float32, plan.parts["state"].nbytes // 4)
+        if flat is not None:
+            return list(flat.split(chunk.numel))
+        if plan.state_tier is Tier.HOST:
             flat = self._tiers.store.view(chunk.id, "state", torch.float32)
         else:
             flat = self._tiers.on_device[chunk.id].view(torch.float32)
@@ -203,21 +198,20 @@ class ChunkIO:
     def copy_lease(self) -> tuple[Lease, int] | None:
         """The lease and the byte offset of a copy that goes to NVMe; None: it is elsewhere."""
         if self._plan.copy_tier is Tier.NVME and self._lease is not None:
-            return self._lease, self._copy_at
+            return self._lease, self._offset("copy")
         return None
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
         gradients, plan, chunk = self._tiers.gradients, self._plan, self.chunk
-        if self._grad_leased and self._lease is not None:
-            grad = self._lease.tensor(dtype or chunk.dtype, self._grad_at, chunk.numel)
-        else:
+        kind = dtype or chunk.dtype
+        grad = self._leased("gradient", kind, chunk.numel)
+        if grad is None:
             flat = (
                 self._tiers.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
                 if plan.gradient_tier is Tier.HOST
                 else gradients.chunks.on_device(chunk, self._gradient_slot)
             )
-            kind = dtype or chunk.dtype
             grad = flat[: chunk.numel * kind.itemsize].view(kind)
         return grad if dtype is not None else grad.zero_()
 
@@ -225,15 +219,15 @@ class ChunkIO:
         """Start sending back what changed; `close` waits for it."""
         plan, store, lease = self._plan, self._tiers.store, self._lease
         if lease is not None:
-            parts = []
-            if state and plan.state_tier is Tier.NVME:
-                parts.append(("state", self._state_at))
+            names = ["state"] if state and plan.state_tier is Tier.NVME else []
             if copy and plan.copy_tier is Tier.NVME:
-                parts.append((self._written_part(), self._copy_at))
-            for part, at in parts:
-                self._transfers.append(store.write(self.chunk.id, part, lease, at, priority=self._priority))
-            if copy and plan.copy_tier is Tier.DEVICE and self._copy_leased and not self._delayed:
-                source = lease.tensor(self.chunk.dtype, self._copy_at, self.chunk.numel)
+                names.append(self._written_part())
+            for name in names:
+                self._transfers.append(
+                    store.write(self.chunk.id, name, lease, self._offset(name), priority=self._priority)
+                )
+            source = self._leased("copy", self.chunk.dtype, self.chunk.numel)
+            if copy and plan.copy_tier is Tier.DEVICE and source is not None and not self._delayed:
                 device = self._tiers.device
                 self._events.append(device.h2d(self.device_copy, source, device.mark(), chunk=self.chunk.id))
 

@@ -100,7 +100,10 @@ class States:
 
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
-        nbytes, room = sum(sum(p.state_sections) for p in self._tiers.plans), self._room()
+        nbytes, room = (
+            sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None),
+            self._room(),
+        )
         if nbytes > room:
             raise _no_room(nbytes, room)
 

@@ -23,7 +23,7 @@ import torch
 from infinity.core.sizes import Tier
 from infinity.hardware.device import Device, Event
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import COPY_PARTS, ChunkPlan
+from infinity.planning.parts import COPY_PARTS, ChunkParts
 from infinity.storage.store import Store
 
 #: Returns the part of a unit's storage that holds a chunk's copy.
@@ -34,12 +34,12 @@ class Copies:
     """The versions of copies, by chunk id. The worker asks, and calls `updated` and `wait_published`; all
     else is the user's thread."""
 
-    def __init__(self, plans: Sequence[ChunkPlan], store: Store, device: Device) -> None:
+    def __init__(self, plans: Sequence[ChunkParts], store: Store, device: Device) -> None:
         self._plans = plans
         self._store = store
         self._device = device
         #: Whether there ever are two versions.
-        self.two = any(p.spare_tier is not None for p in plans)
+        self.two = any(COPY_PARTS[1] in p.parts for p in plans)
         self._published = [0] * len(plans)  # index into COPY_PARTS; stays 0 on the device
         self._newer: set[int] = set()  # chunks whose spare holds a newer version than the published
         self._events: dict[int, Event] = {}  # copies to the device that still read the spare

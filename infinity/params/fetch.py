@@ -18,13 +18,12 @@ import torch
 
 from infinity.core.errors import ClosedError
 from infinity.core.locks import lock
-from infinity.core.sizes import Tier
 from infinity.core.spans import now
 from infinity.core.waiting import POLL, Bell, Latch
 from infinity.hardware.device import Device, Event
 from infinity.planning.pace import Pace
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import ChunkPlan
+from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Store, Transfer
 
@@ -95,7 +94,7 @@ class Fetcher:
         store: Store,
         pool: PinnedPool,
         device: Device,
-        plans: Sequence[ChunkPlan],
+        plans: Sequence[ChunkParts],
         updates: Updates,
     ) -> None:
         self.pace = Pace()
@@ -135,7 +134,7 @@ class _Worker:
         store: Store,
         pool: PinnedPool,
         device: Device,
-        plans: Sequence[ChunkPlan],
+        plans: Sequence[ChunkParts],
         updates: Updates,
         pace: Pace,
     ) -> None:
@@ -227,13 +226,13 @@ class _Worker:
                     return
                 if fetch.behind_update:
                     fetch.behind_update, fetch.updated = False, now()
-                if plan.copy_tier is Tier.NVME:
+                if plan.fetch_lease:
                     self._release_leases(wait=False)
-                    lease = self._pool.try_lease("fetch", plan.copy_nbytes)
+                    lease = self._pool.try_lease("fetch", plan.fetch_lease)
                     if lease is None:
                         if self._flights or self._copying:
                             return
-                        lease = self._pool.lease("fetch", plan.copy_nbytes)  # or its error
+                        lease = self._pool.lease("fetch", plan.fetch_lease)  # or its error
                 with self._lock:
                     if chunk not in fetch.chunks:  # supplied meanwhile
                         if lease is not None:

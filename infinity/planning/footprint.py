@@ -24,14 +24,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
 
 from .partition import UnitLayout
-from .parts import ChunkPlan
+from .parts import PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
 
 #: What the fetch quota aims at; more hides no more of a drive's latency.
@@ -39,7 +37,6 @@ _FETCH_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
 LEAST_BUFFERS = {"fetch": 1, "update": 1, "gradient": 2}
 _GRADIENT_BUFFERS = 4
-_SPARE = "parameters being updated"
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
 _ACTIVATIONS_MOST = 16 * GiB
@@ -167,29 +164,28 @@ def whole_mebibytes(nbytes: int) -> str:
 
 def footprint(
     layouts: Sequence[UnitLayout],
-    plans: Sequence[ChunkPlan],
+    plans: Sequence[ChunkParts],
     working_sets: Sequence[Sequence[int]],
     config: Config,
     budget: Budget,
     *,
     staged: bool,
 ) -> Footprint:
-    """Return what a run takes within `budget`. See `demand` for the arguments.
+    """Return what a run takes within `budget`. See `demand` for the arguments, `plan_chunks` for `staged`.
 
     Raises:
         BudgetError: the run cannot fit; names the tier, the bytes needed and had, and the cure.
     """
-    wanted = demand(layouts, plans, working_sets, config, staged=staged)
+    wanted = demand(layouts, plans, working_sets, config)
     return within(wanted, config, budget, staged=staged)
 
 
 def demand(
     layouts: Sequence[UnitLayout],
-    plans: Sequence[ChunkPlan],
+    plans: Sequence[ChunkParts],
     working_sets: Sequence[Sequence[int]],
     config: Config,
     *,
-    staged: bool,
     weights: Sequence[float] = (),
 ) -> Demand:
     """Return what a run takes whatever its budgets are.
@@ -197,65 +193,35 @@ def demand(
     Args:
         working_sets: indices of the units that are needed at the same time, one entry for each
             moment of the schedule.
-        staged: whether what moves between host and device needs pinned leases (a device of its
-            own), or is copied directly (device memory is host memory).
         weights: of the NVMe directories, as the store spreads chunks over them.
     """
     by_tier: dict[Tier, dict[str, int]] = {t: {} for t in Tier}
     durable: dict[str, int] = {}
 
-    def add(tier: Tier | None, purpose: str, nbytes: int, *, versioned: bool = True) -> None:
-        if tier is not None and nbytes:
-            by_tier[tier][purpose] = by_tier[tier].get(purpose, 0) + nbytes
-            if tier is Tier.NVME:
-                durable[purpose] = durable.get(purpose, 0) + nbytes * (2 if versioned else 1)
-
-    read = written = read_again = written_again = link_each = link_once = on_host = 0
-    fetch_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = 0
-    nvme = Tier.NVME
+    moved = [0] * len(Moved._fields)
+    fetch_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = on_host = 0
     # Nearly all chunks are alike: each kind is looked at once.
-    kinds = Counter((id(plans[c.id]), c.numel, c.dtype, c.trainable) for u in layouts for c in u.chunks)
+    kinds = Counter((id(plans[c.id]), c.numel, c.trainable) for u in layouts for c in u.chunks)
     by_id = {id(p): p for p in plans}
-    for (kind, numel, dtype, trainable), count in kinds.items():
+    for (kind, numel, trainable), count in kinds.items():
         plan = by_id[kind]
-        copy_nbytes, state_nbytes = plan.copy_nbytes * count, sum(plan.state_sections) * count
-        gradient_nbytes = plan.gradient_nbytes * count
-        add(plan.copy_tier, "parameters", copy_nbytes, versioned=trainable)
-        add(plan.state_tier, "optimizer state", state_nbytes)
-        add(plan.spare_tier, _SPARE, copy_nbytes, versioned=False)
-        add(plan.gradient_tier, "gradients", gradient_nbytes * plan.gradient_slots, versioned=False)
-        if plan.copy_tier is nvme:
-            chunks_on_nvme += count
-            fetch_buffer = max(fetch_buffer, plan.copy_nbytes)
-            read += 2 * copy_nbytes
-            read_again += 2 * copy_nbytes
-        if plan.copy_tier is not Tier.DEVICE:
-            link_each += 2 * copy_nbytes
-        if not trainable:
-            continue
-        trainable_chunks += count
-        update_buffer = max(update_buffer, lease_nbytes(plan, staged=staged))
-        if plan.copy_tier is nvme:
-            written += copy_nbytes
-            read += copy_nbytes if plan.copy_is_master else 0
-        if plan.state_tier is nvme:
-            read += state_nbytes
-            written += state_nbytes
-        if plan.gradient_tier is nvme:
-            read += copy_nbytes
-            written += copy_nbytes
-            # From the second backward on they are read and written in fp32, where they accumulate.
-            read_again += gradient_nbytes
-            written_again += gradient_nbytes
-        if plan.gradient_tier is not Tier.DEVICE:
-            link_each += copy_nbytes
-        if plan.state_tier is not Tier.DEVICE:
-            on_host += numel * count
-            link_once += copy_nbytes if plan.copy_tier is Tier.DEVICE else 0
-        if plan.gradient_tier is nvme or staged or dtype is not torch.float32:
-            gradient_buffer = max(gradient_buffer, plan.gradient_nbytes)
+        for name, part in plan.parts.items():
+            placed = by_tier[part.tier]
+            placed[PURPOSES[name]] = placed.get(PURPOSES[name], 0) + part.nbytes * count
+            if part.tier is Tier.NVME:
+                versions = 2 if part.versioned else 1
+                durable[PURPOSES[name]] = durable.get(PURPOSES[name], 0) + part.nbytes * versions * count
+        moved = [total + of_one * count for total, of_one in zip(moved, plan.moved, strict=True)]
+        fetch_buffer = max(fetch_buffer, plan.fetch_lease)
+        gradient_buffer = max(gradient_buffer, plan.gradient_lease)
+        chunks_on_nvme += count if plan.fetch_lease else 0
+        if trainable:
+            update_buffer = max(update_buffer, plan.update_lease)
+            trainable_chunks += count
+            on_host += numel * count if plan.state_tier is not Tier.DEVICE else 0
+    total = Moved(*moved)
 
-    arenas: tuple[int, ...] = (sum(by_tier[nvme].values()),)
+    arenas: tuple[int, ...] = (sum(by_tier[Tier.NVME].values()),)
     if len(weights) > 1:
         of_kind = {kind: p.nvme_nbytes for kind, p in by_id.items()}
         sizes = [of_kind[id(p)] for p in plans]
@@ -288,10 +254,10 @@ def demand(
         away=sum(u.copy_nbytes for u in layouts if u.index not in resident),
         # One unit's gradients are on their way while the next one's arrive.
         gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]),
-        read=read,
-        written=written,
-        again=(read_again, written_again),
-        link=(link_each, link_once),
+        read=total.read,
+        written=total.written,
+        again=(total.read_again, total.written_again),
+        link=(total.link_each, total.link_once),
         host_elements=on_host,
         arenas=arenas,
         largest=(big.name, big.copy_nbytes),
@@ -347,19 +313,6 @@ def _update_buffers(config: Config, buffer: int, chunks: int) -> int:
     if not buffer:
         return 0
     return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // buffer))
-
-
-def lease_nbytes(plan: ChunkPlan, *, staged: bool) -> int:
-    """Return the bytes of pool that the update of one chunk needs."""
-    staged = staged and plan.state_tier is not Tier.DEVICE  # else it is updated there
-    total = 0
-    if plan.state_tier is Tier.NVME:
-        total += sum(plan.state_sections)
-    if plan.gradient_tier is Tier.NVME or (staged and plan.gradient_tier is Tier.DEVICE):
-        total += plan.gradient_nbytes
-    if plan.copy_tier is Tier.NVME or (staged and plan.copy_tier is Tier.DEVICE):
-        total += plan.copy_nbytes
-    return total
 
 
 def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dict[str, Quota]:

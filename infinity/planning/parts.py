@@ -1,8 +1,20 @@
-"""The parts of each chunk: what it keeps under one name on one tier, in bytes."""
+"""The parts of each chunk: what it keeps under one name on one tier, in bytes.
+
+Whatever depends on them derives from here: budgets and quotas (footprint.py), the layout of arenas
+(storage/layout.py), where a part lies in an update's lease (optim/chunk_io.py), what a step moves (`Moved`).
+A new kind of state is a section of ``state``, or a part of its own, in `_parts_of` and nowhere else.
+
+- ``copy``, one section in the chunk's dtype: what forward and backward use;
+- ``spare``, as the copy: what a delayed update writes while the copy is in use;
+- ``state``, sections of fp32: [master,] exp_avg, exp_avg_sq;
+- ``gradient``, ``next gradient``, one section with room for fp32: the second where a backward runs beside
+  an update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,100 +24,36 @@ from infinity.core.sizes import Tier
 from .partition import Chunk, UnitLayout
 from .placement import Assignment
 
-#: The parts of a chunk in the store that its copy, and its gradient, can be in.
+#: The parts that a chunk's copy, and its gradient, can be in.
 COPY_PARTS = ("copy", "spare")
 GRADIENT_PARTS = ("gradient", "next gradient")
+#: What a plan counts a part under.
+PURPOSES = {
+    "copy": "parameters",
+    "state": "optimizer state",
+    "spare": "parameters being updated",
+    "gradient": "gradients",
+    "next gradient": "gradients",
+}
 
 
-class ChunkPlan(NamedTuple):
-    """The parts of one chunk, in bytes, and their tiers. A part of None does not exist.
-
-    [Note: the copy is the master] Where the compute dtype is fp32 and a chunk's copy and state
-    are on the same tier, the copy serves as the master and `state` has two sections, not three:
-    12 instead of 16 bytes per parameter are written when all is on NVMe. Not where delayed updates run
-    beside a forward that uses the copy in place, on the device.
-    """
-
-    copy_tier: Tier
-    copy_nbytes: int
-    state_tier: Tier | None
-    state_sections: tuple[int, ...]  # [master,] exp_avg, exp_avg_sq
-    gradient_tier: Tier | None
-    gradient_nbytes: int  # room for fp32: a gradient is fp32 once it accumulates
-    spare_tier: Tier | None = None  # of a second copy, of the same size, into which delayed updates write
-    gradient_slots: int = 1  # two when a backward runs beside the update before it
-
-    @property
-    def copy_is_master(self) -> bool:
-        """See [Note: the copy is the master]."""
-        return len(self.state_sections) == 2
-
-    @property
-    def nvme_nbytes(self) -> int:
-        """Bytes of its parts on NVMe, one version of each."""
-        parts = (
-            (self.copy_tier, self.copy_nbytes),
-            (self.spare_tier, self.copy_nbytes),
-            (self.state_tier, sum(self.state_sections)),
-            (self.gradient_tier, self.gradient_nbytes * self.gradient_slots),
-        )
-        return sum(nbytes for tier, nbytes in parts if tier is Tier.NVME)
-
-
-def plan_chunks(
-    layouts: Sequence[UnitLayout], assignment: Assignment, *, delayed: bool = False
-) -> tuple[ChunkPlan, ...]:
-    """Return the parts of every chunk, by chunk id. `delayed`: updates are one step behind, which
-    takes a second copy and a second gradient."""
-    made: dict[object, ChunkPlan] = {}  # nearly all chunks are alike
-    plans = []
-    for unit in layouts:
-        copy_tier = assignment.copies[unit.index]
-        for chunk in unit.chunks:
-            state_tier = assignment.states.get(chunk.id)
-            key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
-            if key not in made:
-                made[key] = _plan_chunk(chunk, *key[2:], delayed=delayed)
-            plans.append(made[key])
-    return tuple(plans)
-
-
-def _plan_chunk(
-    chunk: Chunk, copy_tier: Tier, state_tier: Tier | None, gradient_tier: Tier | None, *, delayed: bool
-) -> ChunkPlan:
-    if state_tier is None:  # frozen
-        return ChunkPlan(copy_tier, chunk.copy_nbytes, None, (), None, 0)
-    shared = chunk.dtype is torch.float32 and copy_tier is state_tier
-    # What forward and backward use on the device must stay as it is beside an update.
-    shared = shared and not (delayed and copy_tier is Tier.DEVICE)
-    spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
-    return ChunkPlan(
-        copy_tier,
-        chunk.copy_nbytes,
-        state_tier,
-        (chunk.section_nbytes,) * (2 if shared else 3),
-        gradient_tier,
-        chunk.section_nbytes,
-        spare_tier if delayed else None,
-        2 if delayed else 1,
-    )
-
-
-class PartSpec(NamedTuple):
+class Part(NamedTuple):
     """One part of a chunk.
 
     Attributes:
         sections: bytes of each section, multiples of 4096. A section is what one CRC covers, and
             the least that can be read.
-        tier: HOST or NVME.
+        tier: where it is.
         versioned: on NVMe it has as many slots as the store; otherwise one.
         region: the region of the arena that it lies in.
+        lease_offset: byte of the update's lease where it is worked on; None: where it lies.
     """
 
     sections: tuple[int, ...]
     tier: Tier
     versioned: bool
     region: str
+    lease_offset: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -135,24 +83,164 @@ class PartSpec(NamedTuple):
         return sizes
 
 
-#: The parts of one chunk, by name.
-ChunkSpec = Mapping[str, PartSpec]
+class Moved(NamedTuple):
+    """Bytes that one chunk moves: on NVMe in a step of one backward, and in each further backward; between
+    host and device in each backward, and once a step."""
+
+    read: int = 0
+    written: int = 0
+    read_again: int = 0
+    written_again: int = 0
+    link_each: int = 0
+    link_once: int = 0
 
 
-def chunk_specs(plans: Iterable[ChunkPlan]) -> list[ChunkSpec]:
-    """Return the parts of each chunk that the store keeps: what is not on the device."""
-    specs: list[ChunkSpec] = []
-    for plan in plans:
-        parts = {}
-        if plan.copy_tier is not Tier.DEVICE:
-            versioned = plan.state_tier is not None  # frozen copies are written once
-            parts[COPY_PARTS[0]] = PartSpec((plan.copy_nbytes,), plan.copy_tier, versioned, "copy")
-        if plan.spare_tier is not None:
-            parts[COPY_PARTS[1]] = PartSpec((plan.copy_nbytes,), plan.spare_tier, True, "spare")
-        if plan.state_tier not in (None, Tier.DEVICE):
-            parts["state"] = PartSpec(plan.state_sections, plan.state_tier, True, "state")
-        if plan.gradient_tier not in (None, Tier.DEVICE):
-            for part in GRADIENT_PARTS[: plan.gradient_slots]:
-                parts[part] = PartSpec((plan.gradient_nbytes,), plan.gradient_tier, False, "gradient")
-        specs.append(parts)
-    return specs
+@dataclass(frozen=True)
+class ChunkParts:
+    """The parts of one chunk, by name.
+
+    [Note: the copy is the master] Where the compute dtype is fp32 and a chunk's copy and state
+    are on the same tier, the copy serves as the master and `state` has two sections, not three:
+    12 instead of 16 bytes per parameter are written when all is on NVMe. Not where delayed updates run
+    beside a forward that uses the copy in place, on the device.
+
+    Attributes:
+        parts: by name; one that is not there does not exist.
+        copy_is_master: see the note.
+        fetch_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
+            device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
+        moved: what it moves.
+    """
+
+    parts: Mapping[str, Part]
+    copy_is_master: bool
+    fetch_lease: int
+    update_lease: int
+    gradient_lease: int
+    moved: Moved
+
+    @property
+    def copy(self) -> Part:
+        """The part that every chunk has."""
+        return self.parts["copy"]
+
+    @property
+    def copy_tier(self) -> Tier:
+        """Where the copy is."""
+        return self.copy.tier
+
+    @property
+    def state_tier(self) -> Tier | None:
+        """Where the state is; None: the chunk is frozen."""
+        return self._tier("state")
+
+    @property
+    def gradient_tier(self) -> Tier | None:
+        """Where the gradient is; None: the chunk is frozen."""
+        return self._tier("gradient")
+
+    def _tier(self, name: str) -> Tier | None:
+        part = self.parts.get(name)
+        return None if part is None else part.tier
+
+    @property
+    def stored(self) -> dict[str, Part]:
+        """What the store keeps: all that is not on the device."""
+        return {name: part for name, part in self.parts.items() if part.tier is not Tier.DEVICE}
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes of its parts on NVMe, one version of each."""
+        return sum(part.nbytes for part in self.parts.values() if part.tier is Tier.NVME)
+
+
+def plan_chunks(
+    layouts: Sequence[UnitLayout], assignment: Assignment, *, staged: bool, delayed: bool = False
+) -> tuple[ChunkParts, ...]:
+    """Return the parts of every chunk, by chunk id.
+
+    Args:
+        staged: whether what moves between host and device needs pinned leases (a device of its own).
+        delayed: updates are one step behind, which takes a second copy and a second gradient.
+    """
+    made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
+    plans = []
+    for unit in layouts:
+        copy_tier = assignment.copies[unit.index]
+        for chunk in unit.chunks:
+            state_tier = assignment.states.get(chunk.id)
+            key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            if key not in made:
+                made[key] = _parts_of(chunk, *key[2:], staged=staged, delayed=delayed)
+            plans.append(made[key])
+    return tuple(plans)
+
+
+def _parts_of(
+    chunk: Chunk,
+    copy_tier: Tier,
+    state_tier: Tier | None,
+    gradient_tier: Tier | None,
+    *,
+    staged: bool,
+    delayed: bool,
+) -> ChunkParts:
+    nbytes, fp32 = chunk.copy_nbytes, chunk.section_nbytes
+    on_nvme = copy_tier is Tier.NVME
+    fetch_lease = nbytes if on_nvme else 0
+    used = Moved(  # by forward and backward
+        read=2 * fetch_lease,
+        read_again=2 * fetch_lease,
+        link_each=0 if copy_tier is Tier.DEVICE else 2 * nbytes,
+    )
+    if state_tier is None or gradient_tier is None:  # frozen: its copy is written once
+        copy = Part((nbytes,), copy_tier, False, "copy", 0 if on_nvme else None)
+        return ChunkParts({"copy": copy}, False, fetch_lease, fetch_lease, 0, used)
+    shared = chunk.dtype is torch.float32 and copy_tier is state_tier
+    # What forward and backward use on the device must stay as it is beside an update.
+    shared = shared and not (delayed and copy_tier is Tier.DEVICE)
+    # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
+    crossing = {Tier.NVME, Tier.DEVICE} if staged and state_tier is not Tier.DEVICE else {Tier.NVME}
+    sections = (fp32,) * (2 if shared else 3)
+    sizes = (
+        sum(sections) if state_tier is Tier.NVME else 0,
+        fp32 if gradient_tier in crossing else 0,
+        nbytes if copy_tier in crossing else 0,
+    )
+    begins = (sum(sizes[:i]) if size else None for i, size in enumerate(sizes))
+    state_begins, gradient_begins, copy_begins = begins
+    parts = {
+        "copy": Part((nbytes,), copy_tier, True, "copy", copy_begins),
+        "state": Part(sections, state_tier, True, "state", state_begins),
+    }
+    if delayed:
+        spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
+        parts["spare"] = Part((nbytes,), spare_tier, False, "spare", copy_begins)
+    for name in GRADIENT_PARTS[: 2 if delayed else 1]:
+        parts[name] = Part((fp32,), gradient_tier, False, "gradient", gradient_begins)
+    converted = gradient_tier is Tier.NVME or staged or chunk.dtype is not torch.float32
+    moved = _with_update(used, parts, shared)
+    return ChunkParts(parts, shared, fetch_lease, sum(sizes), fp32 if converted else 0, moved)
+
+
+def _with_update(used: Moved, parts: Mapping[str, Part], shared: bool) -> Moved:
+    copy, state, gradient = parts["copy"], parts["state"], parts["gradient"]
+    nbytes = copy.nbytes  # also of a gradient, in the compute dtype, until there is a second one
+    moved = dict.fromkeys(Moved._fields, 0)
+    if copy.tier is Tier.NVME:
+        moved["written"] += nbytes
+        moved["read"] += nbytes if shared else 0
+    if state.tier is Tier.NVME:
+        moved["read"] += state.nbytes
+        moved["written"] += state.nbytes
+    if gradient.tier is Tier.NVME:
+        moved["read"] += nbytes
+        moved["written"] += nbytes
+        # From the second backward on they are read and written in fp32, where they accumulate.
+        moved["read_again"] += gradient.nbytes
+        moved["written_again"] += gradient.nbytes
+    if gradient.tier is not Tier.DEVICE:
+        moved["link_each"] += nbytes
+    if state.tier is not Tier.DEVICE and copy.tier is Tier.DEVICE:
+        moved["link_once"] += nbytes
+    return Moved(*(a + b for a, b in zip(used, moved.values(), strict=True)))

@@ -168,10 +168,10 @@ class Planner:
                 self._layouts[size] = partition(self.model.units, size)
             layouts = self._layouts[size]
             assignment = assign(layouts, *(config.placements[kind] for kind in KINDS))
-            plans = plan_chunks(layouts, assignment, delayed=config.update == "delayed")
-            self._demands[key] = demand(
-                layouts, plans, self.model.working_sets, config, staged=machine.staged, weights=weights
+            plans = plan_chunks(
+                layouts, assignment, staged=machine.staged, delayed=config.update == "delayed"
             )
+            self._demands[key] = demand(layouts, plans, self.model.working_sets, config, weights=weights)
         return self._demands[key]
 
     def plan(

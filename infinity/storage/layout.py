@@ -9,7 +9,7 @@ versioned. Nothing of this is written down anywhere: offsets are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, Tier
-from infinity.planning.parts import ChunkSpec, PartSpec
+from infinity.planning.parts import Part
 from infinity.planning.placement import spread_over_directories
 
 _REGIONS: Final = ("copy", "state", "gradient")
@@ -58,7 +58,7 @@ class Layout:
 
     def __init__(
         self,
-        chunks: Sequence[ChunkSpec],
+        chunks: Sequence[Mapping[str, Part]],
         directories: int,
         *,
         weights: Sequence[float] | None = None,
@@ -118,7 +118,7 @@ class Layout:
         return sum(s.nbytes for c in self.chunks for s in c.values() if s.tier is Tier.HOST)
 
 
-def _check(number: int, name: str, spec: PartSpec) -> None:
+def _check(number: int, name: str, spec: Part) -> None:
     if any(size <= 0 or size % ALIGNMENT for size in spec.sections) or not spec.sections:
         raise ConfigError(
             f"part {name!r} of chunk {number} has a section that cannot be transferred",

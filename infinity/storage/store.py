@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
 from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
 from infinity.hardware.tuned import bandwidths
-from infinity.planning.parts import ChunkSpec, PartSpec
+from infinity.planning.parts import Part
 
 from .arena import Arena
 from .interrupt import give_up_on_interrupt
@@ -28,7 +28,7 @@ from .pinned import Lease, PinnedPool
 from .table import DROPPED, ChunkTable
 from .transfer import Transfer, check_room, copy_error, crcs_of, with_transfer
 
-__all__ = ["ChunkSpec", "DirectoryStats", "PartSpec", "Store", "Transfer"]
+__all__ = ["DirectoryStats", "Part", "Store", "Transfer"]
 
 _log = logging.getLogger("infinity.storage")
 
@@ -58,7 +58,7 @@ class Store:
 
     def __init__(
         self,
-        chunks: Sequence[ChunkSpec],
+        chunks: Sequence[Mapping[str, Part]],
         *,
         directories: Sequence[str],
         pool: PinnedPool,
@@ -117,7 +117,7 @@ class Store:
 
     # ------------------------------------------------------------------ what is where
 
-    def spec(self, chunk: int, part: str) -> PartSpec:
+    def spec(self, chunk: int, part: str) -> Part:
         """Return the spec of a part.
 
         Raises:
@@ -415,7 +415,7 @@ class Store:
         moved[2 + transfer.is_write] += 1
         return None
 
-    def _sizes(self, chunk: int, part: str, spec: PartSpec, sections: range) -> list[int]:
+    def _sizes(self, chunk: int, part: str, spec: Part, sections: range) -> list[int]:
         """Return the valid bytes of each section."""
         if spec.versioned:
             return list(spec.sections[sections.start : sections.stop])

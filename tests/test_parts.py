@@ -1,0 +1,92 @@
+"""The parts of chunks: sizes, places in leases and traffic, for every placement."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, Tier
+from infinity.planning.partition import ParamSpec, partition
+from infinity.planning.parts import COPY_PARTS, GRADIENT_PARTS, PURPOSES, ChunkParts, plan_chunks
+from infinity.planning.placement import assign
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = list(itertools.product(Tier, Tier, Tier))
+
+
+def parts_of(
+    places: tuple[Tier, Tier, Tier], dtype: torch.dtype, *, staged: bool, delayed: bool, frozen: bool = False
+) -> ChunkParts:
+    layouts = partition([("u", [ParamSpec("p", (NORM_BLOCK,), dtype, not frozen, 0)])], NORM_BLOCK)
+    assignment = assign(layouts, *({tier: 1.0} for tier in places))
+    (plan,) = plan_chunks(layouts, assignment, staged=staged, delayed=delayed)
+    return plan
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_worked_on_in_a_lease_lies_side_by_side(
+    dtype: torch.dtype, staged: bool, delayed: bool
+) -> None:
+    for places in PLACES:
+        plan = parts_of(places, dtype, staged=staged, delayed=delayed)
+        assert set(plan.parts) <= set(PURPOSES)
+        assert all(size % ALIGNMENT == 0 for part in plan.parts.values() for size in part.sections)
+        # Two names of one place: a step works on one copy and one gradient.
+        used = [plan.parts[n] for n in ("state", GRADIENT_PARTS[0], COPY_PARTS[0])]
+        assert plan.parts.get(COPY_PARTS[1], used[2]).lease_offset == used[2].lease_offset
+        assert plan.parts.get(GRADIENT_PARTS[1], used[1]).lease_offset == used[1].lease_offset
+        end = 0
+        for part in used:
+            if part.lease_offset is not None:
+                assert part.lease_offset == end
+                end += part.nbytes
+        assert plan.update_lease == end
+        for part in used:
+            crosses = staged and plan.state_tier is not Tier.DEVICE and part.tier is Tier.DEVICE
+            assert (part.lease_offset is not None) == (part.tier is Tier.NVME or crosses)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_copy_is_the_master_where_it_can_be(dtype: torch.dtype, delayed: bool) -> None:
+    for places in PLACES:
+        plan = parts_of(places, dtype, staged=True, delayed=delayed)
+        one_tier = dtype is torch.float32 and places[0] is places[1]
+        assert plan.copy_is_master == (one_tier and not (delayed and places[0] is Tier.DEVICE))
+        assert plan.parts["state"].sections == (4 * NORM_BLOCK,) * (2 if plan.copy_is_master else 3)
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_frozen_chunk_has_a_copy_and_nothing_else(tier: Tier) -> None:
+    plan = parts_of((tier, Tier.NVME, Tier.NVME), torch.bfloat16, staged=True, delayed=True, frozen=True)
+    assert list(plan.parts) == ["copy"]
+    assert (plan.state_tier, plan.gradient_tier, plan.gradient_lease) == (None, None, 0)
+    assert plan.fetch_lease == plan.update_lease == (2 * NORM_BLOCK if tier is Tier.NVME else 0)
+    assert not plan.copy.versioned
+
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+@pytest.mark.parametrize(
+    ("places", "dtype", "read", "written", "link"),
+    [  # bytes per parameter that a step moves: ZeRO-Infinity (2104.07857), section 4, in our parts
+        ((D, H, H), torch.bfloat16, 0, 0, 4),
+        ((H, H, H), torch.bfloat16, 0, 0, 6),
+        ((D, N, H), torch.bfloat16, 12, 12, 4),
+        ((N, N, N), torch.bfloat16, 18, 16, 6),
+        ((N, N, N), torch.float32, 8 + 4 + 8 + 4, 4 + 8 + 4, 12),
+        ((D, D, D), torch.bfloat16, 0, 0, 0),
+    ],
+)
+def test_what_a_step_moves_per_parameter(
+    places: tuple[Tier, Tier, Tier], dtype: torch.dtype, read: int, written: int, link: int
+) -> None:
+    moved = parts_of(places, dtype, staged=True, delayed=False).moved
+    assert moved.read == read * NORM_BLOCK
+    assert moved.written == written * NORM_BLOCK
+    assert moved.link_each + moved.link_once == link * NORM_BLOCK
