@@ -65,8 +65,8 @@ def train_offloaded(
         run.buffers = {n: b.clone() for n, b in model.named_buffers()}
         for name, param in model.named_parameters():
             sharded = engine.params[param]
-            run.copies[name] = engine.states.copy_of(sharded)
-            state = engine.states.read(sharded)
+            run.copies[name] = engine.states.copies_of([sharded])[sharded]
+            state = engine.states.read([sharded])[sharded]
             run.params[name] = state.get("master", run.copies[name])
             if sharded.step:
                 run.exp_avg[name] = state["exp_avg"]

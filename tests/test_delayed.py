@@ -123,8 +123,8 @@ def masters_of(model: Any) -> list[torch.Tensor]:
     values = []
     for param in model.parameters():
         sharded = engine.params[param]
-        state = engine.states.read(sharded)
-        values.append(state["master"] if "master" in state else engine.states.copy_of(sharded))
+        state = engine.states.read([sharded])[sharded]
+        values.append(state["master"] if "master" in state else engine.states.copies_of([sharded])[sharded])
     return values
 
 
@@ -278,7 +278,7 @@ def test_edits(tmp_path: Path) -> None:
         step(5)
         assert first.eq(0.25).all()
         step(6)
-        assert engine_of(model).states.copy_of(engine_of(model).params[first]).eq(0.25).all()
+        assert engine_of(model).states.copies_of([s := engine_of(model).params[first]])[s].eq(0.25).all()
         with torch.no_grad():
             first.mul_(2)
         run.loss(model, run.batches[7]).backward()

@@ -193,7 +193,7 @@ class Engine:
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.tiers, self.updates, self.fetcher, self.recorder)
         self.states = States(self.tiers, self._room, self.quiesce, self.shelter)
-        self.edits = Edits(self.tiers, self.quiesce, self.shelter)
+        self.edits = Edits(self.tiers, self.states, self.shelter)
         self.activations = (
             Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )

@@ -55,8 +55,11 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
     modules = {id(m) for m in model.modules()}
+    root: list[int] = []  # the id of the module of the state dict that is being made
     given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
-    memory: dict[ShardedParam, torch.Tensor] = {}  # for those to come
+    copies: dict[
+        ShardedParam, torch.Tensor
+    ] = {}  # for those to come: chunks are read once, not once for each
 
     def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
         # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
@@ -76,9 +79,10 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         if not keep_vars and not _is_inside(module, modules):
             engine.edits.given.check()
             given.clear()
-            memory.clear()
+            root[:] = [id(module)]
+            copies.clear()
             everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
-            memory.update(engine.states.make_room(everything))
+            copies.update(engine.states.copies_of(everything, engine.states.make_room(everything)))
         sharded = [s for s in own(module) if answers(s, keep_vars)]
         if not sharded:
             return
@@ -99,7 +103,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         before = _known(sharded)
         if before is not None:
             return before.detach()
-        copy = engine.states.copy_of(sharded, memory.pop(sharded, None))
+        copy = copies.pop(sharded) if sharded in copies else engine.states.copies_of([sharded])[sharded]
         engine.edits.given.add(sharded, copy)
         given[sharded] = weakref.ref(copy)
         return copy
@@ -124,6 +128,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             value = state.get(prefix + name)
             if param is not None and value is not param and param in engine.params:
                 _separate(engine.params[param], value)
+        if root == [id(module)]:
+            root.clear()
+            copies.clear()
         turn.leave(module)
 
     def load_begins(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:

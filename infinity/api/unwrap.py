@@ -42,12 +42,11 @@ def restore(engine: _Engine) -> None:
         engine.optimizer.publish()
         engine.edits.adopt_all()
     _check_room(engine)
-    values = {
-        s: s.param.detach().to("cpu", s.given_dtype, copy=True)
-        if engine.closed
-        else engine.states.value_of(s)
-        for s in engine.params.values()
-    }
+    params = list(engine.params.values())
+    if engine.closed:
+        values = {s: s.param.detach().to("cpu", s.given_dtype, copy=True) for s in params}
+    else:
+        values = engine.states.values_of(params)
     engine.shelter.run(lambda: _give_back(engine, values))
     engine.close()
 

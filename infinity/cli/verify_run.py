@@ -170,8 +170,8 @@ def train(case: Case, device: str, folders: Sequence[str], steps: int = STEPS) -
             trace.norms.append(metrics(wrapped)["grad_norm"])
         for name, param in model.named_parameters():
             sharded = engine.params[param]
-            trace.tensors["copy", name] = engine.states.copy_of(sharded)
-            state = engine.states.read(sharded)
+            trace.tensors["copy", name] = engine.states.copies_of([sharded])[sharded]
+            state = engine.states.read([sharded])[sharded]
             kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if kind in state]
             trace.tensors |= {(kind, name): state[kind] for kind in kinds}
     return trace

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from infinity.core.errors import ParameterChangedError
-from infinity.core.sizes import Tier
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.unit import ParamState, ParamUnit
-from infinity.planning.partition import Chunk, Segment
 
-from .chunk_io import ChunkIO, Tiers, open_chunk
-from .state_io import follow_copy
+from .chunk_io import Tiers
+from .state_io import States, follow_copy, part_of
 
 #: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
 _EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
-_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
 class Edits:
@@ -28,10 +25,10 @@ class Edits:
         given: what state dicts gave out.
     """
 
-    def __init__(self, tiers: Tiers, quiesce: Callable[[], None], shelter: Shelter) -> None:
+    def __init__(self, tiers: Tiers, states: States, shelter: Shelter) -> None:
         self.shelter = shelter
         self._tiers = tiers
-        self._quiesce = quiesce  # updates that are under way come first
+        self._states = states
         self.given = Given(staged=tiers.device.staged)
 
     def check_delayed(self) -> None:
@@ -79,35 +76,19 @@ class Edits:
         Where a value still is the master rounded, the master stays: an edit of one element does
         not cost the others their low bits.
         """
-        self._quiesce()
-        for chunk in unit.layout.chunks:
-            segments = [s for s in chunk.segments if s.param in edited]
-            if not segments:
-                continue
-            here = open_chunk(self._tiers, chunk, "update" if chunk.trainable else "fetch")
-            try:
-                here.read(copy=True)
-                here.wait()
-                for segment in segments:
-                    self._adopt_segment(chunk, segment, here)
-                here.write(state=chunk.trainable, copy=not unit.resident)
-            finally:
-                here.close()
+        kinds = ("copy", "master")
+        for sharded, segment, tensors in self._states.segments(
+            kinds, [unit.params[i] for i in sorted(edited)], written=kinds
+        ):
+            new = part_of(unit.values(sharded), segment)
+            if "master" in tensors:
+                follow_copy(tensors["master"], new)
+            if not unit.resident:
+                tensors["copy"].copy_(new)
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
-
-    def _adopt_segment(self, chunk: Chunk, segment: Segment, here: ChunkIO) -> None:
-        low, high = segment.start, segment.start + segment.numel
-        plan = self._tiers.plans[chunk.id]
-        for begin in range(low, high, _SLICE):
-            part = slice(begin, min(begin + _SLICE, high))
-            new = here.device_copy[part]
-            if chunk.trainable and not here.copy_is_master:
-                follow_copy(here.master[part], new)
-            if plan.copy_tier is not Tier.DEVICE:
-                here.copy[part].copy_(new)
 
     def _take(self, unit: ParamUnit, named: set[int]) -> None:
         """Adopt the parameters in `named`, those that were given other data, and those that torch knows were

@@ -405,9 +405,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.check_delayed()
         self._edits.adopt_all()
         try:
-            for param, sharded in self._params.items():
-                if sharded.spec.trainable and (sharded.step or sharded.spec.dtype is not torch.float32):
-                    dict.__setitem__(self.state, param, self._states.read(sharded))
+            kept = [s for s in self._params.values() if s.spec.trainable]
+            kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32]
+            for sharded, values in self._states.read(kept).items():
+                dict.__setitem__(self.state, sharded.param, values)
             state = super().state_dict()
         finally:
             dict.clear(self.state)
@@ -439,8 +440,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        for sharded, values in pairs:
-            self._states.write(sharded, values)
+        self._states.write(pairs)
         self._residency.refresh()
         self._steps = int(counts.get("steps", self._steps))
         self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))

@@ -6,7 +6,8 @@ Everything here goes chunk by chunk through leases, so that its own host memory 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,10 +101,8 @@ class States:
 
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
-        nbytes, room = (
-            sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None),
-            self._room(),
-        )
+        nbytes = sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None)
+        room = self._room()
         if nbytes > room:
             raise _no_room(nbytes, room)
 
@@ -137,135 +136,176 @@ class States:
             del runs, taken
         raise _no_room(total, room + lent)
 
-    @sheltered
-    def read(self, sharded: ShardedParam) -> dict[str, torch.Tensor]:
-        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32)."""
-        self._quiesce()
-        numel = sharded.spec.numel
-        keys = ("exp_avg", "exp_avg_sq", *(("master",) if sharded.spec.dtype is not torch.float32 else ()))
-        values = {key: torch.empty(numel, dtype=torch.float32) for key in keys}
-        for segment, here in self._chunks_of(sharded, write=False):
-            for key, section in _sections(here, values):
-                values[key][segment.offset : segment.offset + segment.numel].copy_(slice_of(section, segment))
-        shaped = {k: v.view(sharded.spec.shape) for k, v in values.items()}
-        return {"step": torch.tensor(sharded.step, dtype=torch.float32), **shaped}
+    # -- segment by segment -----------------------------------------------------------------
 
-    @sheltered
-    def write(self, sharded: ShardedParam, values: Mapping[str, Any]) -> None:
-        """Write step, moments (and master, where given) of one parameter; no values: zeros. Its copy
-        follows the master. A unit that is not resident must be off the device."""
-        self._quiesce()
-        sharded.step = int(values.get("step", 0))
-        unit = self._tiers.units[sharded.unit]
-        flat = {
-            k: values[k].detach().reshape(-1)
-            for k in ("exp_avg", "exp_avg_sq", "master")
-            if values.get(k) is not None
-        }
-        changed = False
-        for segment, here in self._chunks_of(sharded, write=True, copy="master" in flat):
-            for key, section in _sections(here, {"exp_avg": 0, "exp_avg_sq": 0, "master": 0}):
-                target = slice_of(section, segment)
-                if key in flat:
-                    target.copy_(part_of(flat[key], segment))
-                elif key != "master":
-                    target.zero_()
-            if "master" in flat:
-                copy = slice_of(here.device_copy if unit.resident else here.copy, segment)
-                new = part_of(flat["master"], segment).to(copy)
-                changed = changed or not torch.equal(copy, new)
-                copy.copy_(new)
-        if changed and unit.resident:
-            unit.looked({sharded.index})
-        if changed:
-            bump([sharded])
+    def segments(
+        self,
+        kinds: Collection[str],
+        params: Iterable[ShardedParam],
+        *,
+        written: Collection[str] = (),
+    ) -> Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]:
+        """Go through the state of `params` chunk by chunk, each chunk once, through one lease.
 
-    def _chunks_of(
-        self, sharded: ShardedParam, *, write: bool, copy: bool = False
-    ) -> Iterator[tuple[Segment, ChunkIO]]:
-        """Visit the parameter's chunks; `write` the state back, and the `copy`, which then is read, too."""
-        unit = self._tiers.units[sharded.unit]
-        for chunk in unit.layout.trainable_chunks:
-            segments = [s for s in chunk.segments if s.param == sharded.index]
-            if not segments:
-                continue
-            here = open_chunk(self._tiers, chunk)
+        Yields each segment with flat tensors of its elements, by kind, which stay valid until the next one is
+        asked for. The caller is sheltered, and no update is under way.
+
+        Args:
+            kinds: some of "copy" (compute dtype), "master", "exp_avg", "exp_avg_sq" (fp32). A frozen chunk
+                has a copy alone; where the copy is the master it stands for both ("master" is left out).
+            params: in any order; what comes is in the order of units and chunks.
+            written: which of `kinds` the caller changes: they are sent back when their chunk is over.
+                A unit that is not resident must be off the device then.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        self._quiesce()
+        of: dict[int, set[int]] = {}
+        for sharded in params:
+            of.setdefault(sharded.unit, set()).add(sharded.index)
+        open_: deque[ChunkIO] = deque()
+        try:
+            for index in sorted(of):
+                unit = self._tiers.units[index]
+                for chunk in unit.layout.chunks:
+                    segments = [s for s in chunk.segments if s.param in of[index]]
+                    if not segments:
+                        continue
+                    if set(kinds) == {"copy"} and not written:
+                        with self._copy(unit, chunk) as copy:
+                            for segment in segments:
+                                yield unit.params[segment.param], segment, {"copy": slice_of(copy, segment)}
+                        continue
+                    io = self._open(chunk, "update" if chunk.trainable else "fetch", open_)
+                    open_.append(io)
+                    io.read(copy="copy" in kinds)
+                    io.wait()
+                    tensors = self._tensors(unit, io, kinds)
+                    for segment in segments:
+                        yield (
+                            unit.params[segment.param],
+                            segment,
+                            {kind: slice_of(tensor, segment) for kind, tensor in tensors.items()},
+                        )
+                    if written:
+                        # What is on the device was written there; a lease has nothing for it.
+                        state = chunk.trainable and any(kind != "copy" for kind in written)
+                        io.write(state=state, copy="copy" in written and not unit.resident)
+                    else:
+                        open_.pop().close()
+        finally:
+            while open_:
+                open_.popleft().close()
+
+    def _tensors(self, unit: ParamUnit, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
+        tensors = {}
+        if "copy" in kinds:
+            tensors["copy"] = io.device_copy if unit.resident else io.copy
+        if io.chunk.trainable:
+            if "master" in kinds and not io.copy_is_master:
+                tensors["master"] = io.master
+            tensors.update(zip(("exp_avg", "exp_avg_sq"), io.moments, strict=True))
+        return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
+
+    @contextmanager
+    def _copy(self, unit: ParamUnit, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The newest copy of a chunk, to be read: without its state, which costs a read of its own."""
+        copies, store = self._tiers.copies, self._tiers.store
+        if unit.resident and (unit.newest or not copies.is_newer(chunk.id)):
+            yield unit.chunk_view(chunk)
+        elif unit.resident or self._tiers.plans[chunk.id].copy_tier is Tier.HOST:
+            yield store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+        else:
+            lease = self._tiers.pool.lease("fetch", chunk.copy_nbytes)
             try:
-                here.read(copy=copy)
-                here.wait()
-                for segment in segments:
-                    yield segment, here
-                if write:
-                    # What is on the device was written there; a lease has nothing for it.
-                    here.write(state=True, copy=copy and not unit.resident)
+                store.read(chunk.id, copies.newest(chunk.id), lease).wait()
+                yield lease.tensor(chunk.dtype, 0, chunk.numel)
             finally:
-                here.close()
+                lease.release()
 
     @sheltered
-    def copy_of(self, sharded: ShardedParam, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the newest values of one parameter, in the compute dtype, on the host; `out`: bytes to put
-        them into."""
-        self._quiesce()
-        unit, copies = self._tiers.units[sharded.unit], self._tiers.copies
-        dtype = sharded.spec.dtype
-        out = torch.empty(sharded.spec.numel, dtype=dtype) if out is None else out.view(dtype)
-        for chunk in unit.layout.chunks:
-            segments = [s for s in chunk.segments if s.param == sharded.index]
-            if not segments:
-                continue
+    def read(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, dict[str, torch.Tensor]]:
+        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32) of each."""
+        values: dict[ShardedParam, dict[str, torch.Tensor]] = {}
+        for sharded in params:
+            more = ("master",) if sharded.spec.dtype is not torch.float32 else ()
+            shape = sharded.spec.shape
+            values[sharded] = {
+                k: torch.empty(shape, dtype=torch.float32) for k in ("exp_avg", "exp_avg_sq", *more)
+            }
+        for sharded, segment, tensors in self.segments(("exp_avg", "exp_avg_sq", "master"), params):
+            for kind, target in values[sharded].items():
+                part_of(target.view(-1), segment).copy_(tensors[kind])
+        return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
+
+    @sheltered
+    def write(self, pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]]) -> None:
+        """Write step, moments (and master, where given) of parameters; no values: zeros. Copies follow the
+        masters. A unit that is not resident must be off the device."""
+        given: dict[ShardedParam, dict[str, torch.Tensor]] = {}
+        for sharded, values in pairs:
+            sharded.step = int(values.get("step", 0))
+            named = {k: v for k in ("exp_avg", "exp_avg_sq", "master") if (v := values.get(k)) is not None}
+            given[sharded] = {k: v.detach().reshape(-1) for k, v in named.items()}
+        changed: dict[ShardedParam, None] = {}
+        moments, everything = ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "master", "copy")
+        masters = [s for s, values in given.items() if "master" in values]
+        for kinds, params in ((everything, masters), (moments, [s for s in given if s not in {*masters}])):
+            for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
+                flat = given[sharded]
+                for kind in (*moments, "master"):
+                    if kind in flat and kind in tensors:
+                        tensors[kind].copy_(part_of(flat[kind], segment))
+                    elif kind in moments:
+                        tensors[kind].zero_()
+                if "copy" in tensors:
+                    new = part_of(flat["master"], segment).to(tensors["copy"])
+                    if not torch.equal(tensors["copy"], new):
+                        changed[sharded] = None
+                    tensors["copy"].copy_(new)
+        for sharded in changed:
+            unit = self._tiers.units[sharded.unit]
             if unit.resident:
-                source, lease = unit.chunk_view(chunk), None
-                if copies.is_newer(chunk.id) and not unit.newest:
-                    source = self._tiers.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
-            elif self._tiers.plans[chunk.id].copy_tier is Tier.HOST:
-                source = self._tiers.store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
-                lease = None
-            else:
-                lease = self._tiers.pool.lease("fetch", chunk.copy_nbytes)
-                self._tiers.store.read(chunk.id, copies.newest(chunk.id), lease).wait()
-                source = lease.tensor(chunk.dtype, 0, chunk.numel)
-            try:
-                for segment in segments:
-                    out[segment.offset : segment.offset + segment.numel].copy_(slice_of(source, segment))
-            finally:
-                if lease is not None:
-                    lease.release()
-        return own(out.view(sharded.spec.shape))  # lent memory is a part of a lease
+                unit.looked({sharded.index})
+        bump(list(changed))
 
     @sheltered
-    def value_of(self, sharded: ShardedParam) -> torch.Tensor:
-        """Return the newest values of one parameter on the host, in the dtype that it had at `wrap`: those of
+    def copies_of(
+        self, params: Sequence[ShardedParam], out: Mapping[ShardedParam, torch.Tensor] | None = None
+    ) -> dict[ShardedParam, torch.Tensor]:
+        """Return the newest values of parameters, in the compute dtype, on the host; `out`: bytes to put some
+        of them into."""
+        values = {s: (out or {}).get(s) for s in params}
+        flat = {
+            s: torch.empty(s.spec.numel, dtype=s.spec.dtype) if v is None else v.view(s.spec.dtype)
+            for s, v in values.items()
+        }
+        for sharded, segment, tensors in self.segments(("copy",), params):
+            part_of(flat[sharded], segment).copy_(tensors["copy"])
+        return {s: own(v.view(s.spec.shape)) for s, v in flat.items()}  # lent memory is a part of a lease
+
+    @sheltered
+    def values_of(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
+        """Return the newest values of parameters on the host, in the dtype that they had at `wrap`: those of
         the master, where that is more exact than the copy."""
-        if not sharded.spec.trainable or sharded.spec.dtype in (torch.float32, sharded.given_dtype):
-            return self.copy_of(sharded).to(sharded.given_dtype)
-        out = torch.empty(sharded.spec.numel, dtype=sharded.given_dtype)
-        for segment, here in self._chunks_of(sharded, write=False):
-            out[segment.offset : segment.offset + segment.numel].copy_(slice_of(here.master, segment))
-        return out.view(sharded.spec.shape)
+        exact = [s for s in params if s.spec.trainable and s.spec.dtype not in (torch.float32, s.given_dtype)]
+        values = {s: torch.empty(s.spec.shape, dtype=s.given_dtype) for s in params}
+        for kind, chosen in (("master", exact), ("copy", [s for s in params if s not in {*exact}])):
+            for sharded, segment, tensors in self.segments((kind,), chosen):
+                part_of(values[sharded].view(-1), segment).copy_(tensors[kind])
+        return values
 
     @sheltered
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
-        self._quiesce()
-        unit = self._tiers.units[sharded.unit]
         flat = values.detach().reshape(-1)
-        for chunk in unit.layout.chunks:
-            segments = [s for s in chunk.segments if s.param == sharded.index]
-            if not segments:
-                continue
-            here = open_chunk(self._tiers, chunk, "update" if chunk.trainable else "fetch")
-            try:
-                here.read(copy=True)
-                here.wait()
-                for segment in segments:
-                    target = slice_of(here.copy, segment)
-                    target.copy_(part_of(flat, segment))
-                    if chunk.trainable and not here.copy_is_master:
-                        follow_copy(slice_of(here.master, segment), target)
-                here.write(state=chunk.trainable, copy=True)
-            finally:
-                here.close()
+        kinds = ("copy", "master")
+        for _, segment, tensors in self.segments(kinds, [sharded], written=kinds):
+            tensors["copy"].copy_(part_of(flat, segment))
+            if "master" in tensors:
+                follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
 
 
@@ -303,9 +343,3 @@ def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 def slice_of(section: torch.Tensor, segment: Segment) -> torch.Tensor:
     return section[segment.start : segment.start + segment.numel]
-
-
-def _sections(here: ChunkIO, wanted: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-    exp_avg, exp_avg_sq = here.moments
-    pairs = [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)]
-    return [*pairs, ("master", here.master)] if "master" in wanted and not here.copy_is_master else pairs

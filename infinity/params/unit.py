@@ -97,6 +97,13 @@ class ParamUnit:
         """Return the part of the storage that holds a chunk's copy, in its compute dtype."""
         return self.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
 
+    def values(self, sharded: ShardedParam) -> torch.Tensor:
+        """Return the flat values of one of the unit's parameters, in the storage."""
+        spec = sharded.spec
+        return self.view(
+            self.layout.byte_offsets[sharded.index], spec.numel * spec.dtype.itemsize, spec.dtype
+        )
+
     def param_at(self, offset: int) -> ShardedParam:
         """Return the parameter that lies at byte `offset` of the storage."""
         return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
