@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -358,6 +359,13 @@ class Load(contextlib.AbstractContextManager["Load"]):
                 )
 
 
+def _fulfil(future: Future[Tally], call: Callable[[], Tally]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def run_pass(
     pairs: Sequence[tuple[Load, Ring]],
     settings: Settings,
@@ -376,19 +384,22 @@ def run_pass(
             load.refresh(job.window(settings))
     before = sum(ring.stats().cpu_seconds for _, ring in pairs)
     stop, start = threading.Event(), time.perf_counter()
-    pool = ThreadPoolExecutor(len(pairs), "infinity-bench")
-    running = [
-        pool.submit(load.run, ring, settings, job, stop, until=start + seconds, limit=limit)
-        for load, ring in pairs
-    ]
+    running: list[Future[Tally]] = []
     try:
+        for load, ring in pairs:
+            running.append(Future())
+            call = functools.partial(load.run, ring, settings, job, stop, until=start + seconds, limit=limit)
+            # Not a pool's thread: the program's end would wait for one that a drive keeps.
+            threading.Thread(
+                target=_fulfil, args=(running[-1], call), name="infinity-bench", daemon=True
+            ).start()
         wait(running, return_when=FIRST_EXCEPTION)
     except BaseException:
         stop.set()
         wait(running, 5.0)  # an interrupt; what is under way ends first, or at its deadline
         raise
     stop.set()
-    pool.shutdown()
+    wait(running)
     tallies = [each.result() for each in running]
     cpu_seconds = sum(ring.stats().cpu_seconds for _, ring in pairs) - before
     return Tally(
