@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,11 +55,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
     modules = {id(m) for m in model.modules()}
-    root: list[int] = []  # the id of the module of the state dict that is being made
     given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
-    copies: dict[
-        ShardedParam, torch.Tensor
-    ] = {}  # for those to come: chunks are read once, not once for each
+    memory: dict[ShardedParam, torch.Tensor] = {}  # for copies to come
+    copies: dict[ShardedParam, torch.Tensor] = {}  # of the module that torch is going through
 
     def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
         # A copy of what changes: in torch a state dict, which refers to the storage, is never older.
@@ -79,10 +77,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         if not keep_vars and not _is_inside(module, modules):
             engine.edits.given.check()
             given.clear()
-            root[:] = [id(module)]
-            copies.clear()
+            memory.clear()
             everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
-            copies.update(engine.states.copies_of(everything, engine.states.make_room(everything)))
+            memory.update(engine.states.make_room(everything))
         sharded = [s for s in own(module) if answers(s, keep_vars)]
         if not sharded:
             return
@@ -94,16 +91,22 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
                 cure="call it inside `with infinity.gathered(model):`, or without keep_vars",
             )
         for s in sharded:
-            s.on_detach = functools.partial(_copy, s)
+            s.on_detach = functools.partial(_copy, s, sharded)
             if not isinstance(s.param, ReleasedParameter):
                 engine.residency.ask(engine.residency.units[s.unit])
 
-    def _copy(sharded: ShardedParam) -> torch.Tensor:
-        """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage."""
+    def _copy(sharded: ShardedParam, beside: Sequence[ShardedParam]) -> torch.Tensor:
+        """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage.
+        Those `beside` it, of one module, are read in the same pass: no hook of a user comes in between."""
         before = _known(sharded)
         if before is not None:
             return before.detach()
-        copy = copies.pop(sharded) if sharded in copies else engine.states.copies_of([sharded])[sharded]
+        if sharded not in copies:
+            together = [s for s in beside if s.on_detach is not None and _known(s) is None]
+            copies.clear()
+            copies.update(engine.states.copies_of(together, memory))
+        copy = copies.pop(sharded)
+        memory.pop(sharded, None)
         engine.edits.given.add(sharded, copy)
         given[sharded] = weakref.ref(copy)
         return copy
@@ -121,16 +124,14 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             given[sharded] = weakref.ref(value)
 
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        for s in own(module):
+        copies.clear()
+        for s in own(module) if not _is_twice(module) else ():  # an outer one of the same module goes on
             s.on_detach = None
             engine.residency.answer(engine.residency.units[s.unit])
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if param is not None and value is not param and param in engine.params:
                 _separate(engine.params[param], value)
-        if root == [id(module)]:
-            root.clear()
-            copies.clear()
         turn.leave(module)
 
     def load_begins(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -153,11 +154,17 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             s.on_copy = _writer(s)
 
     def _writer(sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
-        return lambda values: engine.states.set_copy(sharded, values)
+        def write(values: torch.Tensor) -> None:
+            engine.residency.reshard_all({sharded.unit})  # a hook of a user may have looked at it since
+            engine.states.set_copy(sharded, values)
+
+        return write
 
     def load_ends(module: nn.Module, incompatible: Any) -> None:
         for s in own(module):
             s.on_copy = None
+        # What was loaded on the device counts from now on, as it does elsewhere, and not from the next step.
+        engine.edits.adopt_all({engine.residency.units[s.unit] for s in own(module)})
         engine.residency.refresh()
         turn.leave(module)
 
@@ -184,6 +191,15 @@ def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _is_twice(module: nn.Module) -> bool:
+    """Return whether a state dict of `module` is being made inside of another one's making."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None and found < 2:
+        found += frame.f_code is _STATE_DICT and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return found > 1
 
 
 def _assigns() -> bool:

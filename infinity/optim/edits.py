@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from infinity.core.errors import ParameterChangedError
@@ -60,10 +60,10 @@ class Edits:
         return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
 
     @sheltered
-    def adopt_all(self) -> None:
-        """Take over edits of resident parameters: those that torch counts (their version tells), and all so
-        far of a block that keeps them."""
-        for unit in self._tiers.units:
+    def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:
+        """Take over edits of resident parameters, of all units or of `units`: those that torch counts (their
+        version tells), and all so far of a block that keeps them."""
+        for unit in self._tiers.units if units is None else units:
             if unit.resident and unit.writers:
                 self._take(unit, {p.index for p in unit.params})
             elif unit.resident and (edited := _edited(unit)):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.core.errors import OptimizerTypeError, StateDictError
@@ -30,6 +32,17 @@ class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
         )
 
     __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+@contextmanager
+def hooked(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Call the hooks of `load_state_dict`, before and after, as torch does; give what is to be loaded."""
+    given = dict(state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        given = before(optimizer, given) or given
+    yield given
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 def check_options(group: Mapping[str, Any], found: str) -> None:

@@ -25,7 +25,7 @@ from infinity.params.residency import Residency
 
 from .chunk_io import Tiers
 from .edits import Edits
-from .loading import OURS, NoState, check_options, counts_of, match
+from .loading import OURS, NoState, check_options, counts_of, hooked, match
 from .misuse import refuse_copies
 from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
@@ -425,8 +425,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
             ParameterError: parameters that would change are inside a `gathered` block.
         """
-        pairs, counts = match(state_dict, self.param_groups, self._params), counts_of(state_dict)
-        self._load(state_dict, pairs, counts)
+        with hooked(self, state_dict) as given:
+            pairs, counts = match(given, self.param_groups, self._params), counts_of(given)
+            self._load(given, pairs, counts)
 
     @sheltered
     def _load(

@@ -247,13 +247,16 @@ class States:
         for sharded, values in pairs:
             sharded.step = int(values.get("step", 0))
             named = {k: v for k in ("exp_avg", "exp_avg_sq", "master") if (v := values.get(k)) is not None}
-            given[sharded] = {k: v.detach().reshape(-1) for k, v in named.items()}
+            given[sharded] = named
         changed: dict[ShardedParam, None] = {}
         moments, everything = ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "master", "copy")
         masters = [s for s, values in given.items() if "master" in values]
         for kinds, params in ((everything, masters), (moments, [s for s in given if s not in {*masters}])):
+            flat: dict[str, torch.Tensor] = {}
+            of: ShardedParam | None = None
             for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
-                flat = given[sharded]
+                if sharded is not of:  # one parameter's at a time: what is not contiguous is copied
+                    of, flat = sharded, {k: v.detach().reshape(-1) for k, v in given[sharded].items()}
                 for kind in (*moments, "master"):
                     if kind in flat and kind in tensors:
                         tensors[kind].copy_(part_of(flat[kind], segment))

@@ -1,0 +1,136 @@
+"""Users' hooks of state dicts: what they see, edit, call and raise, beside plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+from .test_state_dict_rules import Net, places, train, wrapped
+
+
+def values_of(number: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(value, number) for name, value in Net().state_dict().items()}
+
+
+@places
+@pytest.mark.parametrize("where", ["", "layers", "layers.0", "layers.1"])
+def test_an_edit_by_a_hook_is_in_the_state_dict(where: str, place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+
+        def merge(*_: Any) -> None:
+            with infinity.gathered(model.layers[1].weight, write=True), torch.no_grad():
+                model.layers[1].weight.fill_(1)
+
+        model.get_submodule(where).register_state_dict_pre_hook(merge)
+        assert model.state_dict()["layers.1.weight"].eq(1).all()
+
+
+@places
+def test_a_hook_that_raises_leaves_no_copies(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+        made: list[weakref.ref[torch.Tensor]] = []
+
+        def note(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+            made.extend(weakref.ref(value) for value in state.values())
+
+        def fail(*_: Any) -> None:
+            raise KeyError("mine")
+
+        handles = [model.layers[0].register_state_dict_post_hook(note)]
+        handles.append(model.layers[1].register_state_dict_pre_hook(fail))
+        with contextlib.suppress(KeyError):
+            model.state_dict()
+        gc.collect()
+        assert made
+        assert not any(ref() is not None for ref in made)
+        for handle in handles:
+            handle.remove()
+        train(model, optimizer, range(1, 2))
+        state = model.state_dict()
+        with infinity.gathered(model):
+            assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+
+
+@places
+@pytest.mark.parametrize("inner", [lambda m: m, lambda m: m.layers, lambda m: m.layers[1]])
+def test_a_state_dict_inside_of_one(inner: Callable[[Any], nn.Module], place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+        expected = model.state_dict()
+        seen: list[dict[str, torch.Tensor]] = []
+
+        def look(*_: Any) -> None:
+            if not seen:
+                seen.append({})
+                seen[0].update(inner(model).state_dict())
+
+        model.layers[1].register_state_dict_pre_hook(look)
+        state = model.state_dict()
+        assert seen[0]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+LOOKS: dict[str, Callable[[Any], object]] = {
+    "gathered": lambda model: _gather(model, write=False),
+    "gathered to write": lambda model: _gather(model, write=True),
+    "a forward": lambda model: model(torch.ones(2, 40)),
+    "a state dict": lambda model: model.state_dict(),
+}
+
+
+def _gather(model: nn.Module, *, write: bool) -> None:
+    with infinity.gathered(model, write=write):
+        assert next(model.parameters()).numel()
+
+
+@places
+@pytest.mark.parametrize("look", list(LOOKS))
+@pytest.mark.parametrize("where", ["layers.1", "layers"])
+def test_a_look_by_a_load_hook_keeps_no_old_values(where: str, look: str, place: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain.load_state_dict(values_of(0.1))
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+
+        def hook(*_: Any) -> None:
+            with torch.no_grad():
+                LOOKS[look](model)
+
+        model.get_submodule(where).register_load_state_dict_pre_hook(hook)
+        model.load_state_dict(values_of(0.1))
+        x = torch.ones(2, 40)
+        torch.testing.assert_close(model(x).detach(), plain(x).detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_two_loads_in_a_row_leave_the_same_masters_everywhere(dtype: str, tmp_path: Path) -> None:
+    """The first load counts: what the second brings back is rounded then."""
+    states = []
+    for place in ("nvme", "host", "device", "resident", "between"):
+        with wrapped(tmp_path / place, place, dtype=dtype) as (model, optimizer):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                optimizer.scale(model(torch.randn(4, 40))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict({name: value * 2 for name, value in saved.items()})
+            model.load_state_dict(saved)
+            states.append(optimizer.state_dict()["state"])
+    for state in states[1:]:
+        for index, values in states[0].items():
+            assert all(torch.equal(value, state[index][key]) for key, value in values.items())
