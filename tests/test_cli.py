@@ -241,6 +241,17 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     assert suggestion in str(caught.value)
 
 
+def test_a_wrong_name_in_a_file_is_answered_in_the_file_s_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {host_memry: 1}")
+    assert run(["plan", "--config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'engine.host_memory'?" in said.replace("\n", " ")
+    assert str(path) in said
+
+
 @pytest.mark.parametrize("verb", ["plan", "train"])
 @pytest.mark.parametrize(
     ("option", "value", "cure"),

@@ -183,7 +183,7 @@ def test_a_plot_or_the_reason_why_there_is_none(tmp_path: Path, monkeypatch: pyt
         (["/proc"], DirectoryError, "on a drive"),
         (["{}", "--size", "100TiB"], DirectoryError, "stay free"),
         (["{}", "--size", "1KiB"], ConfigError, "too small"),
-        (["{}", "--size", "16MiB", "--block", "4MiB"], ConfigError, "larger --size"),
+        (["{}", "--size", "16MiB", "--block", "4MiB"], ConfigError, "--size 512MiB"),
         (["{}", "--size", "lots"], ConfigError, "lots"),
         (["{}", "--block", "5000"], ConfigError, "4096"),
         (["{}", "--depth", "0"], ConfigError, "depth"),

@@ -100,6 +100,8 @@ def test_clean_removes_what_is_dead_and_nothing_else(
     assert run(["clean", str(tmp_path / "missing")]) == 2
     assert run(["clean", str(precious)]) == 2
     assert "name the directory" in capsys.readouterr().err
+    assert run(["clean", ""]) == 2  # an unset variable is not the current directory
+    assert "'.' is this one" in capsys.readouterr().err
 
 
 def test_clean_never_removes_a_live_arena(tmp_path: Path) -> None:

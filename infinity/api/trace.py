@@ -152,7 +152,7 @@ def _check_replaceable(path: str) -> None:
             path=path,
             expected="a new file, or a trace of before",
             found=found,
-            cure="name another file, or remove it",
+            cure="name another file" + (", or remove it" if os.path.isfile(path) else ""),
         )
 
 

@@ -19,6 +19,13 @@ device_option: Final = click.option("--device", help="cpu, cuda or cuda:N. Defau
 
 
 def _absolute(_: click.Context, __: click.Parameter, directories: Sequence[str]) -> tuple[str, ...]:
+    if not all(directories):  # such as an unset "$DIR"; it would be the current one
+        raise ConfigError(
+            "DIR names no directory",
+            expected="a path",
+            found="''",
+            cure="name the directory; '.' is this one",
+        )
     return tuple(dict.fromkeys(map(os.path.abspath, directories)))
 
 

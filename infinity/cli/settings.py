@@ -337,7 +337,7 @@ def _load(path: str) -> dict[str, dict[str, Any]]:
         names = [f.name for f in fields if f.init]
         for key in result[name]:
             if key not in names:
-                _unknown(f"setting in section {name!r}", str(key), names)
+                _unknown(f"setting in {path!r}", f"{name}.{key}", [f"{name}.{each}" for each in names])
     return result
 
 

@@ -178,11 +178,12 @@ def keep_what_fits(cases: Sequence[Case], nbytes: int) -> tuple[list[Case], list
         else:
             said.append(f"{sizes(case.settings)} is left out with a file of {format_size(nbytes)}: {why}")
     if not kept:
+        least = min((ceil_to(2 * case.window, MiB) for case in cases), default=_LEAST)
         raise ConfigError(
             "nothing can be measured with these sizes",
             expected="a file of at least twice what is under way at once",
             found=said[0] if said else "no case",
-            cure="a larger --size (or a drive with more room), a smaller --block or --depth",
+            cure=f"--size {least // MiB}MiB (that much room on the drive), a smaller --block or --depth",
         )
     return kept, list(dict.fromkeys(said))
 
