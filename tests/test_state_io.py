@@ -153,6 +153,31 @@ def test_memory_of_what_is_not_contiguous_is_one_parameters(
         infinity.close(optimizer)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_state_of_what_is_frozen_now_is_left_out(dtype: str, tmp_path: Path) -> None:
+    model, optimizer, _ = wrapped(tmp_path, dtype)
+    state, values = optimizer.state_dict(), model.state_dict()
+    infinity.close(optimizer)
+    other = net()
+    other[1].requires_grad_(False)
+    config = infinity.Config(
+        nvme=str(tmp_path), optimizer_state="nvme", dtype=dtype, chunk_elements=NORM_BLOCK
+    )
+    other, optimizer = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config)
+    try:
+        frozen = [p.detach().clone() for p in other[1].parameters()]
+        optimizer.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(frozen, other[1].parameters(), strict=True))
+        other.load_state_dict(values)
+        kept = optimizer.state_dict()["state"]
+        assert set(kept) < set(state["state"])
+        assert all(
+            torch.equal(v, state["state"][i][k]) for i, entry in kept.items() for k, v in entry.items()
+        )
+    finally:
+        infinity.close(optimizer)
+
+
 def test_load_hooks_of_the_optimizer_are_called_as_in_torch(tmp_path: Path) -> None:
     _, optimizer, _ = wrapped(tmp_path, "fp32")
     plain = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])

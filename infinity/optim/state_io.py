@@ -170,7 +170,7 @@ class States:
                 unit = self._tiers.units[index]
                 for chunk in unit.layout.chunks:
                     segments = [s for s in chunk.segments if s.param in of[index]]
-                    if not segments:
+                    if not segments or not (chunk.trainable or "copy" in kinds):
                         continue
                     if set(kinds) == {"copy"} and not written:
                         with self._copy(unit, chunk) as copy:
@@ -246,6 +246,8 @@ class States:
         given: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for sharded, values in pairs:
             sharded.step = int(values.get("step", 0))
+            if not sharded.spec.trainable:
+                continue  # it has no state, whatever the optimizer that was saved had
             named = {k: v for k in ("exp_avg", "exp_avg_sq", "master") if (v := values.get(k)) is not None}
             given[sharded] = named
         changed: dict[ShardedParam, None] = {}
