@@ -152,7 +152,8 @@ def _check_replaceable(path: str) -> None:
             path=path,
             expected="a new file, or a trace of before",
             found=found,
-            cure="name another file" + (", or remove it" if os.path.isfile(path) else ""),
+            cure="name another file"
+            + (", or remove it" if os.path.islink(path) or os.path.isfile(path) else ""),
         )
 
 
