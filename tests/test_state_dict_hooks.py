@@ -64,6 +64,28 @@ def test_a_hook_that_raises_leaves_no_copies(place: str, tmp_path: Path) -> None
 
 
 @places
+def test_after_a_hook_that_raised_detach_shows_present_values(place: str, tmp_path: Path) -> None:
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+
+        def fail(*_: Any) -> None:
+            raise KeyError("mine")
+
+        handle = model.layers[1].register_state_dict_pre_hook(fail)
+        with contextlib.suppress(KeyError):
+            model.state_dict()
+        handle.remove()
+        layer = model.layers[1]
+        with contextlib.suppress(infinity.InfinityError):
+            assert layer.weight.detach().numel()
+        train(model, optimizer, range(1, 2))
+        seen = []
+        with contextlib.suppress(infinity.InfinityError):
+            seen.append(layer.bias.detach().clone())
+        assert all(torch.equal(bias, model.state_dict()["layers.1.bias"]) for bias in seen)
+
+
+@places
 @pytest.mark.parametrize("inner", [lambda m: m, lambda m: m.layers, lambda m: m.layers[1]])
 def test_a_state_dict_inside_of_one(inner: Callable[[Any], nn.Module], place: str, tmp_path: Path) -> None:
     with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):

@@ -98,6 +98,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
     def _copy(sharded: ShardedParam, beside: Sequence[ShardedParam]) -> torch.Tensor:
         """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage.
         Those `beside` it, of one module, are read in the same pass: no hook of a user comes in between."""
+        if not _frames_of(None):  # a hook that raised has left us set: what was read then may be old
+            copies.clear()
+            return engine.states.copies_of([sharded])[sharded]
         before = _known(sharded)
         if before is not None:
             return before.detach()
@@ -125,7 +128,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def save_ends(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         copies.clear()
-        for s in own(module) if not _is_twice(module) else ():  # an outer one of the same module goes on
+        for s in own(module) if _frames_of(module) < 2 else ():  # an outer one of the same module goes on
             s.on_detach = None
             engine.residency.answer(engine.residency.units[s.unit])
         for name, param in module._parameters.items():
@@ -193,13 +196,13 @@ def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
     return False
 
 
-def _is_twice(module: nn.Module) -> bool:
-    """Return whether a state dict of `module` is being made inside of another one's making."""
+def _frames_of(module: nn.Module | None) -> int:
+    """Return how many state dicts of `module`, or of any, this thread is making, one inside another."""
     frame, found = sys._getframe(1), 0
-    while frame is not None and found < 2:
-        found += frame.f_code is _STATE_DICT and frame.f_locals.get("self") is module
+    while frame is not None:
+        found += frame.f_code is _STATE_DICT and module in (None, frame.f_locals.get("self"))
         frame = frame.f_back  # type: ignore[assignment]
-    return found > 1
+    return found
 
 
 def _assigns() -> bool:
