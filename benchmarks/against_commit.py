@@ -77,7 +77,7 @@ def serve(tree: str, text: str) -> None:
             optimizer.step()
             if task["whole"]:  # else the gradients stay, so that each step has the same work
                 optimizer.zero_grad()
-        engine.quiesce()
+        engine.updater.wait()
         wait_written(engine)
         tell({"seconds": (time.perf_counter() - begin) / int(line)})
     infinity.close(optimizer)

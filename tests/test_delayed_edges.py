@@ -311,8 +311,8 @@ def test_a_model_that_calls_itself_is_one_forward(tmp_path: Path) -> None:
     config = config_for(tmp_path, update="delayed", delay_warmup_steps=0, **ON_HOST)
     model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
     depths: list[int] = []
-    hooks = engine_of(model).hooks
-    model.layers[1].register_forward_hook(lambda *_: depths.append(hooks._depth))
+    phases = engine_of(model).phases
+    model.layers[1].register_forward_hook(lambda *_: depths.append(len(phases._roots)))
     with closing(adam):
         for _ in range(2):
             model(torch.randn(2, 8)).sum().backward()

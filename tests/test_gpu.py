@@ -308,7 +308,7 @@ def test_a_trace_has_the_times_of_the_device(tmp_path: Path) -> None:
     with infinity.trace(optimizer, path):
         for step in range(1, 4):
             one_step(made, optimizer, step)
-        engine.quiesce()
+        engine.states.quiesce()
     content = read_trace(str(path))
     spans = spans_of(content)
     last = content["otherData"]["duration_ns"] + 1_000_000

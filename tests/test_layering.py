@@ -141,6 +141,19 @@ def test_a_file_is_short_and_does_nothing_dangerous(path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("room", ["params", "grads", "optim", "autograd"])
+def test_no_constructor_takes_a_call_of_its_owner(room: str) -> None:
+    """What a part tells others goes through objects with named methods: [Note: the seams]."""
+    found = []
+    for path in sorted((ROOT / "infinity" / room).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__new__"):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = [ast.unparse(a.annotation) for a in arguments if a.annotation is not None]
+                found += [f"{path.name}: {name}" for name in names if "Callable" in name]
+    assert not found
+
+
 def test_every_note_that_is_cited_exists() -> None:
     """A note begins a line of a docstring or a comment; wherever else its name stands, it is cited."""
     found: set[str] = set()

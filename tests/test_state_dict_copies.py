@@ -70,7 +70,7 @@ def test_leases_that_nobody_needs_give_way_to_a_state_dict(parameters: str, tmp_
     infinity.close(model)
     model, optimizer = infinity.wrap(*built(HeadModel), config.replace(host_memory=most))
     pool = engine_of(model).pool
-    assert engine_of(model)._room() == 0
+    assert engine_of(model).states.room == 0
     train(model, optimizer)
     model(tokens(7)).backward()  # reads ahead
     state = model.state_dict()

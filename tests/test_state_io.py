@@ -61,7 +61,7 @@ def wrapped(path: Path, dtype: str) -> tuple[nn.Module, Any, Engine]:
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
-    engine.quiesce()
+    engine.states.quiesce()
     engine.store.wait_written()
     return model, optimizer, engine
 

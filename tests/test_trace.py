@@ -54,7 +54,7 @@ class Traced:
             return tuple(map(sum, zip(*(s[2:] for s in engine.store.stats()), strict=True))) or (0,) * 4  # type: ignore[return-value]
 
         def rest() -> None:
-            engine.quiesce()
+            engine.states.quiesce()
             until = time.monotonic() + 30
             # Copies fetched ahead: between two chunks of a unit no transfer is under way.
             while engine.store.unfinished or any(u.fetch and not u.fetch.is_over() for u in engine.units):

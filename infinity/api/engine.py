@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -15,19 +14,21 @@ from torch import nn
 from infinity.autograd import saved
 from infinity.autograd.activations import Activations
 from infinity.autograd.hooks import Hooks
+from infinity.autograd.phases import CLOSED, UNWRAPPED, Phases
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError, ClosedError, DirectoryError, StorageError, WrapError
+from infinity.core.errors import BudgetError, DirectoryError, StorageError, WrapError
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
 from infinity.hardware import cpu_adam
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
-from infinity.hardware.shelter import Shelter, sheltered
+from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
-from infinity.optim.optimizer import OffloadOptimizer, check_optimizer
+from infinity.optim.loading import check_optimizer
+from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state_io import States, bump
 from infinity.optim.update import Updater
 from infinity.params.copies import Copies
@@ -53,12 +54,6 @@ from .refusal import add_cure
 from .state_dict import install
 from .this_machine import budget_here, threads_of
 
-_CLOSED, _UNWRAPPED = "close() was called", "unwrap() was called"
-_AFTER = {
-    _CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
-    "`infinity.unwrap(model)` in place of close()",
-    _UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
-}
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -192,32 +187,31 @@ class Engine:
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, self.copies)
         self.updater = Updater(self.tiers, self.updates, self.fetcher, self.recorder)
-        self.states = States(self.tiers, self._room, self.quiesce, self.shelter)
+        room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
+        self.states = States(self.tiers, self.updater, self.residency, room, self.shelter)
         self.edits = Edits(self.tiers, self.states, self.shelter)
         self.activations = (
             Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )
         self._take_over(model, optimizer)
+        self.phases = Phases(
+            *(self.residency, self.gradients, self.updates, self.updater, self.edits),
+            *(store, self.recorder, self.activations),
+        )
         self.hooks = Hooks(
             model,
             scopes,
+            self.phases,
             self.residency,
             self.gradients,
             list(self.params.values()),
             compute_dtype=self.config.compute_dtype,
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
-            check=self.check,
-            check_given=self.edits.given.check,
-            on_backward=self._backward_begins,
-            recorder=self.recorder,
             activations=self.activations,
         )
         self._handles = install(model, self)
         self._unguard = misuse.guard(model, optimizer)
-        self.closed = ""  # why, when it is
         self._shut = False
-        self.times = {"step": 0.0, "update": 0.0}
-        self._last_step_end: float | None = None
         self.optimizer = OffloadOptimizer(
             optimizer,
             tiers=self.tiers,
@@ -234,8 +228,7 @@ class Engine:
             compute_dtype=self.config.compute_dtype,
             loss_scale=self.config.loss_scale,
             loss_scale_window=self.config.loss_scale_window,
-            before_step=self._before_step,
-            after_step=self._after_step,
+            seams=self.phases,
             shelter=self.shelter,
         )
         parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
@@ -267,64 +260,9 @@ class Engine:
             if unit.resident:
                 unit.looked()
 
-    def _room(self) -> int:
-        return max(0, self.budget.host - self.footprint.total(Tier.HOST))
-
-    @sheltered
-    def check(self) -> None:
-        """Raise what failed in the background, or that the engine is closed."""
-        if self.closed:
-            raise ClosedError(
-                "the engine of this model is closed",
-                expected="an open engine",
-                found=self.closed,
-                cure=_AFTER[self.closed],
-            )
-        self.updates.check()
-        self.store.check()
-
-    @sheltered
-    def quiesce(self) -> None:
-        """Wait until every update is complete and nothing of the state is on its way."""
-        self.updater.wait()
-        self.updater.drop_ahead()
-        self.residency.resume_all()
-
-    @sheltered
-    def _backward_begins(self) -> None:
-        """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
-        self.check()
-        self.gradients.begin_backward()
-        if not self.updates.busy():
-            units = self.residency.forward_order()
-            self.updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
-
-    @sheltered
-    def _before_step(self) -> None:
-        self.check()
-        self.hooks.reset()
-        self.updater.wait()
-        self.residency.resume_all()
-
-    def _after_step(self, seconds: float) -> None:
-        if self.activations is not None:
-            self.activations.after_step()
-        now = time.perf_counter()
-        if self._last_step_end is not None:
-            self.times["step"] = now - self._last_step_end
-        self.times["update"] = seconds
-        self._last_step_end = now
-        stats = self.store.stats()
-        self.recorder.step(
-            round((now - seconds) * 1e9),
-            sum(s.bytes_read for s in stats),
-            sum(s.bytes_written for s in stats),
-            round(max((r.active_seconds for r in self.store.ring_stats()), default=0.0) * 1e9),
-        )
-
     def let_go(self) -> None:
         """Take everything off the model and its old optimizer; it is a plain model from here on."""
-        self.closed = _UNWRAPPED
+        self.phases.closed = UNWRAPPED
         self.hooks.remove()
         for handle in self._handles:
             handle.remove()
@@ -349,11 +287,11 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.copies.two and not self.updates.failed and not self.closed:
+                elif self.copies.two and not self.updates.failed and not self.phases.closed:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
-                self._shut, self.closed = True, self.closed or _CLOSED
+                self._shut, self.phases.closed = True, self.phases.closed or CLOSED
                 self._reaper.close()
             if not hurry:
                 self.updates.check_once()

@@ -71,12 +71,12 @@ def _check_one_version(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
-    engine.check()
+    engine.phases.check()
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
     if write and engine.copies.two:  # an edit is of the newest, and what comes after it sees it
-        if engine.hooks.in_forward():
+        if engine.phases.is_forward_here():
             _check_one_version(engine)
         else:
             engine.optimizer.publish()
@@ -105,7 +105,7 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(param)
-    engine.check()
+    engine.phases.check()
     grad = param.grad
     if grad is None:
         return None

@@ -8,7 +8,6 @@ torch.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.autograd.hooks import Hooks
+from infinity.autograd.phases import Phases
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
+from infinity.core.stack import frames
 from infinity.hardware.shelter import Shelter
 from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer
@@ -33,11 +33,9 @@ class _Engine(Protocol):
     states: States
     edits: Edits
     residency: Residency
-    hooks: Hooks
+    phases: Phases
     optimizer: OffloadOptimizer
     shelter: Shelter
-
-    def check(self) -> None: ...
 
 
 def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
@@ -64,8 +62,8 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         return isinstance(sharded.param, ReleasedParameter) or changes(sharded, soon=not keep_vars)
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        engine.check()
-        engine.hooks.reset_abandoned()  # what a backward that raised was using shows an older version
+        engine.phases.check()
+        engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         turn.enter(module)
         try:
             prepare(module, prefix, keep_vars)
@@ -146,7 +144,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
                 found="assign=True",
                 cure="leave assign out, or load before `wrap`",
             )
-        engine.check()
+        engine.phases.check()
         engine.optimizer.publish()
         turn.enter(module)
         loaded = [p for n, p in module._parameters.items() if prefix + n in state]
@@ -186,31 +184,19 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
 def _is_inside(module: nn.Module, modules: Collection[int]) -> bool:
     """Return whether the state dict of `module` is being made for that of another one of `modules`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STATE_DICT:
-            owner = frame.f_locals.get("self")
-            if owner is not module and id(owner) in modules:
-                return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    owners = (f.f_locals.get("self") for f in frames() if f.f_code is _STATE_DICT)
+    return any(owner is not module and id(owner) in modules for owner in owners)
 
 
 def _frames_of(module: nn.Module | None) -> int:
     """Return how many state dicts of `module`, or of any, this thread is making, one inside another."""
-    frame, found = sys._getframe(1), 0
-    while frame is not None:
-        found += frame.f_code is _STATE_DICT and module in (None, frame.f_locals.get("self"))
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return sum(f.f_code is _STATE_DICT and module in (None, f.f_locals.get("self")) for f in frames())
 
 
 def _assigns() -> bool:
     """Return whether the `load_state_dict` that is under way was called with ``assign=True``."""
-    frame = sys._getframe(1)
-    while frame.f_code is not _LOAD_STATE_DICT and frame.f_back is not None:
-        frame = frame.f_back
-    return bool(frame.f_locals.get("assign"))
+    found = (f.f_locals.get("assign") for f in frames() if f.f_code is _LOAD_STATE_DICT)
+    return bool(next(found, False))
 
 
 _LOAD_STATE_DICT = nn.Module.load_state_dict.__code__

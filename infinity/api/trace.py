@@ -72,7 +72,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
             as it was); if the block raised, a warning says so instead.
     """
     engine = engine_of(thing)
-    engine.check()
+    engine.phases.check()
     if engine.recorder.log is not None:
         raise ConfigError(
             "a trace of this model is being recorded already",

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from infinity.autograd.phases import Phases
 from infinity.core.errors import BudgetError, ClosedError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.probe import available_host_memory
@@ -25,7 +26,7 @@ class _Engine(Protocol):
     edits: Edits
     optimizer: OffloadOptimizer
     shelter: Shelter
-    closed: str
+    phases: Phases
 
     def model(self) -> nn.Module | None: ...
     def close(self) -> None: ...
@@ -34,7 +35,7 @@ class _Engine(Protocol):
 
 def restore(engine: _Engine) -> None:
     """Make the parameters of an engine's model ordinary ones with the newest values; close the engine."""
-    if engine.closed:
+    if engine.phases.closed:
         _check_closed(engine)
     else:
         _check_blocks(engine)
@@ -43,7 +44,7 @@ def restore(engine: _Engine) -> None:
         engine.edits.adopt_all()
     _check_room(engine)
     params = list(engine.params.values())
-    if engine.closed:
+    if engine.phases.closed:
         values = {s: s.param.detach().to("cpu", s.given_dtype, copy=True) for s in params}
     else:
         values = engine.states.values_of(params)
@@ -78,7 +79,7 @@ def _check_closed(engine: _Engine) -> None:
         raise ClosedError(
             f"the values of {len(gone)} units, {gone[0]!r} first, went with the engine of this model",
             expected="`infinity.unwrap(model)` before `infinity.close(model)`",
-            found=engine.closed,
+            found=engine.phases.closed,
             cure="build the model anew and load what was saved of it; to keep it the next time, call "
             "`infinity.unwrap(model)` in place of close()",
         )

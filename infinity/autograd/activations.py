@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -40,7 +41,7 @@ SMALLEST: Final = 64 * KiB
 AHEAD: Final = 2
 _CHECKPOINT: Final = "torch.utils.checkpoint"
 #: What may stand between it and a pack hook; before torch 2.7 `eager` is a function around the hook.
-_BETWEEN: Final = ("torch.autograd.function", "torch._dynamo.eval_frame")
+_BETWEEN: Final = ("infinity.autograd.saved", "torch.autograd.function", "torch._dynamo.eval_frame")
 
 
 class _Memory:
@@ -167,9 +168,9 @@ class Activations:
 
     # -- what autograd calls ----------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor, frame: Any) -> _Saved | None:
-        """Take over the input of a checkpointed layer that `frame` saves; None: it stays as it is."""
-        if self._closed or not _is_input_of_checkpointing(frame):
+    def pack(self, tensor: torch.Tensor, stack: Iterator[FrameType]) -> _Saved | None:
+        """Take over the input of a checkpointed layer, if one is saved; None: it stays as it is."""
+        if self._closed or not _is_input_of_checkpointing(stack):
             return None
         self.seen += tensor.numel() > 0  # torch 2.6 saves an empty one of its own beside them
         copy = self._copy_of(tensor) if self._is_worth_it(tensor) else None
@@ -305,16 +306,16 @@ class Activations:
             )
 
 
-def _is_input_of_checkpointing(frame: Any) -> bool:
-    """Return whether the caller of a pack hook saves the inputs of a checkpointed layer.
+def _is_input_of_checkpointing(stack: Iterator[FrameType]) -> bool:
+    """Return whether the caller of a pack hook, at the top of `stack`, saves the inputs of a checkpointed
+    layer.
 
     torch.utils.checkpoint saves nothing else itself: the non-reentrant form in a method of its own
     (in older versions in the `apply` of a function), the reentrant one in the `apply` of its function.
     What the layer saves is packed by other hooks, or not saved at all.
     """
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == _CHECKPOINT
+    names = (f.f_globals.get("__name__") for f in stack)
+    return next((name for name in names if name not in _BETWEEN), None) == _CHECKPOINT
 
 
 def _key(tensor: torch.Tensor) -> Any:

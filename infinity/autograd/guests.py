@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from types import FrameType
 
+from infinity.core.stack import frames
 from infinity.params.residency import Residency
 
 
@@ -24,9 +24,9 @@ class Guests:
     def join(self) -> FrameType | None:
         """Be a guest until the module call under way is over; return its frame for `part`, or None if no
         other thread has the turn."""
-        frame = sys._getframe()
-        while frame.f_code.co_name != "_call_impl" and frame.f_back is not None:
-            frame = frame.f_back
+        for frame in frames():
+            if frame.f_code.co_name == "_call_impl":
+                break
         return frame if self._turn.join(frame) else None
 
     def part(self, frame: FrameType | None) -> None:
@@ -37,7 +37,7 @@ class Guests:
     def use(self, units: tuple[int, ...]) -> bool:
         """Have `units` present for this thread until it uses others, for the forward's own thread goes on
         meanwhile, or until `release`. Return False, and do nothing, if no other thread has the turn."""
-        frame, me = sys._getframe(), threading.get_ident()
+        frame, me = next(frames()), threading.get_ident()
         if not self._turn.join(frame):
             return False
         try:

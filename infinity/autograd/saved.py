@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import graph
 
 from infinity.core.errors import PrecisionError
+from infinity.core.stack import frames
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -40,8 +41,8 @@ _graph: Any = torch._C._autograd
 class Offload(Protocol):
     """Takes what is saved somewhere else (see `Activations`)."""
 
-    def pack(self, tensor: torch.Tensor, frame: Any) -> Packed | None:
-        """Return what stands for `tensor`, which `frame` saves; None: keep it."""
+    def pack(self, tensor: torch.Tensor, stack: Iterator[FrameType]) -> Packed | None:
+        """Return what stands for `tensor`, which the caller at the top of `stack` saves; None: keep it."""
 
 
 class Packed(Protocol):
@@ -139,7 +140,7 @@ def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
     if beneath is not None:
         return _Theirs(beneath[0](tensor), beneath[1])
     if offload is not None:
-        packed = offload.pack(tensor, sys._getframe(1))
+        packed = offload.pack(tensor, frames())
         if packed is not None:
             return packed
     return tensor.detach(), tensor._version
@@ -215,10 +216,10 @@ def enter(owner: object, offload: Offload | None = None) -> object:
 
 def leave(frame: object) -> None:
     """Take off what `enter` set, and what was left on top of it."""
-    frames = _frames.list
-    if isinstance(frame, _Frame) and frame in frames:
-        while frames:
-            last = frames[-1]
+    pairs = _frames.list
+    if isinstance(frame, _Frame) and frame in pairs:
+        while pairs:
+            last = pairs[-1]
             _pop()
             if last is frame:
                 return

@@ -244,7 +244,8 @@ class _Training:
             with contextlib.suppress(OSError):  # the terminal may be what has gone
                 self.report.line(text, style="yellow")
             raise
-        self.engine.quiesce()  # the update that may still be under way behind the last step: its bytes count
+        # The update that may still be under way behind the last step: its bytes count.
+        self.engine.states.quiesce()
         self.moved = _bytes(metrics(optimizer), start)
         self.seconds = time.perf_counter() - began
         if self.run.data.validation:  # the mean loss of batches that were not trained on

@@ -15,8 +15,6 @@ joined in is on its stack: a thread's number is given to another when it ends.
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from types import FrameType
 from typing import Final
 
 from .errors import ThreadError
+from .stack import frames
 from .waiting import POLL, Bell
 
 _PAUSE: Final = 1e-4
@@ -112,11 +111,8 @@ class Turn:
         joined = self._guests.get(who)
         if not joined:
             return False
-        frame = _innermost(who)
-        while frame is not None:
-            if frame in joined:
-                return True
-            frame = frame.f_back
+        if any(frame in joined for frame in frames(who)):
+            return True
         self._guests.pop(who, None)  # what it joined in was ended by an error that torch calls no hook for
         return False
 
@@ -177,37 +173,9 @@ def _waits_for(waiting: int, who: int) -> bool:
     return False
 
 
-def is_inside(ident: int) -> bool:
-    """Return whether a thread is inside of a forward, a backward or a state dict."""
-    frame = _innermost(ident)
-    while frame is not None:
-        if any(name in frame.f_code.co_name for name in _CALLS):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def calls_around(module: object) -> int:
-    """Return how many calls of `module` the one under way is inside of."""
-    calls, frame = -1, sys._getframe(1)
-    while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
-    return max(0, calls)
-
-
-def _innermost(ident: int) -> FrameType | None:
-    if ident == threading.get_ident():
-        return sys._getframe()
-    # CPython has a lock while it makes these, which whoever starts a thread waits for. A garbage collection
-    # within may wait for that thread (torch gives tensors back without the GIL): CPython's issue 106883.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(ident)
-    finally:
-        if collects:
-            gc.enable()
+def is_inside(ident: int | None = None) -> bool:
+    """Return whether a thread (None: this one) is inside of a forward, a backward or a state dict."""
+    return any(name in frame.f_code.co_name for frame in frames(ident) for name in _CALLS)
 
 
 def _lives(ident: int) -> bool:

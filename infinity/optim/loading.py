@@ -1,4 +1,4 @@
-"""What a state dict of the optimizer must be like to be loaded."""
+"""What an optimizer must be like to be taken over, and a state dict of one to be loaded."""
 
 from __future__ import annotations
 
@@ -43,6 +43,24 @@ def hooked(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> I
     yield given
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
+
+
+def check_optimizer(optimizer: object) -> bool:
+    """Return whether weight decay is decoupled (AdamW) or not (Adam).
+
+    Raises:
+        OptimizerTypeError: not one of these two, or with an option that is not supported.
+    """
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise OptimizerTypeError(
+            "this optimizer cannot be offloaded",
+            expected="torch.optim.AdamW or torch.optim.Adam",
+            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            cure="torch.optim.AdamW(model.parameters(), ...)",
+        )
+    for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
+        check_options(group, f"param group {index}")
+    return type(optimizer) is torch.optim.AdamW
 
 
 def check_options(group: Mapping[str, Any], found: str) -> None:

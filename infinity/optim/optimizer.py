@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from infinity.core.errors import (
     GradientError,
-    OptimizerTypeError,
     PrecisionError,
     WrapError,
 )
@@ -34,28 +33,23 @@ from .update import ChunkUpdate, ParamUpdate, Updater
 _HOLD: Final = 1.0
 
 
-def check_optimizer(optimizer: object) -> bool:
-    """Return whether weight decay is decoupled (AdamW) or not (Adam).
-
-    Raises:
-        OptimizerTypeError: not one of these two, or with an option that is not supported.
-    """
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise OptimizerTypeError(
-            "this optimizer cannot be offloaded",
-            expected="torch.optim.AdamW or torch.optim.Adam",
-            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            cure="torch.optim.AdamW(model.parameters(), ...)",
-        )
-    for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
-        check_options(group, f"param group {index}")
-    return type(optimizer) is torch.optim.AdamW
-
-
 def _clip(limit: float, norm: float) -> float:
     """Return torch's clip coefficient, which is NaN if the norm is."""
     clip = limit / (norm + 1e-6)
     return 1.0 if clip > 1.0 else clip
+
+
+class Seams(Protocol):
+    """What an optimizer tells of itself (see `Phases`)."""
+
+    def step(self) -> None:
+        """A step begins: wait for all that it waits for."""
+
+    def stepped(self, seconds: float) -> None:
+        """A step has returned to the user after `seconds`."""
+
+    def finish(self) -> None:
+        """End what forwards and backwards have left under way, and wait for every update."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -85,8 +79,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         compute_dtype: torch.dtype,
         loss_scale: float,
         loss_scale_window: int,
-        before_step: Callable[[], None],
-        after_step: Callable[[float], None],
+        seams: Seams,
         shelter: Shelter,
     ) -> None:
         self.shelter = shelter
@@ -112,8 +105,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._good_steps = 0
         self._scaled = False
         self._backwards = 0  # that had begun at the last step
-        self._before_step = before_step
-        self._after_step = after_step
+        self._seams = seams
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self._steps = 0
@@ -163,18 +155,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
-        self._prepare_step()
+        self._seams.step()
         # What an interrupt ends before this call has not happened, and what it ends after it has.
         self.shelter.run(self._start_update, hold=_HOLD)
         self._finish_step()
-        self._after_step(time.perf_counter() - start)
+        self._seams.stepped(time.perf_counter() - start)
         return loss
-
-    @sheltered
-    def _prepare_step(self) -> None:
-        """Wait for all that a step waits for. Changes nothing that a user sees."""
-        self._before_step()
-        self._gradients.wait()
 
     @sheltered
     def _finish_step(self) -> None:
@@ -251,7 +237,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ParameterError: that would change parameters inside a `gathered` block.
             StorageError: an update failed.
         """
-        self._before_step()
+        self._seams.finish()
         bump(self._residency.publish())
         self._residency.refresh()
 
@@ -262,7 +248,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             ParameterChangedError: they would be; or what `flush` raises.
         """
-        self._before_step()
+        self._seams.finish()
         self._edits.check_delayed()
         self.flush()
 
@@ -277,7 +263,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if all(param.grad is None for param in self._params):
                 self._gradients.clear()
             else:  # of those that are in no group any more the gradient stays
-                self._before_step()  # an update may still read what is beside it
+                self._seams.finish()  # an update may still read what is beside it
                 self._gradients.wait()
                 self._gradients.reconcile()
             return
@@ -289,7 +275,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @sheltered
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
-        self._before_step()
+        self._seams.finish()
         present = self._present()
         norm = self._norm(present)
         clip = _clip(limit, norm)
@@ -399,7 +385,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
-        self._before_step()
+        self._seams.finish()
         self._states.check_room()
         self._edits.check_unseen()
         self._edits.check_delayed()

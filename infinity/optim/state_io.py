@@ -6,7 +6,7 @@ Everything here goes chunk by chunk through leases, so that its own host memory 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,12 @@ from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import own
 from infinity.params.param import ShardedParam
+from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
 
 from .chunk_io import ChunkIO, Tiers, open_chunk
+from .update import Updater
 
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
@@ -29,12 +31,20 @@ class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
     def __init__(
-        self, tiers: Tiers, room: Callable[[], int], quiesce: Callable[[], None], shelter: Shelter
+        self, tiers: Tiers, updater: Updater, residency: Residency, room: int, shelter: Shelter
     ) -> None:
         self.shelter = shelter
+        self.room = room  # host bytes that the budget leaves
         self._tiers = tiers
-        self._quiesce = quiesce  # updates that are under way come first
-        self._room = room  # host bytes that the budget leaves
+        self._updater = updater
+        self._residency = residency
+
+    @sheltered
+    def quiesce(self) -> None:
+        """Wait until every update is complete and nothing of the state is on its way."""
+        self._updater.wait()
+        self._updater.drop_ahead()
+        self._residency.resume_all()
 
     # -- wrap -------------------------------------------------------------------------------
 
@@ -102,9 +112,8 @@ class States:
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
         nbytes = sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None)
-        room = self._room()
-        if nbytes > room:
-            raise _no_room(nbytes, room)
+        if nbytes > self.room:
+            raise _no_room(nbytes, self.room)
 
     @sheltered
     def make_room(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
@@ -116,10 +125,10 @@ class States:
             BudgetError: that is not enough.
         """
         sizes = {s: s.spec.numel * s.spec.dtype.itemsize for s in params}
-        total, room = sum(sizes.values()), self._room()
+        total, room = sum(sizes.values()), self.room
         if total <= room:
             return {}
-        self._quiesce()
+        self.quiesce()
         lent = 0
         for wanted in (total - room + max(sizes.values()), total + self._tiers.pool.nbytes):
             runs, taken, rest = self._tiers.pool.borrow(wanted), {}, total
@@ -160,7 +169,7 @@ class States:
         Raises:
             StorageError: a transfer failed.
         """
-        self._quiesce()
+        self.quiesce()
         of: dict[int, set[int]] = {}
         for sharded in params:
             of.setdefault(sharded.unit, set()).add(sharded.index)

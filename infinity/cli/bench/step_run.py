@@ -151,7 +151,7 @@ def offloaded(build: Callable[[], nn.Module], **settings: Any) -> Stepper:
     engine = engine_of(model)
 
     def settle() -> None:
-        engine.quiesce()
+        engine.states.quiesce()
         engine.store.wait_written()
 
     def moved() -> tuple[int, int]:

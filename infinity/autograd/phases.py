@@ -1,0 +1,402 @@
+"""What a training loop is in the middle of, and the four places where something happens to all of it.
+
+[Note: the seams] They are `begin_forward`, when a forward begins from outside; `end_unit_backward`, when a
+unit's gradients of one backward are there; `end_backward`, when the outermost backward is over; `step`, when
+an optimizer's step begins. All are called in the order of the program, on whichever thread runs it, and
+nothing else tells one part of the engine that another one's phase has come. What concerns all units or all
+ranks (collectives, commits, traces) attaches to these four and to nothing else.
+
+torch tells nobody when a backward raises or Ctrl-C ends a forward. So whether a backward is under way is what
+torch answers now, forwards are objects that whoever comes next from outside clears away, and claims on units
+have owners ([Note: looks at the stack]).
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+import torch
+from torch.autograd.variable import Variable
+
+from infinity.core.errors import ClosedError
+from infinity.core.spans import Recorder, now
+from infinity.core.stack import calls_of
+from infinity.core.turn import is_inside
+from infinity.grads.gradients import Gradients
+from infinity.grads.sharded_grad import in_backward
+from infinity.hardware.shelter import sheltered
+from infinity.optim.edits import Edits
+from infinity.optim.update import Updater
+from infinity.params.discover import Scope
+from infinity.params.eager import eager
+from infinity.params.residency import Residency
+from infinity.params.unit import ParamUnit
+from infinity.params.updates import Updates
+from infinity.storage.store import Store
+
+from . import inputs, saved
+from .activations import Activations
+from .claims import Claims
+from .guests import Guests
+
+#: Why an engine is closed, and what to do then.
+CLOSED: Final = "close() was called"
+UNWRAPPED: Final = "unwrap() was called"
+_AFTER: Final = {
+    CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
+    "`infinity.unwrap(model)` in place of close()",
+    UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
+}
+
+
+class TrainingState(enum.Enum):
+    """What the thread that has the engine is in the middle of. RECOMPUTING: a forward inside of a
+    backward."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTING = "recomputing"
+
+
+class Forward:
+    """One forward of one scope: the owner of its claim, and of its backward's."""
+
+    __slots__ = ("frame", "guest", "newest", "recomputes", "scope", "start", "task", "thread")
+
+    def __init__(self, scope: Scope, newest: bool) -> None:
+        self.scope = scope
+        self.recomputes = in_backward()
+        self.frame: object = None  # of hooks on saved tensors
+        self.newest = newest  # the version that it used: [Note: two versions]
+        self.thread = threading.get_ident()
+        self.start = inputs.next_number()  # of all nodes that it makes, the first
+        self.task = -1  # the backward that has begun its own
+        self.guest: FrameType | None = None  # its frame, in a thread of a forward's own: [Note: turns]
+
+
+class Phases:
+    """The phases of one engine."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        gradients: Gradients,
+        updates: Updates,
+        updater: Updater,
+        edits: Edits,
+        store: Store,
+        recorder: Recorder,
+        activations: Activations | None = None,
+    ) -> None:
+        self.shelter = residency.shelter
+        self.claims = Claims(residency)
+        self.guests = Guests(residency)
+        self.token = object()  # whose hooks on saved tensors are ours
+        self.closed = ""  # why, when it is
+        self.times = {"step": 0.0, "update": 0.0}
+        self._last_step_end: float | None = None
+        self._residency = residency
+        self._gradients = gradients
+        self._updates = updates
+        self._updater = updater
+        self._edits = edits
+        self._store = store
+        self._recorder = recorder
+        self._activations = activations
+        self._roots: list[object] = []  # of the root's forwards under way, hooks on saved tensors
+        self._forwards: list[Forward] = []  # of scopes, innermost last
+        self._backwards: dict[Forward, None] = {}  # of scopes, that are under way
+        self._tasks: set[int] = set()  # backwards under way, inner ones included
+        self._left = 0  # when the last forward with a graph ended, for traces
+
+    @property
+    def state(self) -> TrainingState:
+        """What is under way."""
+        if in_backward():
+            recomputes = any(f.recomputes for f in self._forwards)
+            return TrainingState.RECOMPUTING if recomputes else TrainingState.BACKWARD
+        return TrainingState.FORWARD if self._roots or self._forwards else TrainingState.IDLE
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way, inside of which a backward may be."""
+        return bool(self._roots or self._forwards)
+
+    def is_forward_here(self) -> bool:
+        """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
+        return self.in_forward and is_inside()
+
+    @sheltered
+    def check(self) -> None:
+        """Raise what failed in the background, or that the engine is closed."""
+        if self.closed:
+            raise ClosedError(
+                "the engine of this model is closed",
+                expected="an open engine",
+                found=self.closed,
+                cure=_AFTER[self.closed],
+            )
+        self._updates.check()
+        self._store.check()
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def begin_forward(self, use: object, *, training: bool) -> None:
+        """A forward begins from outside of any other: have the turn for it, in the version that `training` or
+        evaluating uses."""
+        self.shelter.begin(use)
+        self._edits.given.check()
+        self._residency.show(not training)
+        self._residency.schedule.expect(torch.is_grad_enabled())
+
+    def enter_root(self, module: torch.nn.Module, use: object) -> bool:
+        """A forward of the root begins; return whether it begins from outside, and not in a forward or a
+        backward. What was left by others is gone then."""
+        if in_backward():
+            self.check()
+            return False
+        self.shelter.begin(use)
+        self.check()
+        if self._roots:
+            # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
+            del self._roots[max(0, calls_of(module) - 1) :]
+        if self._roots:
+            return False
+        self.reset()
+        self.shelter.begin(use)  # once more: that ended what was left of others
+        return True
+
+    def push_root(self, use: object, frame: object) -> None:
+        """The root's forward is under way, with `frame` of hooks on saved tensors."""
+        self._roots.append(frame)
+        if (log := self._recorder.log) is not None and len(self._roots) == 1:
+            log.enter(use, "recompute" if in_backward() else "forward", -1)
+
+    def leave_root(self, use: object) -> bool:
+        """A forward of the root is over, also when it raised; return whether it was the outermost."""
+        if self._roots:
+            saved.leave(self._roots.pop())
+        self.claims.release_wanted()
+        if self._roots:
+            return False
+        grad, backward = torch.is_grad_enabled(), in_backward()
+        if (log := self._recorder.log) is not None:
+            log.leave(use)
+            self._left = now() if grad and not backward else 0
+        if not grad and not backward:
+            self._residency.schedule.end_cycle()
+        return True
+
+    def end_forward(self, use: object) -> None:
+        """A forward that began from outside is over."""
+        self.guests.release()
+        self.shelter.turn.leave(use)
+
+    def enter(self, scope: Scope) -> Forward:
+        """A forward of a scope begins."""
+        forward = Forward(scope, self._residency.shows_newest)
+        if forward.recomputes:
+            self.end_passed()
+        elif self._roots:
+            forward.guest = self.guests.join()
+            forward.start = forward.start if forward.guest is None else -1  # another thread's numbers
+        else:  # not called through the root
+            self.begin_forward(forward, training=scope.module.training)
+            forward.newest = self._residency.shows_newest
+        self.claims.release_lazy(scope)
+        self.claims.release_wanted()
+        self._forwards.append(forward)
+        forward.frame = saved.enter(self.token)
+        self._residency.acquire(scope.units, scope)
+        if (log := self._recorder.log) is not None:
+            log.enter(forward, "recompute" if forward.recomputes else "forward", _first(scope))
+        return forward
+
+    def leave(self, scope: Scope) -> Forward | None:
+        """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
+        for another thread has the turn."""
+        me = threading.get_ident()
+        own = [f for f in self._forwards if f.scope is scope and f.thread == me]
+        if own:
+            self._forwards.remove(own[-1])
+            saved.leave(own[-1].frame)
+            return own[-1]
+        mine = in_backward() or self.shelter.turn.mine
+        return Forward(scope, self._residency.shows_newest) if mine else None
+
+    def release(self, forward: Forward) -> None:
+        """Let go of what a forward of a scope used, unless an outer one goes on."""
+        scope = forward.scope
+        self.claims.release_wanted()
+        if (log := self._recorder.log) is not None:
+            log.leave(forward)
+        if any(f.scope is scope for f in self._forwards):
+            return
+        if in_backward() and torch.is_grad_enabled():
+            self.claims.keep_lazy(
+                scope
+            )  # recomputation: its backward follows at once, or another scope comes
+        else:
+            self._residency.release(scope.units, scope)
+
+    def part(self, forward: Forward) -> None:
+        """The last of a scope's forward: others may come in."""
+        self.guests.part(forward.guest)
+        forward.guest = None
+        self.shelter.turn.leave(forward)
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward is under way: the first of it, or any later time."""
+        # A callback fires at the end of the backward that queues it, which may be the inner one
+        # of reentrant checkpointing: each queues one, and the last to end is the outermost.
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._residency.in_backward = True
+        if not self._tasks:
+            self.shelter.begin(self.token)
+            if (log := self._recorder.log) is not None:
+                log.backward(self, self._left)
+            self._prepare_backward()
+        self._tasks.add(task)
+        Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
+
+    @sheltered
+    def _prepare_backward(self) -> None:
+        """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
+        self.check()
+        self._gradients.begin_backward()
+        if not self._updates.busy():
+            units = self._residency.forward_order()
+            self._updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
+
+    def begin_scope_backward(self, forward: Forward) -> None:
+        """The gradient of an output of a scope is there."""
+        self.begin_backward()
+        self.end_passed()
+        forward.task = torch._C._current_graph_task_id()
+        self._backwards[forward] = None
+        self.claims.release_wanted()
+        self.claims.release_lazy(forward.scope)
+        self._residency.show(forward.newest)
+        self._residency.acquire(forward.scope.units, forward)
+        self.claims.release_lazy(None)
+        if (log := self._recorder.log) is not None:
+            log.enter(forward, "backward", _first(forward.scope))
+
+    @eager
+    def end_scope_backward(self, forward: Forward) -> None:
+        """The backward of a scope is over: [Note: the end of a scope's backward]."""
+        self._backwards.pop(forward, None)
+        for index in forward.scope.units:
+            self.end_unit_backward(self._residency.units[index])
+        self._residency.release(forward.scope.units, forward)
+        self.claims.release_wanted()
+        if (log := self._recorder.log) is not None:
+            log.leave(forward)
+
+    def end_unit_backward(self, unit: ParamUnit) -> None:
+        """The gradients that this backward makes for a unit are there, all or as far as anybody knows; what
+        comes later is added to them."""
+        self._gradients.send(unit)
+
+    def end_passed(self) -> None:
+        """End the backwards of scopes that the node that runs now was made before."""
+        number, task = inputs.number_now(), torch._C._current_graph_task_id()
+        self._end(lambda f: f.start > number and f.task == task)  # on whichever thread it runs
+
+    def _end(self, which: Callable[[Forward], bool]) -> None:
+        for forward in filter(which, tuple(self._backwards)):
+            self.end_scope_backward(forward)
+
+    @eager
+    def _backward_ends(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks:
+            self._end(lambda f: f.task == task)
+        else:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        """The outermost backward is over: all of its gradients are there."""
+        if self.in_forward:
+            self._reset_backward()  # it was called inside a forward, which goes on
+        else:
+            self.reset()
+            self._residency.schedule.end_cycle()
+
+    # -- step -------------------------------------------------------------------------------
+
+    @sheltered
+    def step(self) -> None:
+        """A step of the optimizer begins: wait for all that it waits for. Changes nothing that a user
+        sees."""
+        self.finish()
+        self._gradients.wait()
+
+    @sheltered
+    def finish(self) -> None:
+        """End what was left under way, and wait for every update."""
+        self.check()
+        self.reset()
+        self._updater.wait()
+        self._residency.resume_all()
+
+    def stepped(self, seconds: float) -> None:
+        """A step has returned to the user after `seconds`."""
+        if self._activations is not None:
+            self._activations.after_step()
+        end = time.perf_counter()
+        if self._last_step_end is not None:
+            self.times["step"] = end - self._last_step_end
+        self.times["update"] = seconds
+        self._last_step_end = end
+        stats = self._store.stats()
+        self._recorder.step(
+            round((end - seconds) * 1e9),
+            sum(s.bytes_read for s in stats),
+            sum(s.bytes_written for s in stats),
+            round(max((r.active_seconds for r in self._store.ring_stats()), default=0.0) * 1e9),
+        )
+
+    # -- what was left ----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Finish what a backward that raised, or a forward without one, has left."""
+        self._left = 0
+        if (log := self._recorder.log) is not None:
+            log.leave_all()
+        self.guests.release()
+        self._forwards.clear()
+        self._roots.clear()
+        saved.reset(self.token)
+        self._reset_backward()
+        self.shelter.turn.reset()
+
+    def reset_abandoned(self) -> None:
+        """`reset`, if something is left and no forward or backward is under way."""
+        if self.state is TrainingState.IDLE and any(u.users for u in self._residency.units):
+            self.reset()
+
+    def _reset_backward(self) -> None:
+        """Finish what a backward has left; forwards that it was a part of go on."""
+        self.claims.forget()
+        self._backwards.clear()
+        self._tasks.clear()
+        self.shelter.turn.leave(self.token)
+        self._residency.in_backward = False
+        self._gradients.send_all()
+        self._residency.forget_users({f.scope for f in self._forwards})
+
+
+def _first(scope: Scope) -> int:
+    """Return the unit that a scope's time is put down to."""
+    return scope.units[0] if scope.units else -1

@@ -1,0 +1,43 @@
+"""What a thread is inside of, by its Python frames.
+
+[Note: looks at the stack] torch calls no hook when a KeyboardInterrupt ends a forward, when an error ends a
+backward, or when a state dict's own hooks raise; it does not tell a saved-tensor hook who saves; and a thread
+that a forward starts has no link to it. What nobody tells is found where it must be true: on the stack. This
+is the one way to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+def frames(ident: int | None = None) -> Iterator[FrameType]:
+    """Return the Python frames of a thread (None: this one, from the caller's on), innermost first."""
+    return _from(sys._getframe(1) if ident in (None, threading.get_ident()) else _innermost(ident))
+
+
+def _from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calls_of(module: object) -> int:
+    """Return how many calls of a module this thread is inside of."""
+    return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames())
+
+
+def _innermost(ident: int | None) -> FrameType | None:
+    # CPython has a lock while it makes these, which whoever starts a thread waits for. A garbage collection
+    # within may wait for that thread (torch gives tensors back without the GIL): CPython's issue 106883.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident or 0)
+    finally:
+        if collects:
+            gc.enable()
