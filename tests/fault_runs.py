@@ -18,7 +18,7 @@ import infinity
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import Tier
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Part, Store
+from infinity.storage.store import Part, Store, Version
 
 from . import models
 
@@ -26,9 +26,9 @@ PAGE = 4096
 STEPS = 3
 CHUNKS = 3
 _CHUNK = {
-    "copy": Part((2 * PAGE,), Tier.NVME, True, "copy"),
-    "state": Part((PAGE, 2 * PAGE, PAGE), Tier.NVME, True, "state"),
-    "gradient": Part((3 * PAGE,), Tier.NVME, False, "gradient"),
+    "copy": Part((2 * PAGE,), (Tier.NVME,)),
+    "state": Part((PAGE, 2 * PAGE, PAGE), (Tier.NVME,)),
+    "gradient": Part((3 * PAGE,), (Tier.NVME,)),
 }
 #: Where each part of a chunk stands in a lease.
 _AT = {"state": 0, "copy": 4 * PAGE, "gradient": 6 * PAGE}
@@ -80,15 +80,16 @@ def store_run(
     delay_seed: int | None = None,
     report: dict[str, Any] | None = None,
 ) -> str:
-    """Read, change and write every part of every chunk, `STEPS` times, a chunk read ahead."""
+    """Read, change and write every part of every chunk, `STEPS` times, a chunk read ahead; with two `slots`
+    what is written is the back, which then comes to the front."""
     begun = time.monotonic()
+    chunk = {name: spec._replace(tiers=spec.tiers * slots) for name, spec in _CHUNK.items()}
     pool = PinnedPool({"update": (_ROOM, 3)})
     try:
         store = Store(
-            [_CHUNK] * CHUNKS,
+            [chunk] * CHUNKS,
             directories=directories,
             pool=pool,
-            slots=slots,
             backend=backend,
             block_bytes=2 * PAGE,
             queue_depth=4,
@@ -157,7 +158,11 @@ def _step(store: Store, pool: PinnedPool, model: dict[tuple[int, str], bytes], s
                 view += (step * 31 + chunk * 7 + number * 3 + 1) % 256
                 view[:: 97 + chunk] ^= 0x5A
                 model[chunk, name] = view.tobytes()
-                store.write(chunk, name, lease, _AT[name], generation=step)
+                if store.versions.has_two(name):
+                    store.write(chunk, name, lease, _AT[name], version=Version.BACK)
+                    store.versions.flip(chunk, name)
+                else:
+                    store.write(chunk, name, lease, _AT[name])
 
 
 def _compare(lease: Lease, model: dict[tuple[int, str], bytes], chunk: int, name: str) -> bytes:

@@ -23,9 +23,9 @@ NVME, HOST = Tier.NVME, Tier.HOST
 
 
 CHUNK = {
-    "copy": Part((2 * PAGE,), NVME, True, "copy"),
-    "state": Part((PAGE, PAGE, PAGE), NVME, True, "state"),
-    "gradient": Part((4 * PAGE,), NVME, False, "gradient"),
+    "copy": Part((2 * PAGE,), (NVME,)),
+    "state": Part((PAGE, PAGE, PAGE), (NVME,)),
+    "gradient": Part((4 * PAGE,), (NVME,)),
 }
 
 
@@ -66,11 +66,11 @@ def fill(lease: Lease, value: int) -> Lease:
     return lease
 
 
-def put(store: Store, lease: Lease, chunk: int, value: int, generation: int = 0) -> None:
-    """Write all versioned parts of a chunk."""
+def put(store: Store, lease: Lease, chunk: int, value: int) -> None:
+    """Write copy and state of a chunk."""
     fill(lease, value)
     for part in ("copy", "state"):
-        store.write(chunk, part, lease, generation=generation).wait()
+        store.write(chunk, part, lease).wait()
 
 
 def get(store: Store, lease: Lease, chunk: int, part: str) -> bytes:

@@ -393,29 +393,20 @@ def test_a_file_system_without_fallocate_works_with_a_warning(
 PAGE = 4096
 
 
-def part(sections: list[int], tier: Tier, versioned: bool, region: str) -> Part:
-    return Part(tuple(s * PAGE for s in sections), tier, versioned, region)
+def part(sections: list[int], *tiers: Tier) -> Part:
+    return Part(tuple(s * PAGE for s in sections), tiers)
 
 
-tiers = st.sampled_from([Tier.HOST, Tier.NVME, Tier.NVME])
+slots = st.lists(st.sampled_from([Tier.HOST, Tier.NVME, Tier.NVME, Tier.DEVICE]), min_size=1, max_size=2)
+
+
+def parts(least: int, most: int) -> st.SearchStrategy[Part]:
+    sections = st.lists(st.integers(1, 5), min_size=least, max_size=most)
+    return st.builds(lambda sizes, tiers: part(sizes, *tiers), sections, slots)
+
+
 chunk_specs = st.fixed_dictionaries(
-    {
-        "copy": st.builds(
-            part, st.lists(st.integers(1, 5), min_size=1, max_size=1), tiers, st.booleans(), st.just("copy")
-        )
-    },
-    optional={
-        "state": st.builds(
-            part, st.lists(st.integers(1, 5), min_size=2, max_size=3), tiers, st.just(True), st.just("state")
-        ),
-        "gradient": st.builds(
-            part,
-            st.lists(st.integers(1, 5), min_size=1, max_size=1),
-            tiers,
-            st.just(False),
-            st.just("gradient"),
-        ),
-    },
+    {"copy": parts(1, 1)}, optional={"state": parts(2, 3), "gradient": parts(1, 1)}
 )
 
 
@@ -423,22 +414,21 @@ chunk_specs = st.fixed_dictionaries(
 @given(
     chunks=st.lists(chunk_specs, max_size=30),
     weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
-    slots=st.sampled_from([1, 2]),
 )
 def test_extents_are_aligned_disjoint_complete_and_deterministic(
-    chunks: list[dict[str, Part]], weights: list[float], slots: int
+    chunks: list[dict[str, Part]], weights: list[float]
 ) -> None:
-    layout = Layout(chunks, len(weights), weights=weights, slots=slots)
-    again = Layout(chunks, len(weights), weights=weights, slots=slots)
+    layout = Layout(chunks, len(weights), weights=weights)
+    again = Layout(chunks, len(weights), weights=weights)
     taken: list[list[tuple[int, int]]] = [[] for _ in weights]
     host = 0
     for number, chunk in enumerate(chunks):
         places = set()
         for name, spec in chunk.items():
-            if spec.tier is Tier.HOST:
-                host += spec.nbytes
-                continue
-            for slot in range(slots if spec.versioned else 1):
+            for slot, tier in enumerate(spec.tiers):
+                host += spec.nbytes * (tier is Tier.HOST)
+                if tier is not Tier.NVME:
+                    continue
                 extent = layout.extent(number, name, slot)
                 assert extent == again.extent(number, name, slot)
                 assert extent.nbytes == spec.nbytes
@@ -463,12 +453,12 @@ def test_extents_are_aligned_disjoint_complete_and_deterministic(
 
 def test_neighbouring_copies_are_contiguous_and_regions_follow_each_other() -> None:
     chunk = {
-        "state": part([4, 4, 4], Tier.NVME, True, "state"),
-        "copy": part([2], Tier.NVME, True, "copy"),
-        "gradient": part([4], Tier.NVME, False, "gradient"),
+        "state": part([4, 4, 4], Tier.NVME, Tier.NVME),
+        "copy": part([2], Tier.NVME, Tier.NVME),
+        "gradient": part([4], Tier.NVME),
     }
-    frozen = {"copy": part([2], Tier.NVME, False, "copy")}
-    layout = Layout([chunk, frozen, chunk], 1, slots=2)
+    frozen = {"copy": part([2], Tier.NVME)}
+    layout = Layout([chunk, frozen, chunk], 1)
     copies = [layout.extent(c, "copy").offset // PAGE for c in range(3)]
     assert copies == [0, 2, 4]
     assert [layout.extent(c, "copy", 1).offset // PAGE for c in (0, 2)] == [6, 8]
@@ -479,7 +469,7 @@ def test_neighbouring_copies_are_contiguous_and_regions_follow_each_other() -> N
 
 
 def test_every_stretch_of_chunks_keeps_the_directories_busy_by_weight() -> None:
-    chunks = [{"state": part([3], Tier.NVME, True, "state")} for _ in range(120)]
+    chunks = [{"state": part([3], Tier.NVME)} for _ in range(120)]
     layout = Layout(chunks, 3, weights=[1, 2, 3])
     for begin in range(0, 120, 12):
         counts = [list(layout.directory[begin : begin + 12]).count(d) for d in range(3)]
@@ -489,10 +479,11 @@ def test_every_stretch_of_chunks_keeps_the_directories_busy_by_weight() -> None:
 @pytest.mark.parametrize(
     ("chunks", "directories", "weights"),
     [
-        ([{"copy": Part((4097,), Tier.NVME, True, "copy")}], 1, None),
-        ([{"copy": Part((), Tier.NVME, True, "copy")}], 1, None),
-        ([{"copy": Part((4096,), Tier.DEVICE, True, "copy")}], 1, None),
-        ([{"copy": Part((4096,), Tier.NVME, True, "copy")}], 0, None),
+        ([{"copy": Part((4097,), (Tier.NVME,))}], 1, None),
+        ([{"copy": Part((), (Tier.NVME,))}], 1, None),
+        ([{"copy": Part((4096,), ())}], 1, None),
+        ([{"copy": Part((4096,), (Tier.NVME,) * 3)}], 1, None),
+        ([{"copy": Part((4096,), (Tier.NVME,))}], 0, None),
         ([], 2, [1.0]),
         ([], 2, [1.0, 0.0]),
         ([], 1, [float("nan")]),

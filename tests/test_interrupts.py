@@ -181,7 +181,8 @@ def test_a_fetch_is_started_once(tmp_path: Path) -> None:
     engine = engine_of(model)
     layout = engine.units[1].layout
     target = torch.zeros(layout.copy_nbytes, dtype=torch.uint8)
-    fetch = Fetch(target, layout.chunks, {c.id: engine.copies.published(c.id) for c in layout.chunks}, None)
+    slots = {c.id: engine.store.versions.slot(c.id, "copy") for c in layout.chunks}
+    fetch = Fetch(target, layout.chunks, slots, None)
     assert not fetch.started
     assert not fetch.is_over()
     engine.fetcher.start(fetch)

@@ -211,7 +211,7 @@ def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], chang
     assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
     plans = plan_chunks(layouts, assignment, staged=True, delayed=config.update == "delayed")
     wanted = demand(layouts, plans, [(0,)], config, weights=weights)
-    store = Layout([plan.stored for plan in plans], len(weights), weights=weights)
+    store = Layout([plan.parts for plan in plans], len(weights), weights=weights)
     assert list(wanted.arenas) == store.arena_nbytes
 
 

@@ -14,7 +14,7 @@ from .small_store import CHUNK, PAGE, ROOM, arena_file, bytes_of, get, pool_of, 
 
 
 def _overwrite(store: Store, path: Path, chunk: int, part: str, at: int, content: bytes) -> None:
-    extent = store.layout.extent(chunk, part, store._order.newest_slot(chunk, part))
+    extent = store.layout.extent(chunk, part)
     with open(arena_file(path), "r+b") as file:
         file.seek(extent.offset + at)
         file.write(content)
@@ -23,21 +23,19 @@ def _overwrite(store: Store, path: Path, chunk: int, part: str, at: int, content
 
 
 @pytest.mark.parametrize("kind", ["flipped bit", "torn", "lost", "misdirected", "zeroed"])
-@pytest.mark.parametrize(("part", "slots"), [("state", 1), ("copy", 2), ("gradient", 1)])
-def test_a_write_that_went_wrong_is_found_at_the_next_read(
-    tmp_path: Path, kind: str, part: str, slots: int
-) -> None:
+@pytest.mark.parametrize("part", list(CHUNK))
+def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind: str, part: str) -> None:
     pool = pool_of()
-    with store_of(tmp_path, pool=pool, slots=slots) as store, pool.lease("a", ROOM) as lease:
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
         nbytes = CHUNK[part].nbytes
         for chunk in range(3):
             put(store, lease, chunk, chunk + 1)
             store.write(chunk, "gradient", lease).wait()
-        old = bytes_of(store, tmp_path, 1, part, store._order.newest_slot(1, part))
+        old = bytes_of(store, tmp_path, 1, part)
         put(store, lease, 1, 77)
         store.write(1, "gradient", lease).wait()
         assert get(store, lease, 1, part) == bytes([77]) * nbytes
-        other = bytes_of(store, tmp_path, 2, part, store._order.newest_slot(2, part))
+        other = bytes_of(store, tmp_path, 2, part)
         content = {
             "flipped bit": bytes([77]) * (nbytes - 1) + bytes([76]),
             "torn": bytes([77]) * (nbytes - 512) + old[-512:],
@@ -52,7 +50,7 @@ def test_a_write_that_went_wrong_is_found_at_the_next_read(
         sections = len(CHUNK[part].sections)
         section = sections - 1 if kind in ("flipped bit", "torn") else 0
         assert f"section {section} of" in str(error)
-        extent = store.layout.extent(1, part, store._order.newest_slot(1, part), range(section, section + 1))
+        extent = store.layout.extent(1, part, sections=range(section, section + 1))
         assert (error.path, error.offset, error.nbytes) == (str(arena_file(tmp_path)), *extent[1:])
         with pytest.raises(CorruptionError):  # and from then on
             store.read(2, part, lease)

@@ -131,7 +131,7 @@ from infinity.core.sizes import Tier
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 pool = PinnedPool({"a": (8192, 1)}, protect=True)
-store = Store([{"x": Part((4096,), Tier.NVME, False, "x")}], directories=[sys.argv[1]], pool=pool,
+store = Store([{"x": Part((4096,), (Tier.NVME,))}], directories=[sys.argv[1]], pool=pool,
               backend=sys.argv[3])
 lease = pool.lease("a", 8192)
 view = lease.tensor()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Transfer
@@ -24,16 +21,13 @@ class Machine(RuleBasedStateMachine):
     """Random calls, transfers left under way, against a dict of bytes."""
 
     @initialize(
-        slots=st.sampled_from([1, 2]),
         directories=st.integers(1, 3),
         tiers=st.lists(st.sampled_from([NVME, NVME, HOST]), min_size=6, max_size=6),
         protect=st.booleans(),
         backend=st.sampled_from(["threads", "auto"]),
         delay_seed=st.integers(0, 1 << 30),
     )
-    def open(
-        self, slots: int, directories: int, tiers: list[Tier], protect: bool, backend: str, delay_seed: int
-    ) -> None:
+    def open(self, directories: int, tiers: list[Tier], protect: bool, backend: str, delay_seed: int) -> None:
         self.temporary = tempfile.TemporaryDirectory()
         names = [os.path.join(self.temporary.name, str(d)) for d in range(directories)]
         for name in names:
@@ -41,19 +35,18 @@ class Machine(RuleBasedStateMachine):
         chunks: list[dict[str, Part]] = []
         for chunk in range(4):
             spec = {
-                "copy": Part((2 * PAGE,), tiers[chunk], True, "copy"),
-                "state": Part((PAGE, 2 * PAGE), tiers[(chunk + 2) % 6], True, "state"),
-                "gradient": Part((4 * PAGE,), tiers[(chunk + 4) % 6], False, "gradient"),
+                "copy": Part((2 * PAGE,), (tiers[chunk],)),
+                "state": Part((PAGE, 2 * PAGE), (tiers[(chunk + 2) % 6],)),
+                "gradient": Part((4 * PAGE,), (tiers[(chunk + 4) % 6],)),
             }
             if chunk == 3:  # a frozen one
-                spec = {"copy": Part((PAGE,), tiers[5], False, "copy")}
+                spec = {"copy": Part((PAGE,), (tiers[5],))}
             chunks.append(spec)
         self.pool = PinnedPool({"a": (ROOM, 3)}, protect=protect)
         self.store = Store(
             chunks,
             directories=names,
             pool=self.pool,
-            slots=slots,
             weights=[1.0 + d for d in range(directories)],
             backend=backend,
             block_bytes=PAGE,
@@ -61,12 +54,10 @@ class Machine(RuleBasedStateMachine):
             deadline=20.0,
             delay_seed=delay_seed,
         )
-        self.slots = slots
         self.chunks = chunks
-        self.model: dict[tuple[int, str], bytes | None] = {
+        self.model: dict[tuple[int, str], bytes] = {
             (c, p): bytes(s.nbytes) for c, spec in enumerate(chunks) for p, s in spec.items()
         }
-        self.generation = [-1] * 4
         self.under_way: list[tuple[Transfer, Lease, bytes | None]] = []
         self.turn = 0
 
@@ -86,43 +77,31 @@ class Machine(RuleBasedStateMachine):
         self.turn += 1
         return (torch.arange(nbytes, dtype=torch.int64) // 512 * 7 + self.turn * 31).to(torch.uint8)
 
-    def send(self, chunk: int, part: str, *, nbytes: int | None = None, **kwargs: Any) -> None:
+    def send(self, chunk: int, part: str, *, nbytes: int | None = None) -> None:
         size = self.chunks[chunk][part].nbytes if nbytes is None else nbytes
         lease = self.lease()
         data = self.content(size)
         lease.tensor()[:size].copy_(data)
-        transfer = self.store.write(chunk, part, lease, nbytes=nbytes, **kwargs)
+        transfer = self.store.write(chunk, part, lease, nbytes=nbytes)
         self.model[chunk, part] = bytes(data.numpy())
         if self.turn % 3 == 0:  # let go at once: the store holds it
             lease.release()
             lease = self.lease()
         self.under_way.append((transfer, lease, None))
 
-    @rule(chunk=st.integers(0, 2), again=st.booleans(), order=st.booleans())
-    def write_generation(self, chunk: int, again: bool, order: bool) -> None:
-        self.generation[chunk] += not (again and self.generation[chunk] >= 0)
+    @rule(chunk=st.integers(0, 2), order=st.booleans())
+    def write_chunk(self, chunk: int, order: bool) -> None:
         for part in ("copy", "state") if order else ("state", "copy"):
-            self.send(chunk, part, generation=self.generation[chunk])
+            self.send(chunk, part)
 
     @rule(chunk=st.integers(0, 2), section=st.integers(0, 1))
     def write_section(self, chunk: int, section: int) -> None:
-        if self.chunks[chunk]["state"].tier is NVME:
-            if self.slots == 2 and self.generation[chunk] < 0:
-                return  # would leave the copy without this generation
-            self.generation[chunk] = max(self.generation[chunk], 0)
         size = self.chunks[chunk]["state"].sections[section]
         lease = self.lease()
         data = self.content(size)
         lease.tensor()[:size].copy_(data)
-        transfer = self.store.write(
-            chunk,
-            "state",
-            lease,
-            sections=range(section, section + 1),
-            generation=max(self.generation[chunk], 0),
-        )
+        transfer = self.store.write(chunk, "state", lease, sections=range(section, section + 1))
         old = self.model[chunk, "state"]
-        assert old is not None
         piece = bytes(data.numpy())
         self.model[chunk, "state"] = piece + old[PAGE:] if section == 0 else old[:PAGE] + piece
         self.under_way.append((transfer, lease, None))
@@ -130,7 +109,6 @@ class Machine(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 2), nbytes=st.sampled_from([0, 1, PAGE - 1, PAGE, 3 * PAGE + 5, 4 * PAGE]))
     def write_gradient(self, chunk: int, nbytes: int) -> None:
         self.send(chunk, "gradient", nbytes=nbytes)
-        assert self.store.nbytes(chunk, "gradient") == nbytes
 
     @rule()
     def write_frozen(self) -> None:
@@ -140,11 +118,6 @@ class Machine(RuleBasedStateMachine):
     def read(self, key: tuple[int, str]) -> None:
         lease = self.lease()
         expected = self.model[key]
-        if expected is None:
-            with pytest.raises(StorageError, match="dropped"):
-                self.store.read(*key, lease)
-            lease.release()
-            return
         transfer = self.store.read(*key, lease)
         assert transfer.nbytes == len(expected)
         self.under_way.append((transfer, lease, expected))
@@ -154,13 +127,7 @@ class Machine(RuleBasedStateMachine):
         lease = self.lease()
         transfer = self.store.read(chunk, "state", lease, sections=range(section, section + 1))
         whole = self.model[chunk, "state"]
-        assert whole is not None
         self.under_way.append((transfer, lease, whole[PAGE:] if section else whole[:PAGE]))
-
-    @rule(chunk=st.integers(0, 2))
-    def drop(self, chunk: int) -> None:
-        self.store.drop(chunk, "gradient")
-        self.model[chunk, "gradient"] = None
 
     @rule(index=st.integers(0, 63))
     def wait(self, index: int) -> None:
@@ -170,9 +137,6 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.store.wait_written()
-        for chunk, generation in enumerate(self.generation[:3]):
-            if {self.chunks[chunk][p].tier for p in ("copy", "state")} != {HOST}:
-                assert self.store.table.generation[chunk] == generation
 
     @invariant()
     def no_lease_is_lost(self) -> None:

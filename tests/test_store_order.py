@@ -1,4 +1,4 @@
-"""The order of a store's transfers, and its versions."""
+"""The order of a store's transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from infinity.core.errors import DeadlineError, StorageError
 from infinity.hardware.aio import Ticket
 
-from .small_store import PAGE, ROOM, bytes_of, fill, get, pool_of, put, store_of
+from .small_store import PAGE, ROOM, fill, get, pool_of, store_of
 
 
 def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp_path: Path) -> None:
@@ -82,84 +82,20 @@ def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
         assert pool.stats()["a"].quarantined == ROOM
 
 
-def test_a_newer_generation_does_not_wait_for_a_read_of_the_older_slot(tmp_path: Path) -> None:
-    pool = pool_of(6)
-    with store_of(tmp_path, pool=pool, slots=2) as store:
-        a, b, c = (fill(pool.lease("a", ROOM), v) for v in (1, 2, 3))
-        put(store, a, 0, 1, generation=0)
-        assert (store.table.slot[0], store.table.generation[0]) == (1, 0)
-        store._rings[0].hold(True)
-        read = store.read(0, "copy", b)
-        fill(a, 7)
-        writes = [store.write(0, part, a, generation=1) for part in ("copy", "state")]
-        assert all(t.ticket is not None for t in (read, *writes))
-        # The one after that would overwrite what is in use, and what is being read.
-        later = [store.write(0, part, c, generation=2) for part in ("copy", "state")]
-        assert all(t.ticket is None for t in later)
-        assert set(later[0].waits_for) == {read, *writes}
-        assert set(later[1].waits_for) == set(writes)
-        store._rings[0].hold(False)
-        store.wait_written()
-        read.wait()
-        assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
-        assert get(store, b, 0, "copy") == b"\3" * 2 * PAGE
-        assert (store.table.slot[0], store.table.generation[0]) == (1, 2)
-
-
-def test_a_slot_flips_when_all_parts_are_complete(tmp_path: Path) -> None:
-    pool = pool_of(6)
-    with store_of(tmp_path, pool=pool, slots=2) as store, pool.lease("a", ROOM) as lease:
-        put(store, lease, 0, 1)
-        store.write(0, "copy", fill(lease, 2), generation=1).wait()
-        assert (store.table.slot[0], store.table.generation[0]) == (1, 0)
-        assert get(store, lease, 0, "copy") == b"\2" * 2 * PAGE  # what was written last
-        assert get(store, lease, 0, "state") == b"\1" * 3 * PAGE
-        with pytest.raises(StorageError, match="no write of state"):
-            store.write(0, "copy", lease, generation=2)
-        with pytest.raises(StorageError, match="generation 1 of chunk 0 is not whole"):
-            store.wait_written()
-        with pytest.raises(ValueError, match="older than 1"):
-            store.write(0, "state", lease, generation=0)
-        with pytest.raises(ValueError, match="lacks the others"):
-            store.write(0, "state", lease, sections=range(1), generation=1)
-        store.write(0, "copy", fill(lease, 3), generation=1).wait()  # again, before it flipped
-        store.write(0, "state", fill(lease, 4), generation=1).wait()
-        assert (store.table.slot[0], store.table.generation[0]) == (0, 1)
-        store.write(0, "state", fill(lease, 5), sections=range(2, 3), generation=1).wait()
-        store.wait_written()
-        assert get(store, lease, 0, "state") == b"\4" * 2 * PAGE + b"\5" * PAGE
-        assert get(store, lease, 0, "copy") == b"\3" * 2 * PAGE
-        assert [int(s) for s in store.table.slot] == [0, 0, 0]  # the others did not flip
-
-
-def test_the_slot_in_use_stays_whole_until_the_flip(tmp_path: Path) -> None:
-    pool = pool_of(6)
-    with store_of(tmp_path, pool=pool, slots=2) as store, pool.lease("a", ROOM) as lease:
-        for generation in range(5):
-            slot = int(store.table.slot[0])
-            before = {part: bytes_of(store, tmp_path, 0, part, slot) for part in ("copy", "state")}
-            store.write(0, "copy", fill(lease, generation + 1), generation=generation).wait()
-            transfer = store.write(0, "state", lease, generation=generation)
-            transfer.wait()
-            for part, content in before.items():
-                assert bytes_of(store, tmp_path, 0, part, slot) == content
-            assert int(store.table.slot[0]) == 1 - slot
-
-
 def test_many_threads(tmp_path: Path) -> None:
     pool = pool_of(5)
     failures: list[BaseException] = []
-    with store_of(tmp_path, chunks=8, pool=pool, slots=2, delay_seed=1) as store:
+    with store_of(tmp_path, chunks=8, pool=pool, delay_seed=1) as store:
 
         def work(number: int) -> None:
             try:
-                for generation in range(12):
+                for turn in range(12):
                     for chunk in (number, number + 4):
-                        value = (generation * 8 + chunk) % 251 + 1
+                        value = (turn * 8 + chunk) % 251 + 1
                         with pool.lease("a", ROOM, timeout=20) as lease:
                             fill(lease, value)
-                            store.write(chunk, "copy", lease, generation=generation)
-                            store.write(chunk, "state", lease, generation=generation)
+                            store.write(chunk, "copy", lease)
+                            store.write(chunk, "state", lease)
                         with pool.lease("a", ROOM, timeout=20) as lease:
                             assert set(get(store, lease, chunk, "state")) == {value}
             except BaseException as error:
@@ -173,7 +109,6 @@ def test_many_threads(tmp_path: Path) -> None:
             assert not thread.is_alive()
         assert failures == []
         store.wait_written()
-        assert store.table.generation.tolist() == [11] * 8
         assert pool.stats()["a"].in_use == 0
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.storage.leftovers import MARK_NBYTES
-from infinity.storage.store import Store
+from infinity.storage.store import Part, Store
 
-from .small_store import CHUNK, PAGE, ROOM, arena_file, get, pool_of, put, store_of
+from .small_store import CHUNK, NVME, PAGE, ROOM, arena_file, get, pool_of, put, store_of
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
@@ -36,8 +36,9 @@ def test_a_refused_store_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "infinity").iterdir()) == []
     with pytest.raises(ConfigError, match="no directory"):
         Store([CHUNK], directories=[], pool=pool)
+    three = {"copy": Part((PAGE,), (NVME,) * 3)}
     with pytest.raises(ConfigError, match="one slot or two"):
-        Store([CHUNK], directories=[str(tmp_path / "a")], pool=pool, slots=3)
+        Store([three], directories=[str(tmp_path / "a")], pool=pool)
     Store([CHUNK] * 4, directories=[str(tmp_path / "a")], pool=pool).close()
 
 
@@ -66,14 +67,14 @@ from infinity.core.sizes import Tier
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 pool = PinnedPool({"a": (1 << 20, 4)})
-spec = {"x": Part((1 << 20,), Tier.NVME, True, "x")}
+spec = {"x": Part((1 << 20,), (Tier.NVME,))}
 store = Store([spec] * 16, directories=[sys.argv[1]], pool=pool)
 step = 0
 while True:
     for chunk in range(16):
         with pool.lease("a", 1 << 20) as lease:
             lease.tensor().fill_(step % 256)
-            store.write(chunk, "x", lease, generation=step)
+            store.write(chunk, "x", lease)
     step += 1
     if step == 3:
         print("ready", flush=True)

@@ -248,7 +248,7 @@ def test_chunks_are_placed_by_measured_bandwidth(tmp_path: Path, monkeypatch: py
     settings = kept.TunedSettings(65536, 4, "threads", 2)
 
     def shares() -> list[int]:
-        chunks = [{"x": Part((4096,), Tier.NVME, False, "x")}] * 40
+        chunks = [{"x": Part((4096,), (Tier.NVME,))}] * 40
         store = Store(chunks, directories=folders, pool=PinnedPool({"a": (4096, 1)}))
         counts = [int((store.layout.directory == i).sum()) for i in range(2)]
         store.close()

@@ -31,10 +31,10 @@ from infinity.optim.loading import check_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state_io import States, bump
 from infinity.optim.update import Updater
-from infinity.params.copies import Copies
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
 from infinity.params.fetch import Fetcher
 from infinity.params.param import ShardedParam
+from infinity.params.publish import Publisher
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
@@ -100,7 +100,7 @@ class Engine:
             undo.callback(pool.close)
             make_store = functools.partial(
                 Store,
-                [plan.stored for plan in plans],
+                [plan.parts for plan in plans],
                 directories=config.directories,
                 pool=pool,
                 backend=config.aio_backend,
@@ -168,10 +168,10 @@ class Engine:
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
-        self.copies = Copies(plans, store, device)
+        publisher = Publisher(store, device)
         self.residency = Residency(
-            *(units, self.fetcher, capacity, device, self.updates, self.copies, self.recorder),
-            self.shelter,
+            *(units, self.fetcher, capacity, device, self.updates, store.versions, publisher),
+            *(self.recorder, self.shelter),
         )
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
@@ -185,7 +185,7 @@ class Engine:
             recorder=self.recorder,
             shelter=self.shelter,
         )
-        self.tiers = Tiers(units, plans, store, pool, device, self.gradients, self.copies)
+        self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.fetcher, self.recorder)
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
         self.states = States(self.tiers, self.updater, self.residency, room, self.shelter)
@@ -287,7 +287,9 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.copies.two and not self.updates.failed and not self.phases.closed:
+                elif (
+                    self.residency.has_two_versions and not self.updates.failed and not self.phases.closed
+                ):
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:

@@ -60,7 +60,7 @@ def gathered(
 
 def _check_one_version(engine: Engine) -> None:
     engine.updater.wait()
-    if engine.copies.any_newer():
+    if engine.store.versions.any_newer("copy"):
         raise ParameterError(
             "an edit inside a forward would be of a newer version than the forward uses",
             expected="`gathered(write=True)` outside of forwards, with delayed updates",
@@ -75,7 +75,8 @@ def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterat
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
-    if write and engine.copies.two:  # an edit is of the newest, and what comes after it sees it
+    if write and engine.residency.has_two_versions:
+        # An edit is of the newest, and what comes after it sees it.
         if engine.phases.is_forward_here():
             _check_one_version(engine)
         else:

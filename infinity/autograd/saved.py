@@ -52,7 +52,7 @@ class Packed(Protocol):
         """Return the tensor."""
 
 
-#: Makes a unit present, in the newest version or in the published one.
+#: Makes a unit present, in the newest version or in the one in front.
 Present = Callable[[ParamUnit, bool], None]
 
 #: By the address of its storage: a unit whose memory may go, what makes it present, and the version that

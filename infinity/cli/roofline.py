@@ -15,16 +15,11 @@ from typing import Any, Final, NamedTuple
 from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
-from infinity.planning.parts import COPY_PARTS, GRADIENT_PARTS
 
 Interval = tuple[int, int]  # ns since the trace began
 
 #: part of a chunk → the setting that places it
-SETTING: Final = {
-    "state": "optimizer_state",
-    **dict.fromkeys(COPY_PARTS, "parameters"),
-    **dict.fromkeys(GRADIENT_PARTS, "gradients"),
-}
+SETTING: Final = {"copy": "parameters", "state": "optimizer_state", "gradient": "gradients"}
 #: From this efficiency on a step is bound by its largest resource; below it, by waiting.
 _BOUND: Final = 0.75
 #: Below this part of the other's time, reads or writes matter little.

@@ -18,22 +18,21 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
+from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Store, Transfer
+from infinity.storage.store import Slot, Store, Transfer, Version
 
 
 class ChunkGradient:
-    """What is known of one chunk's gradient. `dtype` None: its bytes mean nothing, and whatever is
-    present is zero."""
+    """What is known of one chunk's gradient, which is in front. `dtype` None: its bytes mean nothing, and
+    whatever is present is zero."""
 
-    __slots__ = ("dtype", "present", "slot", "squares")
+    __slots__ = ("dtype", "present", "squares")
 
     def __init__(self, norm_blocks: int) -> None:
         self.dtype: torch.dtype | None = None
         self.present: set[int] = set()  # parameters (indices in the unit) that have arrived
         self.squares = np.zeros(norm_blocks)
-        self.slot = 0  # the part that it is in, an index into GRADIENT_PARTS
 
     def clear(self) -> None:
         """Forget everything."""
@@ -67,25 +66,24 @@ class ChunkGradients:
         self.recorder = recorder
         self.writes: deque[tuple[Transfer, Lease]] = deque()
         self._pool = pool
-        self._on_device: dict[int, torch.Tensor] = {}  # all slots, one after the other
+        self._on_device: dict[tuple[int, Slot], torch.Tensor] = {}  # by chunk
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
                 self.entries[chunk.id] = ChunkGradient(chunk.norm_blocks)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
-                    self._on_device[chunk.id] = torch.empty(
-                        sum(p.nbytes for n, p in plans[chunk.id].parts.items() if n in GRADIENT_PARTS),
-                        dtype=torch.uint8,
-                        device=device.torch_device,
-                    )
+                    nbytes = plans[chunk.id].parts["gradient"].nbytes
+                    slots = store.versions.slots(chunk.id, "gradient")
+                    flat = torch.empty(nbytes * len(slots), dtype=torch.uint8, device=device.torch_device)
+                    for slot, tensor in zip(slots, flat.split(nbytes), strict=True):
+                        self._on_device[chunk.id, slot] = tensor
 
     def open(self, chunk: Chunk, after: Event | None = None) -> GradientIO:
         """Return the I/O of a chunk's gradient; see there."""
         return GradientIO(self, chunk, after)
 
-    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
+    def on_device(self, chunk: Chunk, version: Version | Slot = Version.FRONT) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
-        nbytes = self.plans[chunk.id].parts[GRADIENT_PARTS[slot]].nbytes
-        return self._on_device[chunk.id][slot * nbytes : (slot + 1) * nbytes]
+        return self._on_device[chunk.id, self.store.versions.slot(chunk.id, "gradient", version)]
 
     def lease(self, nbytes: int) -> Lease:
         """Return a lease of the gradient quota; finishes writes until one is free."""
@@ -121,7 +119,6 @@ class GradientIO:
         self._chunk = chunk
         self._entry = owner.entries[chunk.id]
         self._plan = owner.plans[chunk.id]
-        self._part = GRADIENT_PARTS[self._entry.slot]
         self._lease: Lease | None = None
 
     def __enter__(self) -> GradientIO:
@@ -132,13 +129,13 @@ class GradientIO:
                 owner.finish_write()
             self._lease = owner.lease(plan.gradient_lease)
             if self._entry.dtype is not None:
-                owner.store.read(chunk.id, self._part, self._lease).wait()
+                owner.store.read(chunk.id, "gradient", self._lease).wait()
             self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_lease)
         elif plan.gradient_tier is Tier.HOST:
-            self._bytes = owner.store.view(chunk.id, self._part)
+            self._bytes = owner.store.view(chunk.id, "gradient")
         else:
             owner.device.wait_on_device(self._after)
-            self._bytes = owner.on_device(chunk, self._entry.slot)
+            self._bytes = owner.on_device(chunk)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,6 +198,6 @@ class GradientIO:
             entry.squares[:] = adam_reference.sum_of_squares_reference(target)
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
-            transfer = owner.store.write(self._chunk.id, self._part, self._lease, nbytes=nbytes)
+            transfer = owner.store.write(self._chunk.id, "gradient", self._lease, nbytes=nbytes)
             owner.writes.append((transfer, self._lease))
             self._lease = None

@@ -26,9 +26,9 @@ from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk, Segment
-from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
+from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
-from infinity.storage.store import Store
+from infinity.storage.store import Slot, Store
 
 from .gradient_chunks import ChunkGradients
 from .sharded_grad import ShardedGrad
@@ -65,13 +65,13 @@ class Gradients:
         self.backwards = 0  # that have begun
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
-        self._plans = plans
+        self._versions = store.versions
         self._device = device
         self._stream = HostStream("gradients")
         self._waiting: dict[int, dict[int, list[_Arrival]]] = {}  # unit → parameter → arrivals
         self._tasks: deque[Task] = deque()
         self._updates = updates
-        self._reserved: dict[int, int] = {}  # chunk → the slot that its update reads
+        self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 
     # -- the user's thread ------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Gradients:
 
     def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Sequence[_Arrival]]) -> None:
         """Forget the values of chunks that nobody will see again: another gradient replaces them, or
-        `p.grad` is gone. Then nothing is read, and the next ones may be in another slot."""
+        `p.grad` is gone. Then nothing is read, and the slots may flip."""
         if not any(self.entries[c.id].present for c in unit.layout.trainable_chunks):
             return
         gone = {p.index for p in unit.params if p.index not in arrivals and not self._is_ours(p)}
@@ -192,18 +192,18 @@ class Gradients:
         return isinstance(grad, ShardedGrad) and grad.sharded is sharded and self.holds(grad)
 
     def _keep_clear(self, unit: ParamUnit, chunks: Iterable[Chunk]) -> None:
-        """Keep clear of what an update still reads: take the other slot, or wait for it."""
+        """Keep clear of what an update still reads: put it into the back, or wait for it."""
         for chunk in chunks:
-            entry = self.entries[chunk.id]
-            if self._reserved.get(chunk.id) != entry.slot or not self._updates.has_chunk(chunk.id):
+            front = self._versions.slot(chunk.id, "gradient")
+            if self._reserved.get(chunk.id) != front or not self._updates.has_chunk(chunk.id):
                 continue
-            if entry.dtype is None and GRADIENT_PARTS[1] in self._plans[chunk.id].parts:
-                entry.slot ^= 1
+            if self.entries[chunk.id].dtype is None and self._versions.has_two("gradient"):
+                self._versions.flip(chunk.id, "gradient")
             else:
                 self._updates.wait_unit(unit.index)
 
-    def reserve(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Note which slot of which chunk the update that was posted reads."""
+    def reserve(self, slots: Iterable[tuple[int, Slot]]) -> None:
+        """Note which version of which chunk the update that was posted reads."""
         self._reserved = dict(slots)
 
     @sheltered

@@ -15,12 +15,12 @@ from infinity.grads.gradients import Gradients
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
-from infinity.params.copies import Copies
+from infinity.params.publish import Publisher
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import GRADIENT_PARTS, ChunkParts
+from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Store, Transfer
+from infinity.storage.store import Slot, Store, Transfer, Version
 
 
 class Tiers:
@@ -34,9 +34,9 @@ class Tiers:
         pool: PinnedPool,
         device: Device,
         gradients: Gradients,
-        copies: Copies,
+        publisher: Publisher,
     ) -> None:
-        self.copies = copies
+        self.publisher = publisher
         self.units = units
         self.plans = plans
         self.store = store
@@ -73,8 +73,7 @@ class ChunkIO:
         self._begun = False
         self._delayed = False
         self._priority = Priority.NORMAL
-        self._copy_part = tiers.copies.newest(chunk.id)  # that is read; and written, unless delayed
-        self._gradient_slot = 0
+        self._gradient: Slot | Version = Version.FRONT
 
     def read_state(self, *, early: bool = False, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
@@ -86,35 +85,41 @@ class ChunkIO:
         self._begun = True
         names = ["state"] if plan.state_tier is Tier.NVME else []
         if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
-            names.append(self._copy_part)
+            names.append("copy")
         for name in names:
+            offset = self._offset(name)
             self._transfers.append(
-                store.read(self.chunk.id, name, lease, self._offset(name), priority=priority)
+                store.read(self.chunk.id, name, lease, offset, version=Version.NEWEST, priority=priority)
             )
 
     def delay(self) -> None:
-        """Have `copy` and `write` mean the spare, which nobody uses: [Note: two versions]. The newest
-        version must be the published one."""
+        """Have `copy` and `write` mean the back, which nobody uses: [Note: two versions]. It must not be
+        newer than the front."""
         self._delayed = True
         self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
 
-    def read(self, *, gradient: torch.dtype | None = None, slot: int = 0, copy: bool = False) -> None:
-        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `slot`
-        is where it is."""
+    def read(
+        self,
+        *,
+        gradient: torch.dtype | None = None,
+        version: Slot | Version = Version.FRONT,
+        copy: bool = False,
+    ) -> None:
+        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
+        says which."""
         self.read_state(copy=copy)
-        self._gradient_slot = slot
+        self._gradient = version
         lease = self._lease
         if gradient is None or lease is None or self._plan.parts["gradient"].lease_offset is None:
             return
         if self._plan.gradient_tier is Tier.NVME:
-            store = self._tiers.store
-            part = GRADIENT_PARTS[self._gradient_slot]
+            store, offset = self._tiers.store, self._offset("gradient")
             self._transfers.append(
-                store.read(self.chunk.id, part, lease, self._offset(part), priority=self._priority)
+                store.read(self.chunk.id, "gradient", lease, offset, version=version, priority=self._priority)
             )
         else:
             device, nbytes = self._tiers.device, self.chunk.numel * gradient.itemsize
-            source = self._tiers.gradients.chunks.on_device(self.chunk, slot)[:nbytes]
+            source = self._tiers.gradients.chunks.on_device(self.chunk, version)[:nbytes]
             target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
@@ -129,10 +134,10 @@ class ChunkIO:
             transfer.wait()
 
     def copy_master(self) -> None:
-        """Give a spare in host memory the values that its update begins with, where it is the master."""
+        """Give a back in host memory the values that its update begins with, where it is the master."""
         plan, chunk, store = self._plan, self.chunk, self._tiers.store
         if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
-            here, there = self.copy, store.view(chunk.id, self._copy_part)
+            here, there = self.copy, store.view(chunk.id, "copy")
             cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), here.nbytes)
 
     def _offset(self, part: str) -> int:
@@ -147,15 +152,17 @@ class ChunkIO:
             return None
         return self._lease.tensor(dtype, self._offset(part), numel)
 
-    def _written_part(self) -> str:
-        return self._tiers.copies.spare(self.chunk.id) if self._delayed else self._copy_part
+    @property
+    def copy_version(self) -> Version:
+        """The version that `copy` and `write` mean."""
+        return Version.BACK if self._delayed else Version.NEWEST
 
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype."""
-        plan, chunk = self._plan, self.chunk
-        if plan.copy_tier is Tier.HOST or (self._delayed and plan.copy_tier is Tier.DEVICE):
-            return self._tiers.store.view(chunk.id, self._written_part(), chunk.dtype)
+        chunk, store = self.chunk, self._tiers.store
+        if store.tier(chunk.id, "copy", self.copy_version) is Tier.HOST:
+            return store.view(chunk.id, "copy", chunk.dtype, version=self.copy_version)
         leased = self._leased("copy", chunk.dtype, chunk.numel)
         return self.device_copy if leased is None else leased
 
@@ -208,9 +215,9 @@ class ChunkIO:
         grad = self._leased("gradient", kind, chunk.numel)
         if grad is None:
             flat = (
-                self._tiers.store.view(chunk.id, GRADIENT_PARTS[self._gradient_slot])
+                self._tiers.store.view(chunk.id, "gradient", version=self._gradient)
                 if plan.gradient_tier is Tier.HOST
-                else gradients.chunks.on_device(chunk, self._gradient_slot)
+                else gradients.chunks.on_device(chunk, self._gradient)
             )
             grad = flat[: chunk.numel * kind.itemsize].view(kind)
         return grad if dtype is not None else grad.zero_()
@@ -219,12 +226,13 @@ class ChunkIO:
         """Start sending back what changed; `close` waits for it."""
         plan, store, lease = self._plan, self._tiers.store, self._lease
         if lease is not None:
-            names = ["state"] if state and plan.state_tier is Tier.NVME else []
+            parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
             if copy and plan.copy_tier is Tier.NVME:
-                names.append(self._written_part())
-            for name in names:
+                parts["copy"] = self.copy_version
+            for name, version in parts.items():
+                offset = self._offset(name)
                 self._transfers.append(
-                    store.write(self.chunk.id, name, lease, self._offset(name), priority=self._priority)
+                    store.write(self.chunk.id, name, lease, offset, version=version, priority=self._priority)
                 )
             source = self._leased("copy", self.chunk.dtype, self.chunk.numel)
             if copy and plan.copy_tier is Tier.DEVICE and source is not None and not self._delayed:

@@ -32,10 +32,10 @@ class Edits:
         self.given = Given(staged=tiers.device.staged)
 
     def check_delayed(self) -> None:
-        """Raise if a resident parameter was edited in place while a newer version of it waits to be
-        published: the edit was made to values that are about to go."""
+        """Raise if a resident parameter was edited in place while a newer version of it waits to come to the
+        front: the edit was made to values that are about to go."""
         for unit in self._tiers.units:
-            if not unit.resident or not self._has_newer(unit):
+            if not unit.resident or not self._tiers.publisher.is_newer(unit):
                 continue
             unit.check_edited(newer=True)
             if edited := [p for p in unit.params if p.param._version != p.version]:
@@ -53,11 +53,7 @@ class Edits:
         that a state dict gave out."""
         self.given.check()
         for unit in self._tiers.units:
-            unit.check_edited(newer=self._has_newer(unit))
-
-    def _has_newer(self, unit: ParamUnit) -> bool:
-        copies = self._tiers.copies
-        return copies.any_newer() and any(copies.is_newer(c.id) for c in unit.layout.chunks)
+            unit.check_edited(newer=self._tiers.publisher.is_newer(unit))
 
     @sheltered
     def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:

@@ -365,8 +365,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     if (unit.index, s.param) in updates
                 }
                 if params:
-                    entry = self._gradients.entries[chunk.id]
-                    work.append(ChunkUpdate(chunk, params, entry.dtype, entry.slot))
+                    gradient = self._tiers.store.versions.slot(chunk.id, "gradient")
+                    work.append(ChunkUpdate(chunk, params, self._gradients.entries[chunk.id].dtype, gradient))
         return work
 
     # -- state dicts ------------------------------------------------------------------------

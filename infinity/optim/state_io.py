@@ -20,6 +20,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
+from infinity.storage.store import Version
 
 from .chunk_io import ChunkIO, Tiers, open_chunk
 from .update import Updater
@@ -220,15 +221,16 @@ class States:
     @contextmanager
     def _copy(self, unit: ParamUnit, chunk: Chunk) -> Iterator[torch.Tensor]:
         """The newest copy of a chunk, to be read: without its state, which costs a read of its own."""
-        copies, store = self._tiers.copies, self._tiers.store
-        if unit.resident and (unit.newest or not copies.is_newer(chunk.id)):
+        store = self._tiers.store
+        tier = store.tier(chunk.id, "copy", Version.NEWEST)
+        if tier is Tier.DEVICE:
             yield unit.chunk_view(chunk)
-        elif unit.resident or self._tiers.plans[chunk.id].copy_tier is Tier.HOST:
-            yield store.view(chunk.id, copies.newest(chunk.id), chunk.dtype)
+        elif tier is Tier.HOST:
+            yield store.view(chunk.id, "copy", chunk.dtype, version=Version.NEWEST)
         else:
             lease = self._tiers.pool.lease("fetch", chunk.copy_nbytes)
             try:
-                store.read(chunk.id, copies.newest(chunk.id), lease).wait()
+                store.read(chunk.id, "copy", lease, version=Version.NEWEST).wait()
                 yield lease.tensor(chunk.dtype, 0, chunk.numel)
             finally:
                 lease.release()

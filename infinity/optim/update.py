@@ -21,6 +21,7 @@ from infinity.hardware.device import Event, HostStream, Task
 from infinity.params.fetch import Fetcher
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
+from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, open_chunk
 
@@ -43,13 +44,13 @@ class ChunkUpdate(NamedTuple):
     """A chunk and what is to be done to its segments, by parameter index; others stay.
 
     `grad_dtype` is that of the chunk's gradient when `step()` was called, None: it is zero; and
-    `grad_slot` is where it is. What happens to `p.grad` afterwards is the next step's.
+    `gradient` is which version. What happens to `p.grad` afterwards is the next step's.
     """
 
     chunk: Chunk
     params: dict[int, ParamUpdate]
     grad_dtype: torch.dtype | None
-    grad_slot: int = 0
+    gradient: Slot
 
 
 class Updater:
@@ -64,18 +65,20 @@ class Updater:
         self._ahead: deque[ChunkIO] = deque()
         self._task: Task | None = None
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
+        self._posted = 0  # updates so far: the generation of what is made
         self.drift = Drift()
 
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
         """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
-        copies that are made are for the forward after the next; all that are newer are published."""
+        copies that are made are for the forward after the next; no back is newer than its front."""
         if self._stream is None:
             self._stream = HostStream("update")
         ahead = self._take_ahead()
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
         self._updates.post((u.chunk for u in work), blocks_fetches=not delayed)
         self._unwritten = {u.chunk.id for u in work}
-        self._tiers.gradients.reserve((u.chunk.id, u.grad_slot) for u in work)
+        self._tiers.gradients.reserve((u.chunk.id, u.gradient) for u in work)
+        self._posted += 1
         self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 
     def wait(self) -> None:
@@ -138,24 +141,18 @@ class Updater:
         drift = Drift() if delayed else None
         try:
             self._tiers.device.wait_on_device(after)
-            finish = self._finish_delayed if delayed else self._finish
-            _run(self._tiers, work, ahead, finish, self._unwritten, drift, self._recorder)
+            _run(self._tiers, work, ahead, self._finish, self._unwritten, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
             self._updates.fail(error)
             raise
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
-        fetch = self._tiers.units[chunk.unit].fetch
-        lease = io.copy_lease
-        if fetch is not None and lease is not None:
+        fetch, lease = self._tiers.units[chunk.unit].fetch, io.copy_lease
+        if io.copy_version is not Version.BACK and fetch is not None and lease is not None:
             self._fetcher.supply(fetch, chunk, *lease)
         io.wait_copied()
-        self._updates.finish(chunk)
-
-    def _finish_delayed(self, chunk: Chunk, io: ChunkIO) -> None:
-        io.wait_copied()
-        self._tiers.copies.updated(chunk.id)
+        self._tiers.store.versions.made(chunk.id, "copy", io.copy_version, self._posted)
         self._updates.finish(chunk)
 
 
@@ -219,14 +216,14 @@ def _run(
                 reading.append((update, io))
                 if drift is not None:
                     io.delay()
-                io.read(gradient=update.grad_dtype, slot=update.grad_slot)
+                io.read(gradient=update.grad_dtype, version=update.gradient)
                 if len(reading) > 2 and not tiers.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
             update, io = reading.popleft()
             writing.append(io)
             io.wait()
             if drift is not None:
-                tiers.copies.wait_published(update.chunk.id)
+                tiers.publisher.wait_published(update.chunk.id)
             begin = now()
             if drift is not None:
                 io.copy_master()

@@ -25,25 +25,25 @@ from infinity.planning.pace import Pace
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Store, Transfer
+from infinity.storage.store import Slot, Store, Transfer
 
 from .updates import Updates
 
 
 class Fetch:
     """One unit on its way: the copies of `chunks` into `target` (uint8, as long as the unit's copy), after
-    `after`, from the part that `parts` names for each chunk's id. Nothing happens before `Fetcher.start`.
+    `after`, of the version that `slots` names for each chunk's id. Nothing happens before `Fetcher.start`.
 
     `issued` opens when all its copies are on the copy stream (then `event` tells when they are done) or
     when it failed.
     """
 
     def __init__(
-        self, target: torch.Tensor, chunks: Sequence[Chunk], parts: Mapping[int, str], after: Event | None
+        self, target: torch.Tensor, chunks: Sequence[Chunk], slots: Mapping[int, Slot], after: Event | None
     ) -> None:
         self.target = target  # uint8, the unit's storage
         self.chunks = deque(chunks)
-        self.parts = parts  # by chunk id: the part that holds the version that is wanted
+        self.slots = slots  # by chunk id; that they flip before it is read changes nothing
         self.after = after
         self.started = False
         self.issued = Latch()
@@ -240,7 +240,7 @@ class _Worker:
                         continue
                     fetch.chunks.remove(chunk)
                 if lease is not None:
-                    transfer = self._store.read(chunk.id, fetch.parts[chunk.id], lease)
+                    transfer = self._store.read(chunk.id, "copy", lease, version=fetch.slots[chunk.id])
             except BaseException as error:
                 if lease is not None:
                     lease.release()
@@ -299,7 +299,7 @@ class _Worker:
         source = (
             lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
             if lease is not None
-            else self._store.view(chunk.id, fetch.parts[chunk.id])
+            else self._store.view(chunk.id, "copy", version=fetch.slots[chunk.id])
         )
         target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
         return self._device.h2d(target, source, fetch.after, chunk=chunk.id)

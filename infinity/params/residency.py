@@ -16,9 +16,9 @@ from infinity.hardware.device import Device, Event
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.planning.schedule import Schedule
 
-from .copies import Copies
 from .fetch import Fetcher
 from .param import ShardedParam
+from .publish import Publisher
 from .unit import ParamState, ParamUnit
 from .updates import Updates
 
@@ -40,7 +40,7 @@ class Residency:
         capacity: int,
         device: Device,
         updates: Updates,
-        copies: Copies,
+        publisher: Publisher,
         recorder: Recorder,
         shelter: Shelter,
     ) -> None:
@@ -56,7 +56,7 @@ class Residency:
         self._fetcher = fetcher
         self._device = device
         self._updates = updates
-        self._copies = copies
+        self._publisher = publisher
         # Resident units whose values are on their way, and how to wait for them.
         self._suspended: dict[int, Callable[[], None]] = {}
         self._suspending = lock("residency")
@@ -65,8 +65,8 @@ class Residency:
         self._last: tuple[int, float] | None = None  # the unit that is in use, and since when
 
     def show(self, newest: bool) -> None:
-        """Have `acquire` and `prefetch` bring the newest version, or the published one."""
-        self._newest = newest and self._copies.two
+        """Have `acquire` and `prefetch` bring the newest version, or the one in front."""
+        self._newest = newest and self.has_two_versions
 
     @property
     def shows_newest(self) -> bool:
@@ -76,7 +76,7 @@ class Residency:
     @property
     def has_two_versions(self) -> bool:
         """Whether there ever are two: [Note: two versions]."""
-        return self._copies.two
+        return self._publisher.has_two_versions
 
     @property
     def allocated(self) -> int:
@@ -111,7 +111,7 @@ class Residency:
             before, since = self._last
             self._fetcher.pace.used(before, time.monotonic() - since)
         for unit in wanted:
-            self._show(unit, user, self._newest if newest is None else newest and self._copies.two)
+            self._show(unit, user, self._newest if newest is None else newest and self.has_two_versions)
         for unit in wanted:
             (unit.keepers if keep else unit.users).add(user)
             if note:
@@ -175,14 +175,13 @@ class Residency:
     def publish(self) -> list[ShardedParam]:
         """Have forward and backward use the newest copies from now on, with no update under way; return
         the parameters that changed. See [Note: two versions]."""
-        if not self._copies.any_newer():
+        changed = [u for u in self.forward_order() if self._publisher.is_newer(u)]
+        if not changed:
             return []
-        changed = [u for u in self.forward_order() if self._has_newer(u)]
         self.reshard_all({u.index for u in changed if not u.newest})  # the others have it already
         for unit in changed:
             self.resume(unit)
-            events = self._copies.publish(unit.layout.trainable_chunks, unit.chunk_view, swapped=unit.newest)
-            if events:
+            if events := self._publisher.publish(unit):
                 self._suspend(unit, functools.partial(self._wait_on_device, events))
         for unit in self.units:
             unit.newest = False
@@ -191,13 +190,10 @@ class Residency:
     @sheltered
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
-        if not self._copies.two:
+        if not self.has_two_versions:
             return False
         self._updates.wait_unit(unit.index)
-        return self._has_newer(unit)
-
-    def _has_newer(self, unit: ParamUnit) -> bool:
-        return any(self._copies.is_newer(c.id) for c in unit.layout.chunks)
+        return self._publisher.is_newer(unit)
 
     @sheltered
     def ask(self, unit: ParamUnit) -> None:
@@ -225,7 +221,7 @@ class Residency:
             return
         if newest:
             self._updates.wait_unit(unit.index)
-        if not self._has_newer(unit):
+        if not self._publisher.is_newer(unit):
             return  # there is but one
         if (unit.users | unit.keepers) - {user}:
             raise ParameterError(
@@ -238,7 +234,7 @@ class Residency:
         if unit.resident:
             self.resume(unit)
             unit.check_edited(newer=True)
-            self._copies.swap(unit.layout.trainable_chunks, unit.chunk_view)
+            self._publisher.swap(unit)
             unit.looked()
         else:
             self._idle([unit])
@@ -302,7 +298,7 @@ class Residency:
         `gathered` block."""
         for unit in (self.units[i] for i in indices):
             # A resident unit in a block has its update in it, unless that is delayed.
-            if unit.keepers and (self._copies.two or not unit.resident):
+            if unit.keepers and (self.has_two_versions or not unit.resident):
                 raise ParameterError(
                     f"the parameters of unit {unit.layout.name!r} are about to change inside a "
                     "`gathered` block",
@@ -330,8 +326,7 @@ class Residency:
 
     def _start(self, unit: ParamUnit, *, urgent: bool = False) -> None:
         self._device.trim()
-        part = self._copies.newest if unit.newest else self._copies.published
-        unit.prefetch(self._fetcher, {c.id: part(c.id) for c in unit.layout.chunks}, urgent=urgent)
+        unit.prefetch(self._fetcher, self._publisher.slots(unit), urgent=urgent)
         self.fetches += 1
         self.peak = max(self.peak, self.allocated)
 
@@ -443,7 +438,7 @@ class Residency:
                             break
                 if allocated + need > self._capacity:
                     return
-            unit.newest = self._newest and self._has_newer(unit)
+            unit.newest = self._newest and self._publisher.is_newer(unit)
             try:
                 self._start(unit)
             except torch.OutOfMemoryError:

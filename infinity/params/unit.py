@@ -28,6 +28,7 @@ from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import format_size
 from infinity.hardware.device import Device
 from infinity.planning.partition import Chunk, UnitLayout
+from infinity.storage.versions import Slot
 
 from .fetch import Fetch, Fetcher
 from .param import ShardedParam
@@ -67,7 +68,7 @@ class ParamUnit:
         self.users: set[object] = set()
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.writers: set[object] = set()  # those of them whose end takes over every edit
-        self.newest = False  # shows the newest version instead of the published: [Note: two versions]
+        self.newest = False  # shows the newest version instead of the front: [Note: two versions]
         self._memory = device.memory(layout.copy_nbytes)
         self.storage = self._memory.storage
         self._device = device
@@ -194,8 +195,8 @@ class ParamUnit:
         self.filled = True
         self.state = ParamState.UNSHARDED
 
-    def prefetch(self, fetcher: Fetcher, parts: Mapping[int, str], *, urgent: bool = False) -> None:
-        """SHARDED → FETCHING. Does not wait. `parts`: where each chunk's copy is, by its id.
+    def prefetch(self, fetcher: Fetcher, slots: Mapping[int, Slot], *, urgent: bool = False) -> None:
+        """SHARDED → FETCHING. Does not wait. `slots`: the version of each chunk's copy, by its id.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
@@ -209,7 +210,7 @@ class ParamUnit:
             self.filled = False
             raise
         self._sums = None
-        fetch = Fetch(self.view(0, self.layout.copy_nbytes), self.layout.chunks, parts, after)
+        fetch = Fetch(self.view(0, self.layout.copy_nbytes), self.layout.chunks, slots, after)
         self._fetcher, self._fetch = fetcher, fetch
         fetcher.start(fetch, urgent=urgent)
         self.stale = False

@@ -29,7 +29,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
 
 from .partition import UnitLayout
-from .parts import PURPOSES, ChunkParts, Moved
+from .parts import DURABLE, PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
 
 #: What the fetch quota aims at; more hides no more of a drive's latency.
@@ -206,11 +206,12 @@ def demand(
     for (kind, numel, trainable), count in kinds.items():
         plan = by_id[kind]
         for name, part in plan.parts.items():
-            placed = by_tier[part.tier]
-            placed[PURPOSES[name]] = placed.get(PURPOSES[name], 0) + part.nbytes * count
-            if part.tier is Tier.NVME:
-                versions = 2 if part.versioned else 1
-                durable[PURPOSES[name]] = durable.get(PURPOSES[name], 0) + part.nbytes * versions * count
+            for slot, (tier, purpose) in enumerate(zip(part.tiers, PURPOSES[name], strict=False)):
+                placed = by_tier[tier]
+                placed[purpose] = placed.get(purpose, 0) + part.nbytes * count
+                if tier is Tier.NVME:
+                    versions = 2 if trainable and name in DURABLE and slot == 0 else 1
+                    durable[purpose] = durable.get(purpose, 0) + part.nbytes * versions * count
         moved = [total + of_one * count for total, of_one in zip(moved, plan.moved, strict=True)]
         fetch_buffer = max(fetch_buffer, plan.fetch_lease)
         gradient_buffer = max(gradient_buffer, plan.gradient_lease)

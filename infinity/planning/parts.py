@@ -4,11 +4,10 @@ Whatever depends on them derives from here: budgets and quotas (footprint.py), t
 (storage/layout.py), where a part lies in an update's lease (optim/chunk_io.py), what a step moves (`Moved`).
 A new kind of state is a section of ``state``, or a part of its own, in `_parts_of` and nowhere else.
 
-- ``copy``, one section in the chunk's dtype: what forward and backward use;
-- ``spare``, as the copy: what a delayed update writes while the copy is in use;
+- ``copy``, one section in the chunk's dtype: what forward and backward use; with delayed updates a second
+  slot, which an update writes while the first is in use;
 - ``state``, sections of fp32: [master,] exp_avg, exp_avg_sq;
-- ``gradient``, ``next gradient``, one section with room for fp32: the second where a backward runs beside
-  an update.
+- ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ from infinity.core.sizes import Tier
 from .partition import Chunk, UnitLayout
 from .placement import Assignment
 
-#: The parts that a chunk's copy, and its gradient, can be in.
-COPY_PARTS = ("copy", "spare")
-GRADIENT_PARTS = ("gradient", "next gradient")
-#: What a plan counts a part under.
+#: What a plan counts each slot of a part under.
 PURPOSES = {
-    "copy": "parameters",
-    "state": "optimizer state",
-    "spare": "parameters being updated",
-    "gradient": "gradients",
-    "next gradient": "gradients",
+    "copy": ("parameters", "parameters being updated"),
+    "state": ("optimizer state",),
+    "gradient": ("gradients", "gradients"),
 }
+#: The parts of a trainable chunk of which a durable step would keep the version before it.
+DURABLE = ("copy", "state")
 
 
 class Part(NamedTuple):
@@ -43,22 +39,28 @@ class Part(NamedTuple):
     Attributes:
         sections: bytes of each section, multiples of 4096. A section is what one CRC covers, and
             the least that can be read.
-        tier: where it is.
-        versioned: on NVMe it has as many slots as the store; otherwise one.
-        region: the region of the arena that it lies in.
+        tiers: where each of its slots is: one, or two for a part of which there are two versions.
         lease_offset: byte of the update's lease where it is worked on; None: where it lies.
     """
 
     sections: tuple[int, ...]
-    tier: Tier
-    versioned: bool
-    region: str
+    tiers: tuple[Tier, ...]
     lease_offset: int | None = None
 
     @property
+    def tier(self) -> Tier:
+        """Where its first slot is; of a part with one, where it is."""
+        return self.tiers[0]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all sections."""
+        """Bytes of all sections: of one slot."""
         return sum(self.sections)
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes of its slots on NVMe."""
+        return self.nbytes * self.tiers.count(Tier.NVME)
 
     def choose(self, sections: range | None) -> range:
         """Return the indices of `sections`, of all if None.
@@ -144,14 +146,9 @@ class ChunkParts:
         return None if part is None else part.tier
 
     @property
-    def stored(self) -> dict[str, Part]:
-        """What the store keeps: all that is not on the device."""
-        return {name: part for name, part in self.parts.items() if part.tier is not Tier.DEVICE}
-
-    @property
     def nvme_nbytes(self) -> int:
-        """Bytes of its parts on NVMe, one version of each."""
-        return sum(part.nbytes for part in self.parts.values() if part.tier is Tier.NVME)
+        """Bytes of its parts on NVMe."""
+        return sum(part.nvme_nbytes for part in self.parts.values())
 
 
 def plan_chunks(
@@ -194,7 +191,7 @@ def _parts_of(
         link_each=0 if copy_tier is Tier.DEVICE else 2 * nbytes,
     )
     if state_tier is None or gradient_tier is None:  # frozen: its copy is written once
-        copy = Part((nbytes,), copy_tier, False, "copy", 0 if on_nvme else None)
+        copy = Part((nbytes,), (copy_tier,), 0 if on_nvme else None)
         return ChunkParts({"copy": copy}, False, fetch_lease, fetch_lease, 0, used)
     shared = chunk.dtype is torch.float32 and copy_tier is state_tier
     # What forward and backward use on the device must stay as it is beside an update.
@@ -209,15 +206,13 @@ def _parts_of(
     )
     begins = (sum(sizes[:i]) if size else None for i, size in enumerate(sizes))
     state_begins, gradient_begins, copy_begins = begins
+    # What an update makes beside a forward that uses the device's memory waits on the host.
+    back = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
     parts = {
-        "copy": Part((nbytes,), copy_tier, True, "copy", copy_begins),
-        "state": Part(sections, state_tier, True, "state", state_begins),
+        "copy": Part((nbytes,), (copy_tier, back) if delayed else (copy_tier,), copy_begins),
+        "state": Part(sections, (state_tier,), state_begins),
+        "gradient": Part((fp32,), (gradient_tier,) * (2 if delayed else 1), gradient_begins),
     }
-    if delayed:
-        spare_tier = Tier.HOST if copy_tier is Tier.DEVICE else copy_tier
-        parts["spare"] = Part((nbytes,), spare_tier, False, "spare", copy_begins)
-    for name in GRADIENT_PARTS[: 2 if delayed else 1]:
-        parts[name] = Part((fp32,), gradient_tier, False, "gradient", gradient_begins)
     converted = gradient_tier is Tier.NVME or staged or chunk.dtype is not torch.float32
     moved = _with_update(used, parts, shared)
     return ChunkParts(parts, shared, fetch_lease, sum(sizes), fp32 if converted else 0, moved)

@@ -1,13 +1,14 @@
 """Where each chunk's parts lie: pure arithmetic, from the specs and the directories' weights.
 
-A chunk lies in one directory. Within a directory's arena come the regions, ``copy`` first, then
-``state``, then ``gradient``, then others by name; within a region slot 0 of every part, in chunk
-order (so that the copies of neighbouring chunks are contiguous), then slot 1 of those that are
-versioned. Nothing of this is written down anywhere: offsets are computed.
+A chunk lies in one directory. Within a directory's arena every part has a region, ``copy`` first, then
+``state``, then ``gradient``, then others by name; within a region comes the first slot of all chunks, in
+their order (so that the copies of neighbouring chunks are contiguous), then the second of those that have
+two. Nothing of this is written down anywhere: offsets are computed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -49,11 +50,10 @@ class Layout:
         chunks: the parts of each chunk, by chunk id.
         directories: number of directories.
         weights: bandwidth of each directory, in any unit; None: all equal.
-        slots: versions of each versioned part.
 
     Raises:
-        ConfigError: a section is not a multiple of 4096, a part is on a tier that the store does
-            not have, there is no directory for it, or the weights are wrong.
+        ConfigError: a section is not a multiple of 4096, a part has neither one slot nor two, there is no
+            directory for it, or the weights are wrong.
     """
 
     def __init__(
@@ -62,17 +62,13 @@ class Layout:
         directories: int,
         *,
         weights: Sequence[float] | None = None,
-        slots: int = 1,
     ) -> None:
         self.chunks = tuple(dict(c) for c in chunks)
-        self.slots = slots
-        if slots not in (1, 2):
-            raise ConfigError("a chunk has one slot or two", expected="slots=1 or 2", found=slots)
         sizes = []
         for number, chunk in enumerate(self.chunks):
             for name, spec in chunk.items():
                 _check(number, name, spec)
-            sizes.append(sum(s.nbytes for s in chunk.values() if s.tier is Tier.NVME))
+            sizes.append(sum(spec.nvme_nbytes for spec in chunk.values()))
         if any(sizes) and not directories:
             raise ConfigError(
                 "parts are placed on NVMe, but no directory is named",
@@ -81,41 +77,34 @@ class Layout:
                 cure='nvme="/path/on/a/drive"',
             )
         self.directory = _spread(sizes, directories, weights)
-        self._offsets: tuple[dict[str, npt.NDArray[np.int64]], ...] = tuple({} for _ in range(self.slots))
+        self._offsets: dict[tuple[str, int], npt.NDArray[np.int64]] = {}  # by part and slot
         self.arena_nbytes = [0] * directories
         self._place()
 
     def _place(self) -> None:
-        names = {name: spec.region for chunk in self.chunks for name, spec in chunk.items()}
-        regions = {s.region for chunk in self.chunks for s in chunk.values()}
-        order = [r for r in _REGIONS if r in regions] + sorted(regions.difference(_REGIONS))
-        for slot_offsets in self._offsets:
-            for name in names:
-                slot_offsets[name] = np.full(len(self.chunks), -1, np.int64)
-        for region in order:
-            for slot, slot_offsets in enumerate(self._offsets):
-                for number, chunk in enumerate(self.chunks):
-                    for name, spec in chunk.items():
-                        if spec.region != region or spec.tier is not Tier.NVME:
-                            continue
-                        if slot and not spec.versioned:
-                            continue
-                        directory = int(self.directory[number])
-                        slot_offsets[name][number] = self.arena_nbytes[directory]
-                        self.arena_nbytes[directory] += spec.nbytes
+        names = {name for chunk in self.chunks for name in chunk}
+        order = [n for n in _REGIONS if n in names] + sorted(names.difference(_REGIONS))
+        for name, slot in itertools.product(order, range(2)):
+            offsets = self._offsets[name, slot] = np.full(len(self.chunks), -1, np.int64)
+            for number, chunk in enumerate(self.chunks):
+                spec = chunk.get(name)
+                if spec is not None and Tier.NVME in spec.tiers[slot : slot + 1]:
+                    directory = int(self.directory[number])
+                    offsets[number] = self.arena_nbytes[directory]
+                    self.arena_nbytes[directory] += spec.nbytes
 
     def extent(self, chunk: int, part: str, slot: int = 0, sections: range | None = None) -> Extent:
-        """Return where a slot of an NVMe part lies, or some neighbouring sections of it."""
+        """Return where a slot on NVMe lies, or some neighbouring sections of it."""
         sizes = self.chunks[chunk][part].sections
         chosen = range(len(sizes)) if sections is None else sections
         begin = sum(sizes[: chosen.start])
         nbytes = sum(sizes[chosen.start : chosen.stop])
-        return Extent(int(self.directory[chunk]), int(self._offsets[slot][part][chunk]) + begin, nbytes)
+        return Extent(int(self.directory[chunk]), int(self._offsets[part, slot][chunk]) + begin, nbytes)
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of all parts on the host tier."""
-        return sum(s.nbytes for c in self.chunks for s in c.values() if s.tier is Tier.HOST)
+        """Bytes of all slots on the host tier."""
+        return sum(s.nbytes * s.tiers.count(Tier.HOST) for c in self.chunks for s in c.values())
 
 
 def _check(number: int, name: str, spec: Part) -> None:
@@ -125,11 +114,11 @@ def _check(number: int, name: str, spec: Part) -> None:
             expected=f"multiples of {ALIGNMENT} bytes, more than 0",
             found=str(spec.sections),
         )
-    if spec.tier not in (Tier.HOST, Tier.NVME):
+    if len(spec.tiers) not in (1, 2):
         raise ConfigError(
-            f"part {name!r} of chunk {number} is on a tier that the store does not have",
-            expected="host or nvme",
-            found=str(spec.tier),
+            f"part {name!r} of chunk {number} has {len(spec.tiers)} slots",
+            expected="one slot or two",
+            found=", ".join(map(str, spec.tiers)),
         )
 
 

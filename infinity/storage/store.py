@@ -25,10 +25,11 @@ from .leftovers import reclaim
 from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
-from .table import DROPPED, ChunkTable
+from .table import ChunkTable
 from .transfer import Transfer, check_room, copy_error, crcs_of, with_transfer
+from .versions import Slot, Version, Versions
 
-__all__ = ["DirectoryStats", "Part", "Store", "Transfer"]
+__all__ = ["DirectoryStats", "Part", "Slot", "Store", "Transfer", "Version"]
 
 _log = logging.getLogger("infinity.storage")
 
@@ -37,10 +38,10 @@ class Store:
     """Bytes of `chunks` on their tiers.
 
     Args:
-        chunks: the parts of each chunk; a chunk's id is its index.
+        chunks: the parts of each chunk; a chunk's id is its index. Of slots on the device the store has the
+            versions and no bytes.
         directories: for the parts on NVMe.
         pool: lends the leases; its memory is registered with the rings.
-        slots: versions of each versioned part on NVMe, 1 or 2.
         rank: number of this rank; each has its own arenas.
         weights: bandwidth of each directory in any unit; None: as `infinity tune` measured them, or
             equal where it has not.
@@ -49,8 +50,11 @@ class Store:
         recorder: is told of transfers while a trace is on.
         register, unregister: pin the memory of the host tier for a device; `node` as in `HostMemory`.
 
+    Attributes:
+        versions: which version of a part is in which slot.
+
     Raises:
-        ConfigError: `chunks`, `weights` or `slots` make no sense.
+        ConfigError: `chunks` or `weights` make no sense.
         DirectoryError: a directory cannot be used.
         BudgetError: the host tier gets no memory.
         BackendError: the I/O backend does not work here.
@@ -62,7 +66,6 @@ class Store:
         *,
         directories: Sequence[str],
         pool: PinnedPool,
-        slots: int = 1,
         rank: int = 0,
         weights: Sequence[float] | None = None,
         backend: str = "auto",
@@ -77,14 +80,15 @@ class Store:
     ) -> None:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
-        self.layout = Layout(chunks, len(directories), weights=weights, slots=slots)
+        self.layout = Layout(chunks, len(directories), weights=weights)
         self.table = ChunkTable(self.layout)
-        self._order = Order(self.layout, self.table, self._start, recorder or Recorder())
+        self.versions = Versions(self.layout.chunks)
+        self._order = Order(self._start, recorder or Recorder())
         self._pool = pool
         self._pid = os.getpid()
         self._closed = self._given_up = False
         self._moved = [[0, 0, 0, 0] for _ in directories]  # bytes read, written; reads, writes
-        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self._host: dict[tuple[int, str, int], torch.Tensor] = {}  # by chunk, part and slot
         self._arenas: list[Arena] = []
         self._rings: list[Ring] = []
         self._memory: HostMemory | None = None
@@ -107,8 +111,9 @@ class Store:
             )
             for number, chunk in enumerate(self.layout.chunks):
                 for name, spec in chunk.items():
-                    if spec.tier is Tier.HOST:
-                        self._host[number, name] = self._memory.take(spec.nbytes)
+                    for slot, tier in enumerate(spec.tiers):
+                        if tier is Tier.HOST:
+                            self._host[number, name, slot] = self._memory.take(spec.nbytes)
         except BaseException:
             self._release_all()
             raise
@@ -125,28 +130,29 @@ class Store:
         """
         return self.layout.chunks[chunk][part]
 
-    def tier(self, chunk: int, part: str) -> Tier:
-        """Return the tier of a part."""
-        return self.spec(chunk, part).tier
+    def tier(self, chunk: int, part: str, version: Version | Slot = Version.FRONT) -> Tier:
+        """Return the tier that a version of a part is on now."""
+        return self.spec(chunk, part).tiers[self.versions.slot(chunk, part, version)]
 
-    def nbytes(self, chunk: int, part: str) -> int:
-        """Return the bytes that a part holds now: all of its sections, or fewer for an unversioned
-        part of which fewer were written, or 0 after `drop`."""
-        spec = self.spec(chunk, part)
-        return spec.nbytes if spec.versioned else max(0, self.table.length(chunk, part))
-
-    def view(self, chunk: int, part: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Return the memory of a part on the host tier as a 1-d tensor.
+    def view(
+        self,
+        chunk: int,
+        part: str,
+        dtype: torch.dtype = torch.uint8,
+        *,
+        version: Version | Slot = Version.FRONT,
+    ) -> torch.Tensor:
+        """Return the memory of a version on the host tier as a 1-d tensor.
 
         Raises:
-            StorageError: the part is on NVMe.
+            StorageError: it is on another tier.
         """
-        memory = self._host.get((chunk, part))
+        memory = self._host.get((chunk, part, self.versions.slot(chunk, part, version)))
         if memory is None:
             raise StorageError(
                 f"part {part!r} of chunk {chunk} has no memory",
                 expected="a part on the host tier",
-                found=str(self.tier(chunk, part)),
+                found=str(self.tier(chunk, part, version)),
                 cure="read it into a lease",
             )
         return memory if dtype is torch.uint8 else memory.view(dtype)
@@ -160,31 +166,32 @@ class Store:
         lease: Lease,
         offset: int = 0,
         *,
+        version: Version | Slot = Version.FRONT,
         sections: range | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> Transfer:
-        """Start reading a part, or some neighbouring sections of it, into `lease` from byte
+        """Start reading a version of a part, or some neighbouring sections of it, into `lease` from byte
         `offset` on (a multiple of 4096). Never waits for a drive.
 
         Returns:
-            A transfer whose `nbytes` is what the part holds.
+            A transfer whose `nbytes` is what the version holds.
 
         Raises:
-            StorageError: the part was dropped; or the error of an earlier transfer.
-            ValueError: the range does not fit the lease or the part.
+            StorageError: it is on the device; or the error of an earlier transfer.
+            ValueError: the range does not fit the lease or the part, or the part has no such version.
         """
         self.check()
         spec = self.spec(chunk, part)
         chosen = spec.choose(sections)
         with self._order.lock:
-            sizes = self._sizes(chunk, part, spec, chosen)
-            crcs = self.table.crcs(chunk, part, chosen) if spec.tier is Tier.NVME else ()
-            slot = self._order.newest_slot(chunk, part)
-            transfer = self._transfer(False, chunk, part, slot, chosen, sizes, crcs, lease, offset, priority)
+            slot = self.versions.slot(chunk, part, version)
+            sizes = spec.clamp(chosen, self.table.length(chunk, part, slot))
+            transfer = self._transfer(False, chunk, part, slot, chosen, sizes, lease, offset, priority)
             if not transfer.finished:
+                transfer.crcs = self.table.crcs(chunk, part, slot, chosen)
                 self._order.submit(transfer)
-        if spec.tier is Tier.HOST:
-            source = self._host_bytes(chunk, part, chosen, transfer.nbytes)
+        if spec.tiers[slot] is Tier.HOST:
+            source = self._host_bytes(chunk, part, slot, chosen, transfer.nbytes)
             lease.tensor(torch.uint8, offset, transfer.nbytes).copy_(source)
         return transfer
 
@@ -195,71 +202,53 @@ class Store:
         lease: Lease,
         offset: int = 0,
         *,
+        version: Version | Slot = Version.FRONT,
         nbytes: int | None = None,
         sections: range | None = None,
         crcs: Sequence[int] | None = None,
-        generation: int = 0,
         priority: Priority = Priority.NORMAL,
     ) -> Transfer:
-        """Start writing a part, or some neighbouring sections of it, from `lease` from byte
-        `offset` on (a multiple of 4096). Never waits for a drive.
+        """Start writing a version of a part, in place, or some neighbouring sections of it, from `lease`
+        from byte `offset` on (a multiple of 4096). Never waits for a drive.
 
         Args:
-            nbytes: how much of an unversioned part is written, from its beginning; the rest of it
-                is given up. What the lease holds up to the next multiple of 4096 is written too.
-            sections: write these and keep the others; with two slots only where nothing else is in
-                the slot: the generation in use again, or a chunk that was never written.
+            nbytes: how much is written, from the part's beginning; the rest is given up. What the lease
+                holds up to the next multiple of 4096 is written too.
+            sections: write these and keep the others of that version.
             crcs: CRC32C of each section that is written; None: computed here.
-            generation: the step that the bytes belong to; see [Note: a slot flips as a whole].
 
         Raises:
-            StorageError: parts of the last generation are missing; or the error of an earlier
-                transfer.
-            ValueError: the range does not fit the lease or the part; an older generation.
+            StorageError: the version is on the device; or the error of an earlier transfer.
+            ValueError: the range does not fit the lease or the part, or the part has no such version.
         """
         self.check()
         spec = self.spec(chunk, part)
         chosen = spec.choose(sections)
         sizes = list(spec.sections[chosen.start : chosen.stop])
         if nbytes is not None and nbytes != sum(sizes):
-            if spec.versioned or sections is not None or not 0 <= nbytes < spec.nbytes:
+            if sections is not None or not 0 <= nbytes < spec.nbytes:
                 raise ValueError(f"{nbytes} of {sum(sizes)} bytes of part {part!r} cannot be written")
             sizes = spec.clamp(chosen, nbytes)
+        slot = self.versions.slot(chunk, part, version)
+        if sections is not None and self.table.length(chunk, part, slot) != spec.nbytes:
+            raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
         check_room(lease, offset, sum(sizes))
-        if spec.tier is Tier.HOST:
-            target = self._host_bytes(chunk, part, chosen, sum(sizes))
+        if spec.tiers[slot] is Tier.HOST:
+            target = self._host_bytes(chunk, part, slot, chosen, sum(sizes))
             target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
         elif crcs is None:
             crcs = crcs_of(lease.io_address + offset, sizes)
         elif len(crcs) != len(sizes):
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
-            slot = 0
-            if spec.versioned and spec.tier is Tier.NVME:
-                whole = len(chosen) == len(spec.sections)
-                slot = self._order.slot_to_write(chunk, part, generation, whole=whole)
-            elif not spec.versioned and sections is None:
-                self.table.set_length(chunk, part, sum(sizes))
-            elif not spec.versioned and self.table.length(chunk, part) != spec.nbytes:
-                raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
-            if spec.tier is Tier.NVME:
-                self.table.set_crcs(chunk, part, chosen, crcs or ())
-            transfer = self._transfer(True, chunk, part, slot, chosen, sizes, (), lease, offset, priority)
+            transfer = self._transfer(True, chunk, part, slot, chosen, sizes, lease, offset, priority)
+            if sections is None:
+                self.table.set_length(chunk, part, slot, sum(sizes))
+            if spec.tiers[slot] is Tier.NVME:
+                self.table.set_crcs(chunk, part, slot, chosen, crcs or ())
             if not transfer.finished:
                 self._order.submit(transfer)
         return transfer
-
-    def drop(self, chunk: int, part: str) -> None:
-        """Give up the contents of an unversioned part; it may not be read until it is written.
-
-        Raises:
-            ValueError: the part is versioned.
-        """
-        self.check()
-        if self.spec(chunk, part).versioned:
-            raise ValueError(f"part {part!r} is versioned; its contents cannot be dropped")
-        with self._order.lock:
-            self.table.set_length(chunk, part, DROPPED)
 
     # ------------------------------------------------------------------ the end of things
 
@@ -289,14 +278,13 @@ class Store:
         """Block until no write is pending.
 
         Raises:
-            StorageError: a transfer failed, or parts of a generation were never written.
+            StorageError: a transfer failed.
         """
         self.check()
         while writes := self._order.pending(writes=True):
             for transfer in writes:
                 transfer.complete(None)
         self.check()
-        self._order.raise_incomplete()
 
     def stats(self) -> tuple[DirectoryStats, ...]:
         """Return what was given to the drives, by directory."""
@@ -360,10 +348,9 @@ class Store:
         is_write: bool,
         chunk: int,
         part: str,
-        slot: int,
+        slot: Slot,
         sections: range,
         sizes: Sequence[int],
-        crcs: Sequence[int],
         lease: Lease,
         offset: int,
         priority: Priority,
@@ -371,7 +358,14 @@ class Store:
         """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
         nbytes = ceil_to(sum(sizes), ALIGNMENT)
         check_room(lease, offset, nbytes)
-        if self.tier(chunk, part) is Tier.NVME:
+        tier = self.tier(chunk, part, slot)
+        if tier is Tier.DEVICE:
+            raise StorageError(
+                f"part {part!r} of chunk {chunk} cannot be transferred",
+                expected="a version on the host tier or on NVMe",
+                found="one on the device, whose bytes are not the store's",
+            )
+        if tier is Tier.NVME:
             extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)
             path = self._arenas[extent.directory].path
         else:
@@ -383,7 +377,6 @@ class Store:
             slot=slot,
             sections=sections,
             sizes=sizes,
-            crcs=crcs,
             extent=extent,
             path=path,
             lease=lease,
@@ -394,9 +387,9 @@ class Store:
         transfer.finished = not path or nbytes == 0
         return transfer
 
-    def _host_bytes(self, chunk: int, part: str, sections: range, nbytes: int) -> torch.Tensor:
+    def _host_bytes(self, chunk: int, part: str, slot: int, sections: range, nbytes: int) -> torch.Tensor:
         begin = sum(self.spec(chunk, part).sections[: sections.start])
-        return self._host[chunk, part][begin : begin + nbytes]
+        return self._host[chunk, part, slot][begin : begin + nbytes]
 
     def _start(self, transfer: Transfer) -> InfinityError | None:
         """Give a transfer to its ring; return the error if the ring refuses it."""
@@ -414,20 +407,6 @@ class Store:
         moved[transfer.is_write] += nbytes
         moved[2 + transfer.is_write] += 1
         return None
-
-    def _sizes(self, chunk: int, part: str, spec: Part, sections: range) -> list[int]:
-        """Return the valid bytes of each section."""
-        if spec.versioned:
-            return list(spec.sections[sections.start : sections.stop])
-        length = self.table.length(chunk, part)
-        if length == DROPPED:
-            raise StorageError(
-                f"part {part!r} of chunk {chunk} was dropped",
-                expected="a part that was written since",
-                found="nothing",
-                cure="write it before it is read",
-            )
-        return spec.clamp(sections, length)
 
     def _release_all(self) -> None:
         with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails

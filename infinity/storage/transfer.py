@@ -86,7 +86,6 @@ class Transfer:
         slot: int,
         sections: range,
         sizes: Sequence[int],
-        crcs: Sequence[int],
         extent: Extent,
         path: str,
         lease: Lease,
@@ -101,7 +100,7 @@ class Transfer:
         self.sections = sections
         self.sizes = sizes  # valid bytes of each section
         self.nbytes = sum(sizes)
-        self.crcs = crcs
+        self.crcs: Sequence[int] = ()  # of each section, as it must be when it was read
         self.extent = extent
         self.path = path
         self.lease = lease

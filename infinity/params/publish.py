@@ -1,0 +1,92 @@
+"""What moves between the versions of a copy, when updates are delayed.
+
+[Note: two versions] With ``update="delayed"`` forward and backward of step t+1 use θ_{t−1} while
+the update of step t makes θ_t (ZeRO-Offload, arXiv 2101.06840, section 5.2, "one-step delayed
+parameter update"). So a trainable chunk's copy has two slots: the version in front, which forward and
+backward use, and the back, into which the next update writes ([Note: front and back]). `step()`
+publishes what the update before it has made: the back comes to the front.
+
+- Off the device the two slots flip.
+- On the device the front is the unit's storage, and the back is in host memory; publishing copies it
+  to the device, in the order of the forward. `swap` exchanges the two, for whoever wants to see the
+  newest without changing what the training sees; publishing flips them then.
+
+Otherwise a copy has one version and nothing here ever does anything.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.core.sizes import Tier
+from infinity.hardware.device import Device, Event
+from infinity.storage.store import Slot, Store, Version
+
+from .unit import ParamUnit
+
+
+class Publisher:
+    """Knows what is newer, and brings it to the front. The worker of the update calls `wait_published`; all
+    else is the user's thread."""
+
+    def __init__(self, store: Store, device: Device) -> None:
+        self._store = store
+        self._versions = store.versions
+        self._device = device
+        self._events: dict[int, Event] = {}  # by chunk id: copies to the device that still read the back
+
+    @property
+    def has_two_versions(self) -> bool:
+        """Whether there ever are two."""
+        return self._versions.has_two("copy")
+
+    def is_newer(self, unit: ParamUnit) -> bool:
+        """Return whether a unit's back is newer than its front."""
+        chunks = unit.layout.trainable_chunks if self.has_two_versions else ()
+        return any(self._versions.is_newer(c.id, "copy") for c in chunks)
+
+    def slots(self, unit: ParamUnit) -> dict[int, Slot]:
+        """Return where the version is that a unit shows, by chunk id."""
+        version = Version.NEWEST if unit.newest else Version.FRONT
+        return {c.id: self._versions.slot(c.id, "copy", version) for c in unit.layout.chunks}
+
+    def wait_published(self, chunk: int) -> None:
+        """Block until the back of a chunk on the device may be written again."""
+        event = self._events.pop(chunk, None)
+        if event is not None:
+            event.wait()
+
+    def publish(self, unit: ParamUnit) -> list[Event]:
+        """Put the newest versions of a unit's chunks in front. Return the events after which the unit's
+        storage holds them: none for what is there already, or off the device."""
+        events = []
+        after = self._device.mark()
+        for chunk in unit.layout.trainable_chunks:
+            if not self._versions.is_newer(chunk.id, "copy"):
+                continue
+            if self._store.tier(chunk.id, "copy") is not Tier.DEVICE:
+                self._versions.flip(chunk.id, "copy")
+                continue
+            back = self._store.view(chunk.id, "copy", chunk.dtype, version=Version.BACK)
+            event = self._device.h2d(unit.chunk_view(chunk), back, after, chunk=chunk.id)
+            self._versions.copied(chunk.id, "copy")
+            self._events[chunk.id] = event
+            events.append(event)
+        return events
+
+    def swap(self, unit: ParamUnit) -> None:
+        """Exchange front and back of those of a resident unit's chunks whose back is newer."""
+        device = self._device
+        for chunk in unit.layout.trainable_chunks:
+            if not self._versions.is_newer(chunk.id, "copy"):
+                continue
+            here = unit.chunk_view(chunk)
+            on_host = Version.BACK if self._store.tier(chunk.id, "copy") is Tier.DEVICE else Version.FRONT
+            there = self._store.view(chunk.id, "copy", chunk.dtype, version=on_host)
+            with torch.no_grad():
+                held = here.clone()
+            arrived = device.h2d(here, there, device.mark())
+            device.wait_on_device(arrived)
+            arrived.wait()  # the slot on the host has been read
+            device.d2h(there, held, device.mark()).wait()
+            self._versions.exchanged(chunk.id, "copy")
