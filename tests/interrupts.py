@@ -98,7 +98,7 @@ class Plain:
         self.net = net
         self.delayed = delayed
         self.newest = [p.detach().clone() for p in net.parameters()]
-        self.published = [p.detach().clone() for p in net.parameters()]
+        self.front = [p.detach().clone() for p in net.parameters()]
         self.moments = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in net.parameters()]
         self.updates = self.steps = 0
 
@@ -118,11 +118,11 @@ class Plain:
         for value, moments, param in zip(self.newest, self.moments, self.net.parameters(), strict=True):
             grad = param.grad.reshape(-1)  # type: ignore[union-attr]
             adamw_reference(value.view(-1), *moments, grad, step=self.updates, grad_scale=scale, **options)
-        self.published = before if self.delayed else [n.clone() for n in self.newest]
+        self.front = before if self.delayed else [n.clone() for n in self.newest]
         self.steps += 1
 
     def flush(self) -> None:
-        self.published = [n.clone() for n in self.newest]
+        self.front = [n.clone() for n in self.newest]
 
 
 class User:
@@ -169,7 +169,7 @@ class User:
     def train(self) -> None:
         """One step; after an interrupt it has happened or it has not, and `steps` says which."""
         while self.adam.steps == self.plain.steps:
-            net = self.plain.show(self.plain.published)
+            net = self.plain.show(self.plain.front)
             net.zero_grad()
             wanted = loss_of(net, self.seed)
             wanted.backward()

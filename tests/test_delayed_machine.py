@@ -97,7 +97,7 @@ class Plain:
         self.net = net
         self.params = list(net.parameters())
         self.newest = [p.detach().clone() for p in self.params]
-        self.published = [p.detach().clone() for p in self.params]
+        self.front = [p.detach().clone() for p in self.params]
         self.moments = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in self.params]
         self.updates = [0] * len(self.params)
         self.grads: list[torch.Tensor | None] = [None] * len(self.params)
@@ -125,11 +125,11 @@ class Plain:
                 options = {"lr": lr, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
                 values = self.newest[i].view(-1)
                 adamw_reference(values, *self.moments[i], grad.reshape(-1), step=self.updates[i], **options)
-        self.published = before if self.steps >= self.warmup else [n.clone() for n in self.newest]
+        self.front = before if self.steps >= self.warmup else [n.clone() for n in self.newest]
         self.steps += 1
 
     def flush(self) -> None:
-        self.published = [n.clone() for n in self.newest]
+        self.front = [n.clone() for n in self.newest]
 
 
 class Graph(NamedTuple):
@@ -181,7 +181,7 @@ class Delayed(RuleBasedStateMachine):
     @rule(seed=seeds, route=routes, training=st.sampled_from([True, True, False]), fail=st.booleans())
     def forward(self, seed: int, route: str, training: bool, fail: bool) -> None:
         """A forward with a graph, of which the backward may fail halfway."""
-        net = self.plain.showing(self.plain.published if training else self.plain.newest, training=training)
+        net = self.plain.showing(self.plain.front if training else self.plain.newest, training=training)
         how = "backward" if fail and seed == 0 else ""
         wanted, losses = loss_of(net, seed, route, how), []
         for model, _ in self.pairs:
@@ -252,7 +252,7 @@ class Delayed(RuleBasedStateMachine):
 
     @rule(seed=seeds, route=routes)
     def forward_without_a_graph(self, seed: int, route: str) -> None:
-        wanted = loss_of(self.plain.showing(self.plain.published, training=True), seed, route)
+        wanted = loss_of(self.plain.showing(self.plain.front, training=True), seed, route)
         for model, _ in self.pairs:
             with torch.no_grad():
                 assert torch.equal(loss_of(model.train(), seed, route), wanted)
@@ -260,7 +260,7 @@ class Delayed(RuleBasedStateMachine):
     @rule(seed=seeds, training=st.booleans())
     def call_a_part(self, seed: int, training: bool) -> None:
         plain = self.plain
-        wanted: Any = plain.showing(plain.published if training else plain.newest, training=training)
+        wanted: Any = plain.showing(plain.front if training else plain.newest, training=training)
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
         for model, _ in self.pairs:
             model.layers[0].train(training)
