@@ -296,10 +296,11 @@ class User:
         activations = self.engine.activations
         if activations is not None:
             self.check(not activations.in_use, f"{activations.in_use} bytes of activations")
-        units = [u for u in self.engine.units if not u.resident and u.state.value != "sharded"]
+        units = [u for u in self.engine.units if not u.on_device and u.state.value != "sharded"]
         held = sum(u.layout.copy_nbytes for u in units)
         self.check(
-            self.engine.residency.allocated == held, f"{self.engine.residency.allocated} bytes and not {held}"
+            self.engine.residency.cache.allocated == held,
+            f"{self.engine.residency.cache.allocated} bytes and not {held}",
         )
 
 

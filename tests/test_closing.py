@@ -106,7 +106,7 @@ def drop():
         over.set()
     if where == "fetch":
         calls = [last]
-        engine.fetcher._worker._start_copies = lambda: calls.pop()() if calls else None
+        engine.loader._worker._start_copies = lambda: calls.pop()() if calls else None
     else:
         streams[where].submit(last)
     return go, over

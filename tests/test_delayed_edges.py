@@ -127,7 +127,7 @@ def test_after_an_interrupted_release_a_fetch_is_still_waited_for(
         unit = engine_of(model).units[1]
         with infinity.gathered(unit.params[0].param):
             pass
-        fetch = unit.fetch
+        fetch = unit.last_load
         assert fetch is not None
 
         def interrupted(event: object) -> None:
@@ -137,7 +137,7 @@ def test_after_an_interrupted_release_a_fetch_is_still_waited_for(
         with pytest.raises(KeyboardInterrupt):
             unit.reshard()
         monkeypatch.undo()
-        assert unit.fetch is fetch
+        assert unit.last_load is fetch
         step(this, adam, 3)
 
 
@@ -362,9 +362,9 @@ def test_close_tells_of_an_update_whose_failure_only_a_prefetch_has_met(
     monkeypatch.setattr(update_module, "_compute", fail)
     adam.step()
     for unit in engine.units:
-        if unit.fetch is not None:
-            unit.fetch.issued.wait(10)
-    assert any(u.fetch is not None and u.fetch.error is not None for u in engine.units)
+        if unit.last_load is not None:
+            unit.last_load.issued.wait(10)
+    assert any(u.last_load is not None and u.last_load.error is not None for u in engine.units)
     with pytest.raises(StorageError, match="the drive is gone"):
         infinity.close(adam)
 

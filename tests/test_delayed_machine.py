@@ -170,7 +170,7 @@ class Delayed(RuleBasedStateMachine):
         for model, adam in self.pairs:
             infinity.close(adam)
             for param, wanted in zip(model.parameters(), self.plain.newest, strict=True):
-                if engine_of(model).units[engine_of(model).params[param].unit].resident:
+                if engine_of(model).units[engine_of(model).params[param].unit].on_device:
                     assert torch.equal(param, wanted)
         self.patch.undo()
         shutil.rmtree(self.folder)

@@ -87,7 +87,9 @@ def test_an_operator_that_edits_a_scopes_input(how: str, view: bool, tmp_path: P
         model.watch = watch
         assert_close([*train(model, optimizer), *values(model)], wanted)
         assert not kept
-        assert engine.residency.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        assert (
+            engine.residency.cache.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        )
         infinity.close(model)
 
 

@@ -49,7 +49,9 @@ def test_plain_training_holds_nothing(kind: str, mode: str, tmp_path: Path) -> N
             metrics = infinity.metrics(optimizer)
             assert metrics["memory/held_units"] == metrics["memory/held(GiB)"] == 0
         engine = engine_of(model)
-        assert engine.residency.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        assert (
+            engine.residency.cache.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        )
         infinity.close(model)
 
 
@@ -75,7 +77,8 @@ def test_what_autograd_saves_stays_within_the_budget(name: str, tmp_path: Path) 
         warnings.simplefilter("error", RuntimeWarning)
         program(model, optimizer, Offloaded())
     engine = engine_of(model)
-    assert engine.residency.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    room = engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    assert engine.residency.cache.peak <= room
     assert not engine.residency.held()
     infinity.close(model)
 
@@ -105,7 +108,9 @@ def test_a_held_unit_is_counted_warned_of_once_and_goes_when_it_is_let_go(tmp_pa
     model(batch())
     model(batch())
     engine = engine_of(model)
-    assert engine.residency.allocated <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    assert (
+        engine.residency.cache.allocated <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+    )
     infinity.close(model)
 
 
@@ -430,7 +435,7 @@ def test_a_prefetch_that_finds_no_memory_is_no_error(tmp_path: Path) -> None:
     for unit in engine.units[2:]:
         unit._memory.fill = _out_of_memory  # type: ignore[method-assign]
     engine.residency.prefetch()
-    assert engine.residency.allocated == sum(u.layout.copy_nbytes for u in engine.units if u.filled)
+    assert engine.residency.cache.allocated == sum(u.layout.copy_nbytes for u in engine.units if u.filled)
     assert not any(u.filled for u in engine.units[2:])
     with pytest.raises(torch.OutOfMemoryError):
         model(batch())

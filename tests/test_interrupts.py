@@ -23,7 +23,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.spans import Recorder
 from infinity.optim import update
-from infinity.params.fetch import Fetch
+from infinity.params.load import Load
 from infinity.params.updates import Updates
 
 from .models import case
@@ -130,7 +130,7 @@ def test_threads_may_look_at_a_parameter_while_its_update_is_under_way(
         thread.join(60)
     monkeypatch.undo()
     assert type(model.head.weight) is torch.nn.Parameter
-    assert not residency.is_suspended(residency.units[6])
+    assert residency.units[6].arriving is None
     assert found == [model.head.weight.sum()] * 3
     infinity.close(optimizer)
 
@@ -182,16 +182,16 @@ def test_a_fetch_is_started_once(tmp_path: Path) -> None:
     layout = engine.units[1].layout
     target = torch.zeros(layout.copy_nbytes, dtype=torch.uint8)
     slots = {c.id: engine.store.versions.slot(c.id, "copy") for c in layout.chunks}
-    fetch = Fetch(target, layout.chunks, slots, None)
+    fetch = Load(target, layout.chunks, slots, None)
     assert not fetch.started
     assert not fetch.is_over()
-    engine.fetcher.start(fetch)
-    engine.fetcher.start(fetch, urgent=True)
+    engine.loader.start(fetch)
+    engine.loader.start(fetch, urgent=True)
     assert fetch.started
     event = fetch.wait_issued()
     assert event is not None
     event.wait()
-    engine.fetcher.start(fetch)
+    engine.loader.start(fetch)
     assert not fetch.chunks
     with infinity.gathered(model):
         assert torch.equal(target, engine.units[1].view(0, layout.copy_nbytes))

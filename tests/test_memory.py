@@ -70,7 +70,7 @@ for name, p in model.named_parameters():
 print(json.dumps({
     "numel": numel, "built": built, "measured": measured, "activations": activations,
     "device": engine.footprint.total(Tier.DEVICE), "host": engine.footprint.total(Tier.HOST),
-    "nvme": engine.footprint.total(Tier.NVME), "units_peak": engine.residency.peak,
+    "nvme": engine.footprint.total(Tier.NVME), "units_peak": engine.residency.cache.peak,
     "losses": losses, "checksum": checksum,
 }))
 infinity.close(optimizer)

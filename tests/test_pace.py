@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from infinity.planning.pace import MARGIN, Pace
 from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.planning.pace import MARGIN, Pace
 
 from .offloaded import config_for
 
@@ -61,7 +61,7 @@ def test_a_slow_compute_fetches_what_is_next_and_a_fast_one_all_that_there_is_ro
     ahead = []
 
     def look(*_: object) -> None:
-        fetched = [u for u in residency.units if not u.resident and u.storage and u.fetch is not None]
+        fetched = [u for u in residency.units if not u.on_device and u.storage and u.last_load is not None]
         ahead.append(len(fetched))
 
     try:

@@ -31,8 +31,9 @@ from infinity.optim.loading import check_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state_io import States, bump
 from infinity.optim.update import Updater
+from infinity.params.cache import Cache
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
-from infinity.params.fetch import Fetcher
+from infinity.params.load import Loader
 from infinity.params.param import ShardedParam
 from infinity.params.publish import Publisher
 from infinity.params.residency import Residency
@@ -160,18 +161,20 @@ class Engine:
                 for i, (p, spec) in enumerate(zip(member.params.values(), unit_specs, strict=True))
             ]
             self.params.update({s.param: s for s in sharded})
-            resident = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
-            units.append(ParamUnit(layout, sharded, device, resident=resident, look=self.config.check_edits))
+            on_device = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
+            units.append(
+                ParamUnit(layout, sharded, device, on_device=on_device, look=self.config.check_edits)
+            )
         self.units = units
         self.updates = Updates(self.recorder)
-        self.fetcher = Fetcher(store, pool, device, plans, self.updates)
+        self.loader = Loader(store, pool, device, plans, self.updates)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         publisher = Publisher(store, device)
+        cache = Cache(*(units, self.loader, capacity, device, self.updates, store.versions, self.recorder))
         self.residency = Residency(
-            *(units, self.fetcher, capacity, device, self.updates, store.versions, publisher),
-            *(self.recorder, self.shelter),
+            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter)
         )
         quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
@@ -186,7 +189,7 @@ class Engine:
             shelter=self.shelter,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
-        self.updater = Updater(self.tiers, self.updates, self.fetcher, self.recorder)
+        self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
         self.states = States(self.tiers, self.updater, self.residency, room, self.shelter)
         self.edits = Edits(self.tiers, self.states, self.shelter)
@@ -231,7 +234,7 @@ class Engine:
             seams=self.phases,
             shelter=self.shelter,
         )
-        parts = self.updater, self.fetcher, self.gradients, store, pool, device, self.activations
+        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations
         self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
         _ENGINES.add(self)
 
@@ -257,7 +260,7 @@ class Engine:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device.torch_device)
         for unit in self.units:
-            if unit.resident:
+            if unit.on_device:
                 unit.looked()
 
     def let_go(self) -> None:
@@ -287,9 +290,7 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif (
-                    self.residency.has_two_versions and not self.updates.failed and not self.phases.closed
-                ):
+                elif self.residency.has_two_versions and not self.updates.failed and not self.phases.closed:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
@@ -307,7 +308,7 @@ class Engine:
 def _shut_down(
     shelter: Shelter,
     updater: Updater,
-    fetcher: Fetcher,
+    loader: Loader,
     gradients: Gradients,
     store: Store,
     pool: PinnedPool,
@@ -328,7 +329,7 @@ def _shut_down(
         stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        for part in (gradients, fetcher, updater, shelter):
+        for part in (gradients, loader, updater, shelter):
             stack.push(hurry)
             stack.callback(part.close)
 

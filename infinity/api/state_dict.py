@@ -46,10 +46,10 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         return [engine.params[p] for p in module._parameters.values() if p is not None and p in engine.params]
 
     def changes(sharded: ShardedParam, *, soon: bool) -> bool:
-        """Whether a resident parameter's storage has values from before the last step (with delayed
+        """Whether the storage of a parameter on the device has values from before the last step (with delayed
         updates); or, `soon`, will have them again."""
         unit = engine.residency.units[sharded.unit]
-        return unit.resident and engine.residency.differs(unit) and (soon or not unit.newest)
+        return unit.on_device and engine.residency.differs(unit) and (soon or not unit.newest)
 
     turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
     modules = {id(m) for m in model.modules()}
@@ -91,7 +91,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         for s in sharded:
             s.on_detach = functools.partial(_copy, s, sharded)
             if not isinstance(s.param, ReleasedParameter):
-                engine.residency.ask(engine.residency.units[s.unit])
+                engine.residency.renew_classes(engine.residency.units[s.unit])
 
     def _copy(sharded: ShardedParam, beside: Sequence[ShardedParam]) -> torch.Tensor:
         """Return a copy of a parameter: one for all its names, as in torch, where tied ones share storage.
@@ -128,7 +128,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         copies.clear()
         for s in own(module) if _frames_of(module) < 2 else ():  # an outer one of the same module goes on
             s.on_detach = None
-            engine.residency.answer(engine.residency.units[s.unit])
+            engine.residency.renew_classes(engine.residency.units[s.unit])
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if param is not None and value is not param and param in engine.params:

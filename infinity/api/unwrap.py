@@ -74,7 +74,7 @@ def _check_blocks(engine: _Engine) -> None:
 
 
 def _check_closed(engine: _Engine) -> None:
-    gone = [u.layout.name for u in engine.units if not u.resident]
+    gone = [u.layout.name for u in engine.units if not u.on_device]
     if gone:
         raise ClosedError(
             f"the values of {len(gone)} units, {gone[0]!r} first, went with the engine of this model",

@@ -34,7 +34,7 @@ class Guests:
         if frame is not None:
             self._turn.part(frame)
 
-    def use(self, units: tuple[int, ...]) -> bool:
+    def use(self, units: tuple[int, ...], *, newest: bool) -> bool:
         """Have `units` present for this thread until it uses others, for the forward's own thread goes on
         meanwhile, or until `release`. Return False, and do nothing, if no other thread has the turn."""
         frame, me = next(frames()), threading.get_ident()
@@ -45,7 +45,7 @@ class Guests:
             if before != units:
                 self._residency.release(before, owner)
                 self._used[me] = owner, units
-            self._residency.acquire(units, owner, newest=self._residency.shows_newest)
+            self._residency.acquire(units, owner, newest=newest)
         finally:
             self._turn.part(frame)
         return True

@@ -25,7 +25,7 @@ from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import ParamState, ParamUnit
+from infinity.params.unit import ParamUnit, UnitState
 
 from . import inputs, saved
 from .activations import Activations
@@ -70,7 +70,7 @@ class Hooks:
         present, use = _weak(self._present), _weak(self._use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
-            if not unit.resident or residency.has_two_versions:
+            if not unit.on_device or residency.has_two_versions:
                 self.keys.append(saved.register(unit, present))
                 for sharded in unit.params:
                     sharded.on_use = use
@@ -138,7 +138,7 @@ class Hooks:
             return None  # it never began: another thread has the turn
         if phases.leave_root(self):
             if torch.is_grad_enabled() and not in_backward():
-                self._show_again(output, self._residency.shows_newest)
+                self._keep_version(output, self._phases.newest)
             phases.end_forward(self)
         if self._output_dtype is None:
             return None
@@ -155,14 +155,14 @@ class Hooks:
             if tensor.requires_grad:
                 tensor.register_hook(begins)
 
-    def _show_again(self, output: Any, newest: bool) -> None:
+    def _keep_version(self, output: Any, newest: bool) -> None:
         """Have the backward of the root's `output` begin with the version that its forward used: what is
         recomputed reentrantly has no hook of its own before its forward."""
 
         @eager
         def begins(grad: torch.Tensor) -> None:
             self._phases.begin_backward()
-            self._residency.show(newest)
+            self._phases.newest = newest
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -179,10 +179,10 @@ class Hooks:
 
     def _present(self, unit: ParamUnit, newest: bool) -> None:
         """Have the values of `unit` on the device for whoever unpacks a part of it now."""
-        there = not self._residency.is_suspended(unit) if unit.resident else unit.in_use
-        if unit.state is ParamState.UNSHARDED and unit.newest == newest and there:
+        there = unit.persistent or unit.in_use
+        if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
             return
-        if unit.state is ParamState.SHARDED:
+        if unit.state is UnitState.SHARDED:
             self._phases.check()
         self._want((unit.index,), newest)
         if not in_backward():
@@ -195,10 +195,12 @@ class Hooks:
         Return whether they are."""
         if self._phases.state is TrainingState.IDLE:
             return False
-        if not in_backward() and self._phases.guests.use(tuple(dict.fromkeys(units))):
+        if not in_backward() and self._phases.guests.use(
+            tuple(dict.fromkeys(units)), newest=self._phases.newest
+        ):
             return True
         self._phases.check()
-        self._want(units, self._residency.shows_newest, address=address)
+        self._want(units, self._phases.newest, address=address)
         return True
 
     def _want(self, units: Sequence[int], newest: bool, *, address: bool = False) -> None:

@@ -99,6 +99,7 @@ class Phases:
         self.guests = Guests(residency)
         self.token = object()  # whose hooks on saved tensors are ours
         self.closed = ""  # why, when it is
+        self.newest = False  # the version that what is under way uses: [Note: two versions]
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = residency
@@ -152,7 +153,7 @@ class Phases:
         evaluating uses."""
         self.shelter.begin(use)
         self._edits.given.check()
-        self._residency.show(not training)
+        self.newest = not training
         self._residency.schedule.expect(torch.is_grad_enabled())
 
     def enter_root(self, module: torch.nn.Module, use: object) -> bool:
@@ -200,7 +201,7 @@ class Phases:
 
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
-        forward = Forward(scope, self._residency.shows_newest)
+        forward = Forward(scope, self.newest)
         if forward.recomputes:
             self.end_passed()
         elif self._roots:
@@ -208,12 +209,12 @@ class Phases:
             forward.start = forward.start if forward.guest is None else -1  # another thread's numbers
         else:  # not called through the root
             self.begin_forward(forward, training=scope.module.training)
-            forward.newest = self._residency.shows_newest
+            forward.newest = self.newest
         self.claims.release_lazy(scope)
         self.claims.release_wanted()
         self._forwards.append(forward)
         forward.frame = saved.enter(self.token)
-        self._residency.acquire(scope.units, scope)
+        self._residency.acquire(scope.units, scope, newest=self.newest)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "recompute" if forward.recomputes else "forward", _first(scope))
         return forward
@@ -228,7 +229,7 @@ class Phases:
             saved.leave(own[-1].frame)
             return own[-1]
         mine = in_backward() or self.shelter.turn.mine
-        return Forward(scope, self._residency.shows_newest) if mine else None
+        return Forward(scope, self.newest) if mine else None
 
     def release(self, forward: Forward) -> None:
         """Let go of what a forward of a scope used, unless an outer one goes on."""
@@ -260,7 +261,7 @@ class Phases:
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        self._residency.in_backward = True
+        self._residency.cache.in_backward = True
         if not self._tasks:
             self.shelter.begin(self.token)
             if (log := self._recorder.log) is not None:
@@ -275,7 +276,7 @@ class Phases:
         self.check()
         self._gradients.begin_backward()
         if not self._updates.busy():
-            units = self._residency.forward_order()
+            units = self._residency.cache.forward_order()
             self._updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
 
     def begin_scope_backward(self, forward: Forward) -> None:
@@ -286,8 +287,8 @@ class Phases:
         self._backwards[forward] = None
         self.claims.release_wanted()
         self.claims.release_lazy(forward.scope)
-        self._residency.show(forward.newest)
-        self._residency.acquire(forward.scope.units, forward)
+        self.newest = forward.newest
+        self._residency.acquire(forward.scope.units, forward, newest=self.newest)
         self.claims.release_lazy(None)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "backward", _first(forward.scope))
@@ -392,7 +393,7 @@ class Phases:
         self._backwards.clear()
         self._tasks.clear()
         self.shelter.turn.leave(self.token)
-        self._residency.in_backward = False
+        self._residency.cache.in_backward = False
         self._gradients.send_all()
         self._residency.forget_users({f.scope for f in self._forwards})
 

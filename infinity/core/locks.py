@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
-#: The names of the locks: which units are suspended; what the fetcher has to do; pending transfers and the
-#: chunk table; who has which lease; which pieces of a heap are lent.
-ORDER: Final = ("residency", "fetcher", "store", "pool", "heap")
+#: The names of the locks: which units' values have arrived; what the loader has to do; pending transfers and
+#: the chunk table; who has which lease; which pieces of a heap are lent.
+ORDER: Final = ("residency", "loader", "store", "pool", "heap")
 
 #: For tests: whether `lock` returns locks that check the order. An interrupt may leave such a lock taken.
 checking = False

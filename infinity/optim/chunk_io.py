@@ -168,7 +168,7 @@ class ChunkIO:
 
     @property
     def device_copy(self) -> torch.Tensor:
-        """The copy in the storage of a resident unit."""
+        """The copy in the storage of a unit on the device."""
         return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
     def _sections(self) -> list[torch.Tensor]:

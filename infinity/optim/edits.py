@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from infinity.core.errors import ParameterChangedError
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
-from infinity.params.unit import ParamState, ParamUnit
+from infinity.params.unit import ParamUnit, UnitState
 
 from .chunk_io import Tiers
 from .state_io import States, follow_copy, part_of
@@ -32,10 +32,10 @@ class Edits:
         self.given = Given(staged=tiers.device.staged)
 
     def check_delayed(self) -> None:
-        """Raise if a resident parameter was edited in place while a newer version of it waits to come to the
-        front: the edit was made to values that are about to go."""
+        """Raise if a parameter on the device was edited in place while a newer version of it waits to
+        come to the front: the edit was made to values that are about to go."""
         for unit in self._tiers.units:
-            if not unit.resident or not self._tiers.publisher.is_newer(unit):
+            if not unit.on_device or not self._tiers.publisher.is_newer(unit):
                 continue
             unit.check_edited(newer=True)
             if edited := [p for p in unit.params if p.param._version != p.version]:
@@ -57,12 +57,12 @@ class Edits:
 
     @sheltered
     def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:
-        """Take over edits of resident parameters, of all units or of `units`: those that torch counts (their
-        version tells), and all so far of a block that keeps them."""
+        """Take over edits of parameters on the device, of all units or of `units`: those that torch counts
+        (their version tells), and all so far of a block that keeps them."""
         for unit in self._tiers.units if units is None else units:
-            if unit.resident and unit.writers:
+            if unit.on_device and unit.writers:
                 self._take(unit, {p.index for p in unit.params})
-            elif unit.resident and (edited := _edited(unit)):
+            elif unit.on_device and (edited := _edited(unit)):
                 self.adopt(unit, edited)
 
     @sheltered
@@ -79,7 +79,7 @@ class Edits:
             new = part_of(unit.values(sharded), segment)
             if "master" in tensors:
                 follow_copy(tensors["master"], new)
-            if not unit.resident:
+            if not unit.on_device:
                 tensors["copy"].copy_(new)
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
@@ -113,7 +113,7 @@ class Edits:
         Raises:
             ParameterChangedError: a parameter was given data of another shape; the rest is kept.
         """
-        assert unit.state is ParamState.UNSHARDED
+        assert unit.state is UnitState.UNSHARDED
         block = object()
         _EDITED[block] = unit
         unit.writers.add(owner)

@@ -214,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             # of this one, or after an interrupt by the next. Posted first: who looks at a parameter in
             # between, on another thread, finds something to wait for.
             self._updater.post(work)
-            self._residency.suspend({u.chunk.unit for u in work})
+            self._residency.expect_updates({u.chunk.unit for u in work})
         self._steps += 1
         if self._fp16:
             self._good_steps += 1
@@ -357,7 +357,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _work(self, updates: Mapping[tuple[int, int], ParamUpdate]) -> list[ChunkUpdate]:
         work = []
-        for unit in self._residency.forward_order():
+        for unit in self._residency.cache.forward_order():
             for chunk in unit.layout.trainable_chunks:
                 params = {
                     s.param: updates[unit.index, s.param]

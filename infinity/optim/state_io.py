@@ -53,8 +53,8 @@ class States:
         """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
         optimizer already had (by parameter index; zeros otherwise)."""
         sources = [p.param.detach().reshape(-1) for p in unit.params]
-        if unit.resident:
-            unit.make_resident()
+        if unit.on_device:
+            unit.place()
         leaving: deque[ChunkIO] = deque()
         try:
             for chunk in unit.layout.chunks:
@@ -86,7 +86,7 @@ class States:
         moments: Mapping[int, Mapping[str, Any]],
     ) -> None:
         targets = [here.copy] if not (chunk.trainable and here.copy_is_master) else []
-        if unit.resident and self._tiers.device.staged:
+        if unit.on_device and self._tiers.device.staged:
             targets = [here.device_copy]
         zeroed = list(targets)
         if chunk.trainable:
@@ -103,7 +103,7 @@ class States:
                 for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
                     saved = values[key].detach().reshape(-1)
                     target[segment.start : segment.start + segment.numel].copy_(part_of(saved, segment))
-        staged_copy = unit.resident and self._tiers.device.staged
+        staged_copy = unit.on_device and self._tiers.device.staged
         # What was never written reads as zeros: moments that are zero need no write.
         fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
         here.write(state=chunk.trainable and not fresh, copy=not staged_copy)
@@ -165,7 +165,7 @@ class States:
                 has a copy alone; where the copy is the master it stands for both ("master" is left out).
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
-                A unit that is not resident must be off the device then.
+                A unit that is not placed on the device must be off the device then.
 
         Raises:
             StorageError: a transfer failed.
@@ -201,7 +201,7 @@ class States:
                     if written:
                         # What is on the device was written there; a lease has nothing for it.
                         state = chunk.trainable and any(kind != "copy" for kind in written)
-                        io.write(state=state, copy="copy" in written and not unit.resident)
+                        io.write(state=state, copy="copy" in written and not unit.on_device)
                     else:
                         open_.pop().close()
         finally:
@@ -211,7 +211,7 @@ class States:
     def _tensors(self, unit: ParamUnit, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}
         if "copy" in kinds:
-            tensors["copy"] = io.device_copy if unit.resident else io.copy
+            tensors["copy"] = io.device_copy if unit.on_device else io.copy
         if io.chunk.trainable:
             if "master" in kinds and not io.copy_is_master:
                 tensors["master"] = io.master
@@ -253,7 +253,7 @@ class States:
     @sheltered
     def write(self, pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]]) -> None:
         """Write step, moments (and master, where given) of parameters; no values: zeros. Copies follow the
-        masters. A unit that is not resident must be off the device."""
+        masters. A unit that is not placed on the device must be off the device."""
         given: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for sharded, values in pairs:
             sharded.step = int(values.get("step", 0))
@@ -282,7 +282,7 @@ class States:
                     tensors["copy"].copy_(new)
         for sharded in changed:
             unit = self._tiers.units[sharded.unit]
-            if unit.resident:
+            if unit.on_device:
                 unit.looked({sharded.index})
         bump(list(changed))
 

@@ -18,7 +18,7 @@ from infinity.core.sizes import NORM_BLOCK, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Event, HostStream, Task
-from infinity.params.fetch import Fetcher
+from infinity.params.load import Loader
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot, Version
@@ -56,11 +56,11 @@ class ChunkUpdate(NamedTuple):
 class Updater:
     """Runs updates on a worker, behind the user's back, and reads state ahead for them."""
 
-    def __init__(self, tiers: Tiers, updates: Updates, fetcher: Fetcher, recorder: Recorder) -> None:
+    def __init__(self, tiers: Tiers, updates: Updates, loader: Loader, recorder: Recorder) -> None:
         self._tiers = tiers
         self._recorder = recorder
         self._updates = updates
-        self._fetcher = fetcher
+        self._loader = loader
         self._stream: HostStream | None = None
         self._ahead: deque[ChunkIO] = deque()
         self._task: Task | None = None
@@ -148,9 +148,9 @@ class Updater:
             raise
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
-        fetch, lease = self._tiers.units[chunk.unit].fetch, io.copy_lease
-        if io.copy_version is not Version.BACK and fetch is not None and lease is not None:
-            self._fetcher.supply(fetch, chunk, *lease)
+        load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
+        if io.copy_version is not Version.BACK and load is not None and lease is not None:
+            self._loader.supply(load, chunk, *lease)
         io.wait_copied()
         self._tiers.store.versions.made(chunk.id, "copy", io.copy_version, self._posted)
         self._updates.finish(chunk)
@@ -291,5 +291,5 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
         return
     adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
     if out is not None:
-        resident = tiers.units[update.chunk.unit].resident and not delayed
-        (io.device_copy if resident else out).copy_(master)
+        in_place = tiers.units[update.chunk.unit].on_device and not delayed
+        (io.device_copy if in_place else out).copy_(master)

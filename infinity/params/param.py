@@ -149,24 +149,22 @@ class PendingParameter(nn.Parameter):
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
         if func not in _METADATA:
-            for value in _walk((args, kwargs)):
-                if isinstance(value, PendingParameter):
-                    _wait_update(value)
-            return func(*args, **kwargs)
+            pending = [v for v in _walk((args, kwargs)) if isinstance(v, PendingParameter)]
+            for value in pending:
+                _wait_update(value)
+            if not any(isinstance(v, PendingParameter) for v in pending):
+                return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        _wait_update(self)
-        return repr(self)
+        return str(_plainly(self, repr))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _wait_update(self)
-        return copy.deepcopy(self, memo)
+        return _plainly(self, lambda param: copy.deepcopy(param, memo))
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        _wait_update(self)
-        return self.__reduce_ex__(proto)
+        return _plainly(self, lambda param: param.__reduce_ex__(proto))
 
 
 def why_not(param: nn.Parameter) -> str:
@@ -218,6 +216,17 @@ def _wait_update(param: PendingParameter) -> None:
         sharded.on_wait()
     else:  # its engine is gone, and with it the update
         param.__class__ = type(param).plain
+
+
+def _plainly(param: PendingParameter, call: Callable[[nn.Parameter], Any]) -> Any:
+    """Return what `call` says of a parameter with its values there and its own class."""
+    _wait_update(param)
+    kind = type(param)
+    param.__class__ = kind.plain if isinstance(param, PendingParameter) else kind
+    try:
+        return call(param)
+    finally:
+        param.__class__ = kind
 
 
 def _walk(value: Any) -> list[Any]:
@@ -322,7 +331,7 @@ class ShardedParam:
         self.index = index
         self.cls = type(param)
         self.given_dtype = param.dtype  # at `wrap`
-        self.on_wait: Callable[[], None] | None = None  # waits for the unit's update, restores the class
+        self.on_wait: Callable[[], None] | None = None  # waits for the unit's values, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None
         # Makes all units of these numbers present at once, if that may be now (and, if the second is true,
@@ -392,9 +401,8 @@ class ShardedParam:
         """Make every use of the values raise."""
         self.param.__class__ = subclass.variant(ReleasedParameter, self.cls)
 
-    def suspend(self, wait: Callable[[], None]) -> None:
-        """Make every use of the values `wait` for the update; that restores the class."""
-        self.on_wait = wait
+    def suspend(self) -> None:
+        """Make every use of the values wait for them (`on_wait`)."""
         self.param.__class__ = subclass.variant(PendingParameter, self.cls)
 
     def restore(self) -> None:

@@ -75,7 +75,7 @@ class Publisher:
         return events
 
     def swap(self, unit: ParamUnit) -> None:
-        """Exchange front and back of those of a resident unit's chunks whose back is newer."""
+        """Exchange front and back of those of the chunks of a unit on the device whose back is newer."""
         device = self._device
         for chunk in unit.layout.trainable_chunks:
             if not self._versions.is_newer(chunk.id, "copy"):

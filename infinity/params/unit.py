@@ -1,9 +1,13 @@
 """Units: whether their parameters are on the device, on their way, or away.
 
-One function per legal transition: `prefetch` SHARDED → FETCHING, `unshard` FETCHING → UNSHARDED,
-`idle` UNSHARDED → FETCHING (the storage stays filled, the class is ReleasedParameter), `reshard` and
-`invalidate` FETCHING → SHARDED; `make_resident` is for good. An exception may end each of them between any
-two lines (a signal handler raises where it likes): what is written last is what says that the rest was done.
+One function per legal transition: `load` SHARDED → LOADING, `wait_loaded` LOADING → LOADED, `gather` LOADED →
+GATHERED, `unshard` GATHERED → UNSHARDED, `idle` UNSHARDED → GATHERED, `reshard` and `invalidate` LOADING,
+LOADED or GATHERED → SHARDED. A *persistent* unit is not idle after use: it stays UNSHARDED until its values
+change. One that is placed on the device has its copy in this very storage, and is never SHARDED: what an
+update or a new version brings it is `expect`ed, UNSHARDED → LOADING, and has come with `arrived`, LOADING →
+UNSHARDED.
+
+What is written last is what says that the rest was done: an error may end each of them between any two lines.
 
 [Note: held units] Whoever has an alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a
 module returned, a graph that saved it without our hooks) still refers to the unit's memory. Before the
@@ -30,25 +34,36 @@ from infinity.hardware.device import Device
 from infinity.planning.partition import Chunk, UnitLayout
 from infinity.storage.versions import Slot
 
-from .fetch import Fetch, Fetcher
+from .load import Load, Loader
 from .param import ShardedParam
 
 
-class ParamState(enum.Enum):
+class UnitState(enum.Enum):
     """Where the parameters of a unit are.
 
-    SHARDED: their storage is empty. FETCHING: the storage has its size and is filled or being
-    filled, but nobody may use it yet. UNSHARDED: usable.
+    SHARDED: their storage is empty. LOADING: it is being filled. LOADED: this rank's slice is there (the
+    whole, with one rank). GATHERED: the whole is there, and nobody uses it. UNSHARDED: usable.
     """
 
     SHARDED = "sharded"
-    FETCHING = "fetching"
+    LOADING = "loading"
+    LOADED = "loaded"
+    GATHERED = "gathered"
     UNSHARDED = "unsharded"
 
 
+#: States of which nobody makes use, with memory.
+IDLE_STATES = (UnitState.LOADING, UnitState.LOADED, UnitState.GATHERED)
+
+
 class ParamUnit:
-    """The parameters of one unit and their storage on the device. `look`: notice edits that torch does
-    not count, by a checksum at every use."""
+    """The parameters of one unit and their storage on the device.
+
+    Args:
+        on_device: placed on the device: the copy's place is the storage.
+        persistent: not released after use; what is placed on the device always is.
+        look: notice edits that torch does not count, by a checksum at every use.
+    """
 
     def __init__(
         self,
@@ -56,13 +71,15 @@ class ParamUnit:
         params: Sequence[ShardedParam],
         device: Device,
         *,
-        resident: bool,
+        on_device: bool,
+        persistent: bool = False,
         look: bool = False,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
-        self.resident = resident
-        self.state = ParamState.SHARDED
+        self.on_device = on_device
+        self.persistent = persistent or on_device
+        self.state = UnitState.SHARDED
         self.filled = False  # whether the storage has its memory
         self.stale = False  # somebody holds the memory, and its values are from before an update
         self.users: set[object] = set()
@@ -72,8 +89,9 @@ class ParamUnit:
         self._memory = device.memory(layout.copy_nbytes)
         self.storage = self._memory.storage
         self._device = device
-        self._fetch: Fetch | None = None
-        self._fetcher: Fetcher | None = None
+        self._load: Load | None = None
+        self._loader: Loader | None = None
+        self._arriving: Callable[[], None] | None = None
         self._warned = False
         self._look = look
         self._sums: list[int] | None = None  # of the parameters; None while the engine changes the values
@@ -113,9 +131,9 @@ class ParamUnit:
         """Make the parameters views of the storage, and note how many own that from now on."""
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
-            if not self.resident:
+            if not self.on_device:
                 sharded.keep_accumulator()
-                sharded.release()
+        self._become(self.state)
         self._owners = self._count()
 
     def _count(self) -> tuple[int, int, list[int]]:
@@ -132,8 +150,8 @@ class ParamUnit:
         before = self._owners
         if memory > before[0] or references > before[1]:
             return True
-        # What a graph saved of a resident parameter is for torch to compare.
-        return not self.resident and any(n > b for n, b in zip(owners, before[2], strict=True))
+        # What a graph saved of a parameter that is placed here is for torch to compare.
+        return not self.on_device and any(n > b for n, b in zip(owners, before[2], strict=True))
 
     def warn_held(self) -> None:
         """Tell the user, once, that the memory was to go and is held."""
@@ -189,19 +207,34 @@ class ParamUnit:
                 refused.append(sharded)
         return refused
 
-    def make_resident(self) -> None:
+    def place(self) -> None:
         """Give the storage its memory for good."""
         self._memory.fill()
         self.filled = True
-        self.state = ParamState.UNSHARDED
+        self.state = UnitState.UNSHARDED
 
-    def prefetch(self, fetcher: Fetcher, slots: Mapping[int, Slot], *, urgent: bool = False) -> None:
-        """SHARDED → FETCHING. Does not wait. `slots`: the version of each chunk's copy, by its id.
+    def _become(self, state: UnitState) -> None:
+        """Be in `state`. The one place where the class of a parameter is chosen."""
+        for sharded in self.params:
+            if self.on_device and (state is not UnitState.UNSHARDED or sharded.on_detach is not None):
+                sharded.suspend()  # its values come without being asked for; or a state dict answers for it
+            elif state is UnitState.UNSHARDED:
+                sharded.restore()
+            else:
+                sharded.release()
+        self.state = state
+
+    def renew_classes(self) -> None:
+        """Choose the parameters' classes again: a state dict has begun to answer for them, or has ended."""
+        self._become(self.state)
+
+    def load(self, loader: Loader, slots: Mapping[int, Slot], *, urgent: bool = False) -> None:
+        """SHARDED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
-        self._wait_fetch()  # one that an interrupt has cut off from its unit
+        self._wait_load()  # one that an interrupt has cut off from its unit
         after = self._device.mark()
         self.filled = True
         try:
@@ -210,50 +243,53 @@ class ParamUnit:
             self.filled = False
             raise
         self._sums = None
-        fetch = Fetch(self.view(0, self.layout.copy_nbytes), self.layout.chunks, slots, after)
-        self._fetcher, self._fetch = fetcher, fetch
-        fetcher.start(fetch, urgent=urgent)
+        load = Load(self.view(0, self.layout.copy_nbytes), self.layout.chunks, slots, after)
+        self._loader, self._load = loader, load
+        loader.start(load, urgent=urgent)
         self.stale = False
-        self.state = ParamState.FETCHING
+        self._become(UnitState.LOADING)
 
     @property
-    def fetch(self) -> Fetch | None:
-        """The fetch that fills the storage, or filled it; None while it is empty."""
-        return self._fetch
+    def last_load(self) -> Load | None:
+        """The load that fills the storage, or filled it; None while it is empty."""
+        return self._load
 
-    def suspend(self, wait: Callable[[], None]) -> None:
-        """Make every use of a resident unit's values `wait` for its update."""
-        for param in self.params:
-            param.suspend(wait)
+    def expect(self, wait: Callable[[], None]) -> None:
+        """UNSHARDED → LOADING, of a unit that is placed here: its values are about to change, and who looks
+        at them `wait`s."""
+        self._sums = None
+        self._arriving = wait
+        self._become(UnitState.LOADING)
 
-    def resume(self) -> None:
-        """The update of a resident unit is over: its values may be used."""
+    @property
+    def arriving(self) -> Callable[[], None] | None:
+        """What waits for the values that are expected; None: none are."""
+        return self._arriving
+
+    def arrived(self) -> None:
+        """LOADING → UNSHARDED, of a unit that is placed here: what was expected has come."""
         if self._sums is None:
             self.looked()
-        for param in self.params:
-            param.restore()
-
-    def changes(self) -> None:
-        """The engine is about to change the values."""
-        self._sums = None
+        self._become(UnitState.UNSHARDED)
+        self._arriving = None
 
     def edited(self) -> list[ShardedParam]:
         """Return the parameters that were edited outside of a block that keeps edits: where torch counts it,
-        unless the unit is resident, as its next update takes those over; and elsewhere, if that is looked
+        unless the unit is placed here, as its next update takes those over; and elsewhere, if that is looked
         for."""
         if self.writers:
             return []
         counted = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
         if self._sums is None:
-            return [] if self.resident else counted
+            return [] if self.on_device else counted
         unseen = [p for p, s, t in zip(self.params, self._sums, self._checksums(), strict=True) if s != t]
-        return [p for p in unseen if p not in counted] if self.resident else counted or unseen
+        return [p for p in unseen if p not in counted] if self.on_device else counted or unseen
 
     def check_edited(self, *, newer: bool = False) -> None:
         """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later. The
-        edits of a unit that is not resident are gone then. `newer`: values of a newer version wait."""
-        if not self.resident:
-            if self.state is ParamState.FETCHING and self.edited():
+        edits of a unit that is not placed here are gone then. `newer`: values of a newer version wait."""
+        if not self.on_device:
+            if self.state in IDLE_STATES and self.edited():
                 self.invalidate()
             return
         cure = "edit inside such a block; to keep this edit, enter one with the parameter and leave it"
@@ -263,35 +299,39 @@ class ParamUnit:
             raise _edit_of(edited[0], "where torch does not count it", cure)
 
     def wait_loaded(self) -> None:
-        """Wait until the values are there: the device does (on a CPU, the host). Raises what went wrong."""
-        if self._fetch is not None:
-            self._device.wait_on_device(self._fetch.wait_issued())
-            # The event stays with a fetch that the host has not seen done: reshard asks again.
+        """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
+        what went wrong."""
+        if self._load is not None:
+            self._device.wait_on_device(self._load.wait_issued())
+            # The event stays with a load that the host has not seen done: reshard asks again.
         if self._sums is None:
             self.looked()
+        if self.state is UnitState.LOADING:
+            self.state = UnitState.LOADED
+
+    def gather(self) -> None:
+        """LOADED → GATHERED: have the slices of all ranks. The slice of the only one is the whole: see
+        [Note: load and gather]."""
+        if self.state is UnitState.LOADED:
+            self.state = UnitState.GATHERED
 
     def unshard(self) -> None:
-        """FETCHING → UNSHARDED.
+        """GATHERED → UNSHARDED.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
         """
-        self.wait_loaded()
         self.check_edited()
-        self.state = ParamState.UNSHARDED
-        for param in self.params:
-            param.restore()
+        self._become(UnitState.UNSHARDED)
 
     def idle(self) -> None:
-        """UNSHARDED → FETCHING: nobody uses it; the storage stays filled until room is needed.
+        """UNSHARDED → GATHERED: nobody uses it; the storage stays filled until room is needed.
 
         Raises:
             ParameterChangedError: a parameter was edited, which would be lost.
         """
         edited = self.edited()
-        for param in self.params:
-            param.release()
-        self.state = ParamState.FETCHING
+        self._become(UnitState.GATHERED)
         if edited:
             self.rebind()
             self._forget_edits()
@@ -320,20 +360,20 @@ class ParamUnit:
         for param in self.params:
             param.version = param.current_version
 
-    def _wait_fetch(self) -> None:
+    def _wait_load(self) -> None:
         """Wait until nothing is on its way to the storage."""
-        fetch = self._fetch
-        if fetch is not None and self._fetcher is not None:
-            self._fetcher.start(fetch)  # where an interrupt came first; once more does nothing
-            fetch.issued.wait()
-            if fetch.error is None:
+        load = self._load
+        if load is not None and self._loader is not None:
+            self._loader.start(load)  # where an interrupt came first; once more does nothing
+            load.issued.wait()
+            if load.error is None:
                 # On CUDA the storage was allocated on the compute stream; it must see the copy
                 # before the memory is given to something else.
-                self._device.wait_on_device(fetch.event)
-        self._fetch = None  # not before: an interrupt may end a wait, but not what fills the storage
+                self._device.wait_on_device(load.event)
+        self._load = None  # not before: an interrupt may end a wait, but not what fills the storage
 
     def reshard(self) -> bool:
-        """FETCHING → SHARDED: free the storage. The copy was clean: nothing is written.
+        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The copy was clean: nothing is written.
 
         Returns False, and does nothing, if somebody holds it: [Note: held units].
 
@@ -343,16 +383,15 @@ class ParamUnit:
         return self._let_go(keep=False)
 
     def _let_go(self, *, keep: bool) -> bool:
-        for param in self.params:
-            param.release()  # from here on nobody makes an alias
-        self._wait_fetch()
+        self._become(self.state)  # released: from here on nobody makes an alias
+        self._wait_load()
         held = self.is_held()
         if held and not keep:
             return False
         edited = self.edited()
         if held:
             self.stale = True
-            self.state = ParamState.SHARDED
+            self.state = UnitState.SHARDED
         else:
             self._free()
         if edited:
@@ -362,8 +401,8 @@ class ParamUnit:
         return not held
 
     def invalidate(self) -> None:
-        """FETCHING → SHARDED: the values are about to be those of another version. What somebody holds
-        keeps its memory, and is `stale`.
+        """As `reshard`, for the values are about to be those of another version. What somebody holds keeps
+        its memory, and is `stale`.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -371,14 +410,14 @@ class ParamUnit:
         self._let_go(keep=True)
 
     def free_unused(self) -> None:
-        """Free memory that holds nothing: its owner let go, or an interrupt came before its fetch."""
-        if self.filled and self.state is ParamState.SHARDED:
-            self._wait_fetch()
+        """Free memory that holds nothing: its owner let go, or an interrupt came before its load."""
+        if self.filled and self.state is UnitState.SHARDED:
+            self._wait_load()
             if not self.is_held():
                 self._free()
 
     def _free(self) -> None:
-        self.state = ParamState.SHARDED
+        self.state = UnitState.SHARDED
         self._memory.drop()
         self.filled = self.stale = False
         self._sums = None
@@ -388,9 +427,9 @@ class ParamUnit:
         """Whether somebody has a claim on it."""
         return bool(self.users or self.keepers)
 
-    def fetch_is_over(self) -> bool:
+    def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
-        return self._fetch is None or self._fetch.is_over()
+        return self._load is None or self._load.is_over()
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

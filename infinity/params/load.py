@@ -1,14 +1,19 @@
-"""The way of a copy to the device: `read` → lease → `h2d`, on a thread of its own.
+"""Loads: the way of a copy to the device, `read` → lease → `h2d`, on a thread of its own.
 
-The fetcher keeps as many reads under way as its quota has leases, over the boundaries of units,
+The loader keeps as many reads under way as its quota has leases, over the boundaries of units,
 and hands each chunk to the device's copy stream as soon as its bytes are checked. A lease goes
 home when the copy to the device is done.
+
+[Note: load and gather] A load is local: it brings this rank's slice of a unit to its place in the unit's
+storage, is started when there is room, and may take any time. A gather makes the slices of all ranks a whole.
+It is asked for where the program uses a unit, so its order is the program's on every rank, and what is
+evicted for it depends on the schedule and on bytes, never on what has come. With one rank the slice is the
+whole.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,7 +26,6 @@ from infinity.core.locks import lock
 from infinity.core.spans import now
 from infinity.core.waiting import POLL, Bell, Latch
 from infinity.hardware.device import Device, Event
-from infinity.planning.pace import Pace
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
@@ -30,9 +34,9 @@ from infinity.storage.store import Slot, Store, Transfer
 from .updates import Updates
 
 
-class Fetch:
+class Load:
     """One unit on its way: the copies of `chunks` into `target` (uint8, as long as the unit's copy), after
-    `after`, of the version that `slots` names for each chunk's id. Nothing happens before `Fetcher.start`.
+    `after`, of the version that `slots` names for each chunk's id. Nothing happens before `Loader.start`.
 
     `issued` opens when all its copies are on the copy stream (then `event` tells when they are done) or
     when it failed.
@@ -79,15 +83,15 @@ class Fetch:
 
 
 class _Flight(NamedTuple):
-    fetch: Fetch
+    load: Load
     chunk: Chunk
     lease: Lease | None
     transfer: Transfer | None
     offset: int = 0  # of the copy in the lease
 
 
-class Fetcher:
-    """Runs fetches in the order in which they are started."""
+class Loader:
+    """Runs loads in the order in which they are started."""
 
     def __init__(
         self,
@@ -97,29 +101,28 @@ class Fetcher:
         plans: Sequence[ChunkParts],
         updates: Updates,
     ) -> None:
-        self.pace = Pace()
-        self._worker = _Worker(store, pool, device, plans, updates, self.pace)
+        self._worker = _Worker(store, pool, device, plans, updates)
         updates.listen(self._worker.wake)
-        self._thread = threading.Thread(target=self._worker.run, name="infinity-fetch", daemon=True)
+        self._thread = threading.Thread(target=self._worker.run, name="infinity-load", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
-    def start(self, fetch: Fetch, *, urgent: bool = False) -> None:
-        """Queue a fetch; an urgent one goes before those that are only expected to be needed. A second
+    def start(self, load: Load, *, urgent: bool = False) -> None:
+        """Queue a load; an urgent one goes before those that are only expected to be needed. A second
         call does nothing: who was interrupted here calls again.
 
         Raises:
-            ClosedError: the fetcher was closed.
+            ClosedError: the loader was closed.
         """
-        self._worker.add(fetch, urgent)
+        self._worker.add(load, urgent)
 
-    def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
+    def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:
         """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it.
 
         [Note: no round trip] The lease goes home when the copy is on the device. Supplies are
-        taken before anything else, so an update never waits for a fetch that waits for it.
+        taken before anything else, so an update never waits for a load that waits for it.
         """
-        self._worker.supply(fetch, chunk, lease, offset)
+        self._worker.supply(load, chunk, lease, offset)
 
     def close(self) -> None:
         """Finish what is under way and end the thread."""
@@ -136,10 +139,7 @@ class _Worker:
         device: Device,
         plans: Sequence[ChunkParts],
         updates: Updates,
-        pace: Pace,
     ) -> None:
-        self._pace = pace
-        self._since = time.monotonic()  # when the last fetch landed, or the first of a row began
         self._updates = updates
         self._store = store
         self._pool = pool
@@ -147,41 +147,41 @@ class _Worker:
         self._plans = plans
         # Guards what is waiting. No finalizer takes it, and nothing under it runs Python that could
         # be interrupted halfway through a change.
-        self._lock = lock("fetcher")
+        self._lock = lock("loader")
         self._bell = Bell()
-        self._waiting: deque[Fetch] = deque()
+        self._waiting: deque[Load] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
         self._copying: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
 
-    def add(self, fetch: Fetch, urgent: bool) -> None:
+    def add(self, load: Load, urgent: bool) -> None:
         with self._lock:
-            if fetch.started:
+            if load.started:
                 return
             if self._stopped:
                 raise ClosedError(
                     "the engine is closed",
                     expected="an open engine",
-                    found="a fetch after close()",
+                    found="a load after close()",
                     cure="wrap the model again",
                 )
             add = self._waiting.appendleft if urgent else self._waiting.append
-            fetch.started = True  # no handler runs between this and the next line
-            add(fetch)
+            load.started = True  # no handler runs between this and the next line
+            add(load)
         self._bell.ring()
 
     def wake(self) -> None:
-        """A chunk was updated. Most have no fetch behind them, and the kernel needs the cores."""
+        """A chunk was updated. Most have no load behind them, and the kernel needs the cores."""
         if self._waiting:
             self._bell.ring()
 
-    def supply(self, fetch: Fetch, chunk: Chunk, lease: Lease, offset: int) -> None:
+    def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:
         with self._lock:
-            if fetch.issued.is_open or chunk not in fetch.chunks:
+            if load.issued.is_open or chunk not in load.chunks:
                 return  # it failed, or read the chunk already
-            fetch.chunks.remove(chunk)
-            fetch.supplies.append((chunk, lease.retain(), offset))
-            fetch.updated = now()
+            load.chunks.remove(chunk)
+            load.supplies.append((chunk, lease.retain(), offset))
+            load.updated = now()
         self._bell.ring()
 
     def stop(self) -> None:
@@ -208,24 +208,24 @@ class _Worker:
         """Start as many reads as there are leases."""
         while True:
             with self._lock:
-                for fetch in self._waiting:
-                    while fetch.supplies:
-                        chunk, supplied, offset = fetch.supplies.popleft()
-                        self._flights.append(_Flight(fetch, chunk, supplied, None, offset))
+                for load in self._waiting:
+                    while load.supplies:
+                        chunk, supplied, offset = load.supplies.popleft()
+                        self._flights.append(_Flight(load, chunk, supplied, None, offset))
                 while self._waiting and not self._waiting[0].chunks:
                     self._waiting.popleft()
                 if not self._waiting:
                     return
-                fetch = self._waiting[0]
-                chunk = fetch.chunks[0]
+                load = self._waiting[0]
+                chunk = load.chunks[0]
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
                 if self._updates.blocks_fetch(chunk.id):
-                    fetch.behind_update = True
+                    load.behind_update = True
                     return
-                if fetch.behind_update:
-                    fetch.behind_update, fetch.updated = False, now()
+                if load.behind_update:
+                    load.behind_update, load.updated = False, now()
                 if plan.fetch_lease:
                     self._release_leases(wait=False)
                     lease = self._pool.try_lease("fetch", plan.fetch_lease)
@@ -234,21 +234,19 @@ class _Worker:
                             return
                         lease = self._pool.lease("fetch", plan.fetch_lease)  # or its error
                 with self._lock:
-                    if chunk not in fetch.chunks:  # supplied meanwhile
+                    if chunk not in load.chunks:  # supplied meanwhile
                         if lease is not None:
                             lease.release()
                         continue
-                    fetch.chunks.remove(chunk)
+                    load.chunks.remove(chunk)
                 if lease is not None:
-                    transfer = self._store.read(chunk.id, "copy", lease, version=fetch.slots[chunk.id])
+                    transfer = self._store.read(chunk.id, "copy", lease, version=load.slots[chunk.id])
             except BaseException as error:
                 if lease is not None:
                     lease.release()
-                self._fail(fetch, error)
+                self._fail(load, error)
                 continue
-            if not self._flights:
-                self._since = time.monotonic()
-            self._flights.append(_Flight(fetch, chunk, lease, transfer))
+            self._flights.append(_Flight(load, chunk, lease, transfer))
 
     def _is_needed(self) -> bool:
         with self._lock:
@@ -268,52 +266,47 @@ class _Worker:
 
     def _copy_oldest(self) -> None:
         """Take the oldest read to the device."""
-        fetch, chunk, lease, transfer, offset = self._flights.popleft()
+        load, chunk, lease, transfer, offset = self._flights.popleft()
         try:
             if transfer is not None:
                 transfer.wait()
-                fetch.read = now()
-                landed = time.monotonic()
-                self._pace.fetched(chunk.copy_nbytes, landed - self._since)
-                self._since = landed
-            if fetch.error is None:
-                fetch.event = self._copy(fetch, chunk, lease, offset)
+                load.read = now()
+            if load.error is None:
+                load.event = self._copy(load, chunk, lease, offset)
                 if lease is not None:
-                    self._copying.append((fetch.event, lease))
+                    self._copying.append((load.event, lease))
                     lease = None
         except BaseException as error:
-            self._fail(fetch, error)
+            self._fail(load, error)
         finally:
             if lease is not None:
                 lease.release()
         with self._lock:
-            last = (
-                not fetch.chunks and not fetch.supplies and not any(f.fetch is fetch for f in self._flights)
-            )
-        if last and not fetch.issued.is_open:
-            if fetch.error is not None and fetch.event is not None:
-                _wait_over(fetch.event)
-            fetch.finish()
+            last = not load.chunks and not load.supplies and not any(f.load is load for f in self._flights)
+        if last and not load.issued.is_open:
+            if load.error is not None and load.event is not None:
+                _wait_over(load.event)
+            load.finish()
 
-    def _copy(self, fetch: Fetch, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
+    def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
         source = (
             lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
             if lease is not None
-            else self._store.view(chunk.id, "copy", version=fetch.slots[chunk.id])
+            else self._store.view(chunk.id, "copy", version=load.slots[chunk.id])
         )
-        target = fetch.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
-        return self._device.h2d(target, source, fetch.after, chunk=chunk.id)
+        target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
+        return self._device.h2d(target, source, load.after, chunk=chunk.id)
 
-    def _fail(self, fetch: Fetch, error: BaseException) -> None:
+    def _fail(self, load: Load, error: BaseException) -> None:
         with self._lock:
-            fetch.chunks.clear()
-            while fetch.supplies:
-                fetch.supplies.popleft()[1].release()
-            fetch.error = fetch.error or error
-        if not any(f.fetch is fetch for f in self._flights):
-            if fetch.event is not None:
-                _wait_over(fetch.event)
-            fetch.finish()
+            load.chunks.clear()
+            while load.supplies:
+                load.supplies.popleft()[1].release()
+            load.error = load.error or error
+        if not any(f.load is load for f in self._flights):
+            if load.event is not None:
+                _wait_over(load.event)
+            load.finish()
 
     def _release_leases(self, *, wait: bool) -> None:
         while self._copying:

@@ -1,0 +1,158 @@
+"""The units' memory on the device, within a number of bytes: what is loaded next, and what goes for it.
+
+A unit that nobody uses stays while there is room; when room is needed, the one whose next use is farthest
+away goes first: [Note: load and gather]. One whose memory somebody else holds stays as long as that lasts,
+over the budget if need be: [Note: held units].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from infinity.core.spans import Recorder
+from infinity.hardware.device import Device
+from infinity.planning.schedule import Schedule
+
+from .load import Loader
+from .publish import Publisher
+from .unit import IDLE_STATES, ParamUnit, UnitState
+from .updates import Updates
+
+_T = TypeVar("_T")
+
+
+class Cache:
+    """Which units have memory on the device. `capacity`: bytes, of those that are not placed there.
+
+    Attributes:
+        loads: that were begun.
+        peak: bytes that were in use at once, at most.
+        in_backward: a backward is under way; its nodes let go of what they hold soon.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ParamUnit],
+        loader: Loader,
+        capacity: int,
+        device: Device,
+        updates: Updates,
+        publisher: Publisher,
+        recorder: Recorder,
+    ) -> None:
+        self.units = units
+        self.schedule = Schedule()
+        self.loads = self.peak = 0
+        self.in_backward = False
+        self._loader = loader
+        self._capacity = capacity
+        self._device = device
+        self._updates = updates
+        self._publisher = publisher
+        self._recorder = recorder
+        self._warned = False
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the units that have their memory and are not placed on the device."""
+        return sum(u.layout.copy_nbytes for u in self.units if u.filled and not u.on_device)
+
+    def load(self, unit: ParamUnit, *, urgent: bool = False) -> None:
+        """Start to load a unit, in the version that it is to show. Raises what `ParamUnit.load` raises."""
+        self._device.trim()
+        unit.load(self._loader, self._publisher.slots(unit), urgent=urgent)
+        self.loads += 1
+        self.peak = max(self.peak, self.allocated)
+
+    def load_now(self, unit: ParamUnit) -> None:
+        """Load a unit that is needed, whatever has to go for it."""
+        self._make_room(unit)
+        try:
+            self.load(unit, urgent=True)
+        except torch.OutOfMemoryError:  # what nobody uses yet gives way, within the budget or not
+            for other in self._idle(self._ranks()):
+                self._drop(other)
+            self.load(unit, urgent=True)
+
+    def invalidate(self, unit: ParamUnit) -> None:
+        """Free the memory of an idle unit, whose values are about to be those of another version."""
+        if unit.state in IDLE_STATES:
+            self.wait_for(unit, unit.invalidate)
+            if unit.stale:
+                unit.warn_held()
+
+    def wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
+        """Do what waits for a unit's load; if that is under way, the user's thread stalls."""
+        load = unit.last_load
+        if load is None or load.is_over():
+            return call()
+        wait = self._recorder.waits()
+        result = call()
+        self._recorder.waited(wait, *load.causes(), unit=unit.index)
+        return result
+
+    def forward_order(self) -> list[ParamUnit]:
+        """Return all units in the order of the last forward; those it did not use come last."""
+        order = dict.fromkeys([*self.schedule.recorded(), *range(len(self.units))])
+        return [self.units[i] for i in order]
+
+    def prefetch(self, *, newest: bool) -> None:
+        """Load what comes next, nearest first, as far as there is room without what comes before it;
+        `newest`: in the newest version. What is being updated comes straight from there."""
+        ranks: dict[int, int] | None = None
+        for index in dict.fromkeys(self.schedule.upcoming()):
+            unit = self.units[index]
+            if unit.stale or unit.state is not UnitState.SHARDED:
+                continue
+            if newest and self._updates.has_unit(index):
+                return  # which version is the newest is not known yet
+            need = 0 if unit.filled else unit.layout.copy_nbytes
+            if self.allocated + need > self._capacity:
+                ranks = ranks if ranks is not None else self._ranks()
+                if not self._evict(need, ranks, later_than=ranks[index]):
+                    return
+            unit.newest = newest and self._publisher.is_newer(unit)
+            try:
+                self.load(unit)
+            except torch.OutOfMemoryError:
+                return  # what is loaded for later can be loaded later
+
+    def _make_room(self, unit: ParamUnit) -> None:
+        need = 0 if unit.filled else unit.layout.copy_nbytes
+        if self.allocated + need <= self._capacity or self._evict(need, self._ranks()):
+            return
+        if not self._warned:
+            self._warned = True
+            unit.warn_room(self.allocated + need, self._capacity)
+
+    def _evict(self, need: int, ranks: dict[int, int], later_than: int = -1) -> bool:
+        """Free idle units, the one needed last first, until there is room for `need` bytes; return whether
+        there is. Only those whose next use comes after the rank `later_than`."""
+        room = self._capacity - self.allocated
+        for other in self._idle(ranks):
+            if room >= need or ranks.get(other.index, len(ranks) + 1) <= later_than:
+                break
+            if self._drop(other):
+                room += other.layout.copy_nbytes
+        return room >= need
+
+    def _drop(self, unit: ParamUnit) -> bool:
+        """Free an idle unit's memory; return whether that could be done."""
+        gone = unit.state not in IDLE_STATES or self.wait_for(unit, unit.reshard)
+        if not gone and not self.in_backward:
+            unit.warn_held()  # a node of a backward lets go of what it unpacked
+        return gone
+
+    def _ranks(self) -> dict[int, int]:
+        ranks: dict[int, int] = {}
+        for rank, index in enumerate(self.schedule.upcoming()):
+            ranks.setdefault(index, rank)
+        return ranks
+
+    def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
+        """Units that may go, the one needed last first."""
+        units = [u for u in self.units if not u.persistent and not u.in_use and u.state in IDLE_STATES]
+        return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
