@@ -25,6 +25,8 @@ from infinity.storage.store import Version
 from .chunk_io import ChunkIO, Tiers, open_chunk
 from .update import Updater
 
+#: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
+_KINDS = ("copy", "master", "exp_avg", "exp_avg_sq")
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -52,61 +54,19 @@ class States:
     def take_over(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
         """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
         optimizer already had (by parameter index; zeros otherwise)."""
-        sources = [p.param.detach().reshape(-1) for p in unit.params]
         if unit.on_device:
             unit.place()
-        leaving: deque[ChunkIO] = deque()
-        try:
-            for chunk in unit.layout.chunks:
-                here = self._open(chunk, "update" if chunk.trainable else "fetch", leaving)
-                leaving.append(here)
-                self._fill(unit, chunk, here, sources, moments)
-        finally:
-            while leaving:
-                leaving.popleft().close()
-        unit.bind()
-
-    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkIO]) -> ChunkIO:
-        nbytes = self._tiers.lease_nbytes(chunk)
-        while nbytes:
-            lease = self._tiers.pool.try_lease(quota, nbytes)
-            if lease is not None:
-                return ChunkIO(self._tiers, chunk, lease)
-            if not leaving:
-                return open_chunk(self._tiers, chunk, quota)
-            leaving.popleft().close()
-        return ChunkIO(self._tiers, chunk, None)
-
-    def _fill(
-        self,
-        unit: ParamUnit,
-        chunk: Chunk,
-        here: ChunkIO,
-        sources: list[torch.Tensor],
-        moments: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        targets = [here.copy] if not (chunk.trainable and here.copy_is_master) else []
-        if unit.on_device and self._tiers.device.staged:
-            targets = [here.device_copy]
-        zeroed = list(targets)
-        if chunk.trainable:
-            targets.append(here.master)
-            zeroed += [here.master, *here.moments]
-        for tensor in zeroed:
-            tensor.zero_()
-        for segment in chunk.segments:
-            source = part_of(sources[segment.param], segment)
-            for target in targets:
-                target[segment.start : segment.start + segment.numel].copy_(source)
-            values = moments.get(segment.param)
-            if values and chunk.trainable:
-                for target, key in zip(here.moments, ("exp_avg", "exp_avg_sq"), strict=True):
-                    saved = values[key].detach().reshape(-1)
-                    target[segment.start : segment.start + segment.numel].copy_(part_of(saved, segment))
-        staged_copy = unit.on_device and self._tiers.device.staged
         # What was never written reads as zeros: moments that are zero need no write.
-        fresh = here.copy_is_master and not any(moments.get(s.param) for s in chunk.segments)
-        here.write(state=chunk.trainable and not fresh, copy=not staged_copy)
+        written = _KINDS if moments else _KINDS[:2]
+        sources = [p.param.detach().reshape(-1) for p in unit.params]
+        flat = {i: {k: saved[k].detach().reshape(-1) for k in _KINDS[2:]} for i, saved in moments.items()}
+        for sharded, segment, tensors in self.segments(_KINDS, unit.params, written=written, fresh=True):
+            for kind, tensor in tensors.items():
+                if kind in ("copy", "master"):
+                    tensor.copy_(part_of(sources[sharded.index], segment))
+                elif sharded.index in flat:
+                    tensor.copy_(part_of(flat[sharded.index][kind], segment))
+        unit.bind()
 
     # -- state dicts ------------------------------------------------------------------------
 
@@ -154,6 +114,7 @@ class States:
         params: Iterable[ShardedParam],
         *,
         written: Collection[str] = (),
+        fresh: bool = False,
     ) -> Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]:
         """Go through the state of `params` chunk by chunk, each chunk once, through one lease.
 
@@ -166,6 +127,7 @@ class States:
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
                 A unit that is not placed on the device must be off the device then.
+            fresh: nothing was ever written: everything begins as zeros.
 
         Raises:
             StorageError: a transfer failed.
@@ -189,8 +151,12 @@ class States:
                         continue
                     io = self._open(chunk, "update" if chunk.trainable else "fetch", open_)
                     open_.append(io)
-                    io.read(copy="copy" in kinds)
-                    io.wait()
+                    if fresh:
+                        for tensor in self._tensors(unit, io, _KINDS).values():
+                            tensor.zero_()
+                    else:
+                        io.read(copy="copy" in kinds)
+                        io.wait()
                     tensors = self._tensors(unit, io, kinds)
                     for segment in segments:
                         yield (
@@ -200,13 +166,24 @@ class States:
                         )
                     if written:
                         # What is on the device was written there; a lease has nothing for it.
-                        state = chunk.trainable and any(kind != "copy" for kind in written)
+                        state = any(kind != "copy" and kind in tensors for kind in written)
                         io.write(state=state, copy="copy" in written and not unit.on_device)
                     else:
                         open_.pop().close()
         finally:
             while open_:
                 open_.popleft().close()
+
+    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkIO]) -> ChunkIO:
+        nbytes = self._tiers.lease_nbytes(chunk)
+        while nbytes:
+            lease = self._tiers.pool.try_lease(quota, nbytes)
+            if lease is not None:
+                return ChunkIO(self._tiers, chunk, lease)
+            if not leaving:
+                return open_chunk(self._tiers, chunk, quota)
+            leaving.popleft().close()
+        return ChunkIO(self._tiers, chunk, None)
 
     def _tensors(self, unit: ParamUnit, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -262,9 +239,9 @@ class States:
             named = {k: v for k in ("exp_avg", "exp_avg_sq", "master") if (v := values.get(k)) is not None}
             given[sharded] = named
         changed: dict[ShardedParam, None] = {}
-        moments, everything = ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "master", "copy")
+        moments = _KINDS[2:]
         masters = [s for s, values in given.items() if "master" in values]
-        for kinds, params in ((everything, masters), (moments, [s for s in given if s not in {*masters}])):
+        for kinds, params in ((_KINDS, masters), (moments, [s for s in given if s not in {*masters}])):
             flat: dict[str, torch.Tensor] = {}
             of: ShardedParam | None = None
             for sharded, segment, tensors in self.segments(kinds, params, written=kinds):

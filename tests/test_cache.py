@@ -1,0 +1,138 @@
+"""Load and gather: what is loaded ahead, and what goes for it, depend on the schedule and on bytes alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import Engine, engine_of
+from infinity.params.cache import Cache
+from infinity.params.load import _Worker
+from infinity.params.unit import ParamUnit, UnitState
+
+from .offloaded import config_for
+
+WIDTH = 64
+BLOCK = WIDTH * WIDTH + WIDTH
+
+
+class Layers(nn.Module):
+    """Calls its layers in a given order."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def made(folder: Path, count: int, room: str) -> tuple[Any, Any, Engine]:
+    torch.manual_seed(0)
+    model: Any = Layers(count)
+    config = config_for(folder, units=["Linear"], device_memory=room)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    return model, optimizer, engine_of(model)
+
+
+def evictions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, delays: bool
+) -> list[tuple[str, int]]:
+    """Return which units were loaded and which went, in which order, by random programs; `delays`: reads and
+    copies take any time."""
+    folder.mkdir()
+    found: list[tuple[str, int]] = []
+    with monkeypatch.context() as patch:
+        load, drop = Cache.load, Cache._drop
+
+        def noted_load(self: Cache, unit: ParamUnit, **options: Any) -> None:
+            found.append(("load", unit.index))
+            load(self, unit, **options)
+
+        def noted_drop(self: Cache, unit: ParamUnit) -> bool:
+            found.append(("drop", unit.index))
+            return drop(self, unit)
+
+        patch.setattr(Cache, "load", noted_load)
+        patch.setattr(Cache, "_drop", noted_drop)
+        if delays:
+            pause = random.Random(seed)
+            copy = _Worker._copy_oldest
+
+            def slow(self: Any) -> None:
+                time.sleep(pause.random() * 0.01)
+                copy(self)
+
+            patch.setattr(_Worker, "_copy_oldest", slow)
+        model, optimizer, engine = made(folder, 8, "192KiB")
+        try:
+            draw = random.Random(seed)
+            orders = [draw.sample(range(8), draw.randint(3, 8)) for _ in range(3)]
+            for _ in range(8):
+                model(torch.ones(2, WIDTH), draw.choice(orders)).sum().backward()
+                optimizer.step()
+                infinity.flush(model)  # what a fetch waits for is not what is decided
+                optimizer.zero_grad()
+        finally:
+            infinity.close(optimizer)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_goes_and_what_comes_never_depends_on_time(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = evictions(tmp_path / "fast", monkeypatch, seed, delays=False)
+    slow = evictions(tmp_path / "slow", monkeypatch, seed, delays=True)
+    assert fast == slow
+    assert {kind for kind, _ in fast} == {"load", "drop"}
+
+
+def test_as_much_is_loaded_ahead_as_there_is_room_for(tmp_path: Path) -> None:
+    model, optimizer, engine = made(tmp_path, 20, "8MiB")
+    residency, ahead = engine.residency, []
+    order = list(range(20))
+
+    def look(*_: object) -> None:
+        ahead.append(sum(u.state is not UnitState.SHARDED for u in residency.units))
+
+    try:
+        for _ in range(2):
+            model(torch.randn(2, WIDTH), order).mean().backward()
+        optimizer.zero_grad()
+        infinity.flush(optimizer)
+        residency.reshard_all()
+        model.layers[0].register_forward_hook(look)
+        residency.missed = 0
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH), order)
+        assert residency.missed <= 1  # the first
+        assert ahead == [20]
+    finally:
+        infinity.close(optimizer)
+
+
+def test_the_unit_whose_next_use_is_farthest_goes_first(tmp_path: Path) -> None:
+    model, optimizer, engine = made(tmp_path, 6, "144KiB")
+    cache, x = engine.residency.cache, torch.randn(2, WIDTH)
+    units = [engine.params[layer.weight].unit for layer in model.layers]
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                model(x, list(range(6)))
+        ranks = {index: rank for rank, index in reversed(list(enumerate(cache.schedule.upcoming())))}
+        idle = [u.index for u in cache._idle(ranks)]
+        assert idle == sorted(idle, key=lambda i: -ranks[i])
+        assert cache.peak <= engine.footprint.working_nbytes + engine.footprint.prefetch_nbytes
+        assert len(idle) < len(units)
+    finally:
+        infinity.close(optimizer)
