@@ -73,7 +73,7 @@ def evictions(
                 copy(self)
 
             patch.setattr(_Worker, "_copy_oldest", slow)
-        model, optimizer, engine = made(folder, 8, "192KiB")
+        model, optimizer, _ = made(folder, 8, "192KiB")
         try:
             draw = random.Random(seed)
             orders = [draw.sample(range(8), draw.randint(3, 8)) for _ in range(3)]

@@ -135,7 +135,7 @@ def test_a_persistent_unit_stays_until_the_step_that_makes_it_stale(update: str,
 
 def test_what_a_state_dict_answers_for_asks_and_is_plain_again_afterwards(tmp_path: Path) -> None:
     """With delayed updates: the storage has values from before the last step, the state dict the newest."""
-    model, optimizer, engine = made(tmp_path, "device", update="delayed", delay_warmup_steps=0)
+    model, optimizer, _ = made(tmp_path, "device", update="delayed", delay_warmup_steps=0)
     seen: list[str] = []
     weight = model[0][0].weight
     model[1][0].register_state_dict_pre_hook(lambda *_: seen.append(class_of(weight)))

@@ -172,7 +172,7 @@ class Engine:
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         publisher = Publisher(store, device)
-        cache = Cache(*(units, self.loader, capacity, device, self.updates, store.versions, self.recorder))
+        cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
         self.residency = Residency(
             *(units, cache, device, self.updates, publisher, self.recorder, self.shelter)
         )
