@@ -29,12 +29,29 @@ locks.checking = True
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
 from .quick import leave_the_rest  # noqa: E402
 from .small_net import config, wrapped  # noqa: E402, F401
+from .staged import staged, staged_devices  # noqa: E402, F401
 
 # Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
 # threads would spin while they wait for each other.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cpu", "staged"), default="cpu", help='what device="cpu" means: see staged.py'
+    )
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--device staged` engines have a device with CUDA's control flow, and its faults fail the test."""
+    if request.config.getoption("--device") == "cpu":
+        yield
+    else:
+        with staged_devices():
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,11 @@ from infinity.api import closing
 from infinity.api.engine import engine_of
 from infinity.core.errors import WrapError
 from infinity.hardware import streams
-from infinity.hardware.device import CudaDevice, HostDevice
+from infinity.hardware.device import CudaDevice
 
 from .quick import quick
 from .small_net import build, tokens, train
+from .staged import Staged
 
 TIMEOUT = 60.0
 
@@ -191,67 +192,33 @@ train(model, optimizer, 1)
 # -- pinned memory ------------------------------------------------------------------------------
 
 
-class _Pinned(HostDevice):
-    """A host that is staged as a device of its own is, and notes when its memory is unpinned."""
-
-    staged = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.pinned: dict[int, int] = {}
-        self.late: list[str] = []
-        self.open = True
-
-    def register(self, address: int, nbytes: int) -> None:
-        self.pinned[address] = nbytes
-
-    def unregister(self, address: int, nbytes: int) -> None:
-        assert self.pinned.pop(address) == nbytes
-        if self.open:
-            self.late.append("unpinned before the copies were done")
-
-    def close(self) -> None:
-        super().close()
-        self.open = False
+def assert_unpinned_last(device: Staged) -> None:
+    """All of it, when no copy was under way any more."""
+    ends = [call for _, call, _ in device.calls if call in ("close", "unregister")]
+    assert ends.count("unregister") >= 2
+    assert ends[0] == "close"
+    assert device.registered == 0
 
 
-def _pinned(monkeypatch: pytest.MonkeyPatch) -> list[_Pinned]:
-    made: list[_Pinned] = []
-
-    def open_device(name: str | None, recorder: Any) -> _Pinned:
-        made.append(_Pinned(torch.device("cpu"), recorder))
-        return made[-1]
-
-    monkeypatch.setattr("infinity.api.engine.open_device", open_device)
-    return made
-
-
-def test_memory_is_unpinned_when_no_copy_can_read_it_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = _pinned(monkeypatch)
+def test_memory_is_unpinned_when_no_copy_can_read_it_any_more(tmp_path: Path, staged: list[Staged]) -> None:
     config = config_of(tmp_path, optimizer_state="host", parameters="host")
     model, optimizer = infinity.wrap(*build(), config)
     train(model, optimizer, 1)
-    assert made[0].pinned
+    assert staged[0].registered
     infinity.close(model)
-    assert made[0].pinned == {}
-    assert made[0].late == []
+    assert_unpinned_last(staged[0])
 
 
 def test_memory_is_unpinned_in_that_order_when_wrap_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: list[Staged]
 ) -> None:
-    made = _pinned(monkeypatch)
-
     def fails(*_: Any) -> None:
         raise WrapError("what comes last")
 
     monkeypatch.setattr("infinity.api.engine.install", fails)
     with pytest.raises(WrapError, match="comes last"):
         infinity.wrap(*build(), config_of(tmp_path, optimizer_state="host", parameters="host"))
-    assert made[0].pinned == {}
-    assert made[0].late == []
+    assert_unpinned_last(staged[0])
 
 
 def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
@@ -265,9 +232,8 @@ def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
 
 
 def test_the_activation_region_prefers_the_node_of_the_pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: list[Staged]
 ) -> None:
-    _pinned(monkeypatch)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("infinity.api.engine.node_for", lambda *_: 1)
     monkeypatch.setattr(

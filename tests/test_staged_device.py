@@ -1,9 +1,11 @@
-"""A device whose memory is not the host's, as far as a CPU can show it: what crosses, by way of what
-memory, and what waits for the user's stream. The device is the host's with leases for all that crosses."""
+"""A device whose memory is not the host's, as far as a CPU can show it (staged.py): what crosses, by way of
+what memory, what waits for what, and what the device itself refuses. `--device staged` runs others on it."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
 from infinity.grads.gradient_chunks import GradientIO
-from infinity.hardware.device import Event, HostDevice
+from infinity.hardware import cpu_adam
+from infinity.hardware.device import CudaDevice, HostDevice
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .staged import Fault, Staged, staged_devices
 
 WIDTH = 24
 ON_DEVICE = {"parameters": "device", "optimizer_state": "device", "gradients": "device"}
@@ -28,52 +31,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "state on host": {**ON_DEVICE, "optimizer_state": "host"},
     "state on device": {**ON_HOST, "optimizer_state": "device"},
 }
-
-
-class Mark:
-    """The user's stream as it stood."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-class Staged(HostDevice):
-    """Notes what is asked of it, by thread."""
-
-    staged = True
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.calls: list[tuple[str, str, Any]] = []
-
-    def note(self, call: str, what: Any) -> None:
-        self.calls.append((threading.current_thread().name, call, what))
-
-    def mark(self) -> Event | None:
-        return Mark()
-
-    def wait_on_device(self, event: Event | None) -> None:
-        self.note("wait", event)
-        super().wait_on_device(event)
-
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, **options: Any) -> Event:
-        self.note("d2h", (target.data_ptr(), source.data_ptr(), source.nbytes))
-        return super().d2h(target, source, *after, **options)
-
-
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
-    made: list[Staged] = []
-
-    def open_device(name: str | None, recorder: Any) -> Staged:
-        made.append(Staged(torch.device("cpu"), recorder))
-        return made[-1]
-
-    monkeypatch.setattr(engine_module, "open_device", open_device)
-    return made
 
 
 @pytest.mark.parametrize(("dtype", "update"), [("fp32", "overlap"), ("bf16", "sync")])
@@ -169,3 +126,205 @@ def test_gradients_on_the_device_wait_for_the_users_stream_first(
         assert visit[first] == "wait"
         assert "widen" not in visit[:first]
     infinity.close(optimizer)
+
+
+# -- what the device refuses ----------------------------------------------------------------------
+
+
+class Link:
+    """A device, memory of it and host memory that is registered."""
+
+    def __init__(self) -> None:
+        self.device = Staged(torch.device("cpu"))
+        self.memory = self.device.memory(4096)
+        self.host = torch.zeros(4096, dtype=torch.uint8)
+        self.device.register(self.host.data_ptr(), 4096)
+
+    def storage(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(self.memory.storage, 0, (4096,), (1,))
+
+    def busy(self) -> threading.Event:
+        """Have the user's compute lag behind until the event is set."""
+        go = threading.Event()
+        self.device._submit("compute", lambda: go.wait(60))
+        return go
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link()
+    yield made
+    made.device.close()
+
+
+def test_a_copy_begins_when_its_mark_is_done(link: Link) -> None:
+    link.memory.fill()
+    target, go = link.storage(), link.busy()
+    assert bool((target == 255).all())  # what is not filled yet is not a number
+    mark = link.device.mark()
+    copied = link.device.h2d(target, link.host, mark)
+    assert mark is not None
+    assert not mark.done()
+    assert not copied.done()
+    assert bool((target == 255).all())
+    go.set()
+    link.device.wait_on_device(copied)
+    assert mark.done()
+    assert torch.equal(target, link.host)
+
+
+def test_what_a_worker_computes_may_be_done_later(link: Link) -> None:
+    made = torch.zeros(1)
+    late: list[bool] = []
+
+    def work() -> None:
+        go = threading.Event()
+        link.device.compute(lambda: (go.wait(60), made.add_(1))[0])
+        mark = link.device.mark()
+        late.append(mark is not None and not mark.done() and not made.item())
+        go.set()
+        assert mark is not None
+        mark.wait()
+
+    worker = threading.Thread(target=work, name="infinity-update")
+    worker.start()
+    worker.join(60)
+    assert late == [True]
+    assert made.item() == 1
+
+
+def _copy_of_pageable_memory(link: Link) -> None:
+    link.memory.fill()
+    link.device.h2d(link.storage(), torch.zeros(4096, dtype=torch.uint8), link.device.mark())
+
+
+def _copy_after_nothing(link: Link) -> None:
+    link.memory.fill()
+    link.device.d2h(link.host, link.storage())
+
+
+def _mark_before_fill(link: Link) -> None:
+    mark = link.device.mark()
+    link.memory.fill()
+    link.device.h2d(link.storage(), link.host, mark)
+
+
+def _drop_under_a_copy(link: Link) -> None:
+    link.memory.fill()
+    go = link.busy()
+    link.device.d2h(link.host, link.storage(), link.device.mark())
+    go.set()
+    with link.device._lock:  # before the copy can end
+        pass
+    link.memory.drop()
+
+
+def _unregister_under_a_copy(link: Link) -> None:
+    link.memory.fill()
+    go = link.busy()
+    link.device.h2d(link.storage(), link.host, link.device.mark())
+    try:
+        link.device.unregister(link.host.data_ptr(), 4096)
+    finally:
+        go.set()
+
+
+def _let_go_under_a_copy(link: Link) -> None:
+    go = link.busy()
+    copied = link.device.d2h(link.host, torch.ones(4096, dtype=torch.uint8), link.device.mark(), kept=True)
+    go.set()
+    copied.wait()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (_copy_of_pageable_memory, "not registered"),
+        (_copy_after_nothing, "after nothing"),
+        (_mark_before_fill, "before the memory was given out"),
+        (_drop_under_a_copy, "goes under a copy"),
+        (_unregister_under_a_copy, "unregistered under a copy"),
+        (_let_go_under_a_copy, "did not keep its memory"),
+    ],
+)
+def test_what_cuda_would_not_tell_is_a_fault(wrong: Callable[[Link], None], what: str, link: Link) -> None:
+    with pytest.raises(Fault, match=what):
+        wrong(link)
+    assert what in link.device.faults[0]
+
+
+def test_a_kernel_of_the_cpu_gets_no_memory_of_the_device(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as devices:
+        devices.enter_context(staged_devices())
+        model: Any = nn.Linear(WIDTH, WIDTH)
+        config = config_for(tmp_path, **ON_DEVICE)
+        model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+        state = engine_of(model).tiers.on_device[0].view(torch.float32)
+        with pytest.raises(Fault, match="kernel of the CPU"):
+            cpu_adam.sum_of_squares(state)
+        infinity.close(optimizer)
+        with pytest.raises(Fault, match="kernel of the CPU"):  # although nobody has seen it
+            devices.close()
+
+
+def test_all_devices_have_the_same_interface() -> None:
+    for there in (HostDevice, CudaDevice):
+        assert {n for n in vars(there) if not n.startswith("_")} <= {*dir(Staged), "staged"}
+
+
+# -- what reading CUDA's path has found -----------------------------------------------------------
+
+
+def test_a_unit_gets_its_memory_once_when_it_is_wrapped(
+    tmp_path: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives it back: `set_` would let the storage grow for each of its parameters."""
+    sizes: list[tuple[int, int]] = []
+    resize = torch.UntypedStorage.resize_
+
+    def counted(self: torch.UntypedStorage, nbytes: int) -> Any:
+        sizes.append((self.nbytes(), nbytes))
+        return resize(self, nbytes)
+
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", counted)
+        model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    whole = [u.layout.copy_nbytes for u in engine_of(model).units]
+    assert sizes == [pair for nbytes in whole for pair in ((0, nbytes), (nbytes, 0))]
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_inference_mode_leaves_no_inference_tensors(place: str, tmp_path: Path, staged: list[Staged]) -> None:
+    """Neither of `wrap` in that mode, nor of forwards in it, on the main thread and on another one: the
+    engine's threads, which are not in it, change all of that."""
+    runs = []
+    for mode in (False, True):
+        folder = tmp_path / str(mode)
+        folder.mkdir()
+        this = case("gpt", layers=2, width=32)
+        model: Any = this.model
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with torch.inference_mode(mode):
+            model, optimizer = infinity.wrap(model, adam, config_for(folder, dtype="bf16", **PLACES[place]))
+
+        def look(model: Any = model, this: Any = this, mode: bool = mode) -> None:
+            with torch.inference_mode(mode), torch.no_grad():
+                this.loss(model, this.batches[0])
+
+        found = []
+        for batch in this.batches[:3]:
+            look()
+            other = threading.Thread(target=look)
+            other.start()
+            other.join(60)
+            loss = this.loss(model, batch)
+            loss.backward()
+            this.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        infinity.close(optimizer)
+        runs.append(found)
+    assert runs[0] == runs[1]

@@ -17,10 +17,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError, ParameterError, StateDictError
-from infinity.hardware.device import HostDevice
 from infinity.params.given import Given
 
 from .models import case
@@ -497,16 +495,10 @@ def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -
 
 
 @places
+@pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_load_leaves_nothing_of_a_lease_on_the_device(
-    place: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_leaves_nothing_of_a_lease_on_the_device(place: str, dtype: str, tmp_path: Path) -> None:
     """On a device of its own a visit has a lease for what is there; a load writes it in place."""
-
-    class Staged(HostDevice):
-        staged = True
-
-    monkeypatch.setattr(engine_module, "open_device", lambda name, recorder: Staged(torch.device("cpu")))
     with wrapped(tmp_path / "a", place, dtype=dtype, update="sync") as (model, optimizer):
         optimizer.step()
         weights, states = saved(model, optimizer)

@@ -45,7 +45,8 @@ def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tup
             found=type(config).__name__,
             cure="wrap(model, optimizer, infinity.Config(...))",
         )
-    engine = Engine(model, optimizer, config)
+    with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
+        engine = Engine(model, optimizer, config)
     return model, engine.optimizer
 
 

@@ -73,7 +73,7 @@ class ChunkGradients:
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
                     nbytes = plans[chunk.id].parts["gradient"].nbytes
                     slots = store.versions.slots(chunk.id, "gradient")
-                    flat = torch.empty(nbytes * len(slots), dtype=torch.uint8, device=device.torch_device)
+                    flat = device.zeros(nbytes * len(slots))
                     for slot, tensor in zip(slots, flat.split(nbytes), strict=True):
                         self._on_device[chunk.id, slot] = tensor
 
@@ -119,6 +119,8 @@ class GradientIO:
         self._chunk = chunk
         self._entry = owner.entries[chunk.id]
         self._plan = owner.plans[chunk.id]
+        # Whether the device works on it, and not the CPU: it is on a device of its own.
+        self._on_device = self._plan.gradient_tier is Tier.DEVICE and owner.device.staged
         self._lease: Lease | None = None
 
     def __enter__(self) -> GradientIO:
@@ -149,7 +151,7 @@ class GradientIO:
     def widen(self) -> None:
         """Turn the compute dtype into fp32, in place, by way of a lease."""
         narrow = self.buffer(self._chunk.dtype)
-        if narrow.is_cpu:
+        if not self._on_device:
             with self._owner.lease(narrow.nbytes) as lease:
                 held = lease.tensor(narrow.dtype, 0, narrow.numel())
                 cpu_adam.copy_bytes(held.data_ptr(), narrow.data_ptr(), narrow.nbytes)
@@ -160,12 +162,12 @@ class GradientIO:
 
     def put(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Write `source` over `part`."""
-        if source.device == part.device and part.is_cpu:
+        if not self._owner.device.staged:
             begin = now()
             cpu_adam.convert(part, source)
             if (log := self._owner.recorder.log) is not None:  # this is what d2h is on a CPU device
                 log.add("d2h", begin, now(), chunk=self._chunk.id, nbytes=source.nbytes)
-        elif source.device == part.device:
+        elif self._on_device:
             part.copy_(source)
         elif part.dtype is source.dtype:
             self._owner.device.d2h(part, source, self._after, chunk=self._chunk.id).wait()
@@ -174,9 +176,9 @@ class GradientIO:
 
     def add(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Add `source` to `part` (fp32)."""
-        if source.device == part.device and part.is_cpu:
+        if not self._owner.device.staged:
             cpu_adam.accumulate(part, source)
-        elif source.device == part.device:
+        elif self._on_device:
             part.add_(source.float())
         else:
             self._staged(part, source, cpu_adam.accumulate)
@@ -192,7 +194,7 @@ class GradientIO:
     def store(self, target: torch.Tensor) -> None:
         """Sum the squares and send the chunk to its tier."""
         owner, entry = self._owner, self._entry
-        if target.is_cpu:
+        if not self._on_device:
             entry.squares[:] = cpu_adam.sum_of_squares(target)
         else:
             entry.squares[:] = adam_reference.sum_of_squares_reference(target)

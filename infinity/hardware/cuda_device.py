@@ -92,6 +92,15 @@ class CudaDevice:
         """Return the storage of a unit, empty."""
         return ResizedMemory(nbytes, self.torch_device)
 
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of the device's memory, for good: uint8 zeros."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def compute(self, call: Callable[[], None]) -> None:
+        """Put `call`, operations on tensors of the device alone, on the current stream: it may be done later
+        than this returns."""
+        call()
+
     def mark(self) -> Event | None:
         """Return an event of the compute stream as it stands."""
         return _record(torch.cuda.current_stream(self.torch_device))

@@ -78,7 +78,8 @@ class PagedMemory:
 class HostDevice:
     """The CPU as the device."""
 
-    #: Whether what crosses to the device needs pinned leases.
+    #: Whether the device has memory of its own: what crosses goes through pinned leases, and what is placed
+    #: there the device computes, not the CPU's kernels.
     staged = False
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
@@ -100,6 +101,14 @@ class HostDevice:
     def memory(self, nbytes: int) -> PagedMemory:
         """Return the storage of a unit, empty."""
         return PagedMemory(nbytes)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of the device's memory, for good: uint8 zeros."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def compute(self, call: Callable[[], None]) -> None:
+        """Do `call`, operations on tensors of the device alone, in the order of this thread's compute."""
+        call()
 
     def mark(self) -> Event | None:
         """Return an event of all device work so far; None: the host itself has done it."""

@@ -46,9 +46,7 @@ class Tiers:
         self.on_device: dict[int, torch.Tensor] = {}
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
-                self.on_device[index] = torch.zeros(
-                    plan.parts["state"].nbytes, dtype=torch.uint8, device=device.torch_device
-                )
+                self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
 
     def lease_nbytes(self, chunk: Chunk) -> int:
         """Return the bytes of pool that the I/O of `chunk` takes."""
@@ -208,6 +206,11 @@ class ChunkIO:
             return self._lease, self._offset("copy")
         return None
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device updates the chunk, and not the CPU: its state is on a device of its own."""
+        return self._plan.state_tier is Tier.DEVICE and self._tiers.device.staged
+
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
         gradients, plan, chunk = self._tiers.gradients, self._plan, self.chunk
@@ -244,9 +247,6 @@ class ChunkIO:
         for what this thread has put on another."""
         for event in self._events:
             event.wait()
-        mark = self._tiers.device.mark() if self._plan.state_tier is Tier.DEVICE else None
-        if mark is not None:
-            mark.wait()
 
     def done(self) -> bool:
         """Return whether `close` would not wait."""

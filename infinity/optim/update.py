@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import NORM_BLOCK, ceil_to
+from infinity.core.sizes import NORM_BLOCK, Tier, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Event, HostStream, Task
@@ -163,14 +163,14 @@ class Drift:
     def __init__(self) -> None:
         self._moved = self._norm = 0.0
 
-    def before(self, master: torch.Tensor) -> torch.Tensor:
+    def before(self, io: ChunkIO) -> torch.Tensor:
         """Return what `after` compares with."""
-        return master[:NORM_BLOCK].clone()
+        return io.master[:NORM_BLOCK].clone()
 
-    def after(self, before: torch.Tensor, master: torch.Tensor) -> None:
+    def after(self, before: torch.Tensor, io: ChunkIO) -> None:
         """Add one chunk."""
-        now = master[:NORM_BLOCK]
-        squares = cpu_adam.sum_of_squares if now.is_cpu else adam_reference.sum_of_squares_reference
+        now = io.master[:NORM_BLOCK]
+        squares = adam_reference.sum_of_squares_reference if io.on_device else cpu_adam.sum_of_squares
         self._norm += float(squares(now).sum())
         self._moved += float(squares(before.sub_(now)).sum())
 
@@ -227,9 +227,9 @@ def _run(
             begin = now()
             if drift is not None:
                 io.copy_master()
-                before = drift.before(io.master)
+                before = drift.before(io)
                 _compute(tiers, update, io, delayed=True)
-                drift.after(before, io.master)
+                drift.after(before, io)
             else:
                 _compute(tiers, update, io)
             io.write(state=False, copy=True)
@@ -278,18 +278,38 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
         for s in update.chunk.segments
         if s.param in update.params
     ]
-    master = io.master
-    exp_avg, exp_avg_sq = io.moments
-    grad = io.grad(update.grad_dtype)
-    out = None if io.copy_is_master else io.copy
-    grad = grad.to(master.device)
-    if master.is_cpu:
-        if out is not None and len(segments) < len(update.chunk.segments):
-            # The copy of a segment that this update skips is its master, rounded.
-            cpu_adam.convert(out, master)
-        cpu_adam.adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, segments)
+    if io.on_device:
+        _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
-    adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
-    if out is not None:
-        in_place = tiers.units[update.chunk.unit].on_device and not delayed
-        (io.device_copy if in_place else out).copy_(master)
+    out = None if io.copy_is_master else io.copy
+    if out is not None and len(segments) < len(update.chunk.segments):
+        # The copy of a segment that this update skips is its master, rounded.
+        cpu_adam.convert(out, io.master)
+    cpu_adam.adamw_update_segments(io.master, *io.moments, io.grad(update.grad_dtype), out, segments)
+
+
+def _compute_on_device(
+    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
+) -> None:
+    """Update a chunk there, with the same bits; when this returns, all of it is done."""
+    device, chunk = tiers.device, update.chunk
+    grad = io.grad(update.grad_dtype)
+    if tiers.plans[chunk.id].gradient_tier is not Tier.DEVICE:
+        here, grad = grad, torch.empty_like(grad, device=device.torch_device)
+        device.wait_on_device(device.h2d(grad, here, device.mark(), chunk=chunk.id))
+    in_place = tiers.units[chunk.unit].on_device and not delayed
+    made: torch.Tensor | None = None
+    if not io.copy_is_master:
+        made = io.device_copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
+
+    def work() -> None:
+        adam_reference.adamw_reference_segments(io.master, *io.moments, grad, None, segments)
+        if made is not None:
+            made.copy_(io.master)
+
+    device.compute(work)
+    done = device.mark()
+    if made is not None and not in_place:
+        done = device.d2h(io.copy, made, done, chunk=chunk.id, kept=True)
+    if done is not None:
+        done.wait()

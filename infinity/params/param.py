@@ -349,20 +349,15 @@ class ShardedParam:
         return self.spec.name
 
     def bind(self, storage: torch.UntypedStorage, byte_offset: int) -> None:
-        """Make the parameter a view of its unit's storage. Its identity stays."""
+        """Make the parameter a view of its unit's storage, which has its memory. Its identity stays."""
         with torch.inference_mode(False):
             view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
         strides, step = [], 1
         for size in reversed(self.spec.shape):
             strides.append(step)
             step *= max(size, 1)
-        held = storage.nbytes()
-        # set_ would grow a storage that is too small for the shape; give it its size, then take
-        # it back, which leaves the view's shape as it is.
         self._place = byte_offset // self.spec.dtype.itemsize, tuple(reversed(strides))
         view.set_(storage, self._place[0], self.spec.shape, self._place[1])
-        if storage.nbytes() != held:
-            storage.resize_(held)
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = view
         self.version = self.current_version

@@ -129,11 +129,15 @@ class ParamUnit:
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
+        if not self.filled:
+            self._memory.fill()  # once: `set_` would give an empty storage memory for each parameter
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
             if not self.on_device:
                 sharded.keep_accumulator()
         self._become(self.state)
+        if not self.filled:
+            self._memory.drop()
         self._owners = self._count()
 
     def _count(self) -> tuple[int, int, list[int]]:
@@ -235,13 +239,13 @@ class ParamUnit:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
         self._wait_load()  # one that an interrupt has cut off from its unit
-        after = self._device.mark()
         self.filled = True
         try:
             self._memory.fill()
         except Exception:
             self.filled = False
             raise
+        after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
         load = Load(self.view(0, self.layout.copy_nbytes), self.layout.chunks, slots, after)
         self._loader, self._load = loader, load
