@@ -41,6 +41,8 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
+# What runs on a device with CUDA's control flow as well (tests/staged.py).
+STAGED := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
@@ -120,6 +122,7 @@ test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device staged $(STAGED)
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600

@@ -38,6 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from .fault_cases import BACKENDS, SLOW, Injection, Outcome, all_injections, problem, sample, thorough
+from .fault_runs import RUNS
+from .staged import staged_devices
 
 _ROOT = Path(__file__).parents[1]
 OPS = {"read": 1, "write": 2, "fsync": 3, "fallocate": 4, "create": 5, "mkdir": 6, "truncate": 7}
@@ -291,7 +293,7 @@ def _be_child(injection: Injection, directories: list[str], report: int, go: int
 def _report(injection: Injection, directories: list[str]) -> dict[str, Any]:
     from infinity.core.errors import InfinityError
 
-    from .fault_runs import RUNS, Ended
+    from .fault_runs import Ended
 
     stray: list[str] = []
     threading.excepthook = lambda a: stray.append(repr(a.exc_value))
@@ -491,7 +493,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", default="", help="those whose name contains this")
     parser.add_argument("--out", type=Path, help="a JSON file for injections and outcomes")
+    parser.add_argument(
+        "--staged", action="store_true", help="training runs on the device of staged.py"
+    )
     options = parser.parse_args()
+    if options.staged:
+        options.only = "training"
+        RUNS["training"] = staged_devices()(RUNS["training"])  # the decorator makes devices at each call
     with tempfile.TemporaryDirectory(prefix="infinity-faults-", ignore_cleanup_errors=True) as folder:
         injections, outcomes, digests = campaign(
             Path(folder),

@@ -364,9 +364,11 @@ def staged_devices() -> Iterator[list[Staged]]:
         patch.setattr(cpu_adam, "_check", checked)
         patch.setattr(cpu_adam, "adamw_update_segments", updated)
         patch.setattr(cpu_adam, "copy_bytes", copied)
-        yield made
-    if faults := [fault for device in made for fault in device.faults]:
-        raise Fault("; ".join(faults))
+        try:
+            yield made
+        finally:
+            if faults := [fault for device in made for fault in device.faults]:
+                raise Fault("; ".join(faults))
 
 
 @pytest.fixture

@@ -407,6 +407,7 @@ if sys.argv[3] == "interrupt":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "placement"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from infinity.hardware.device import CudaDevice, HostDevice
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .quick import covering
 from .staged import Fault, Staged, staged_devices
 
 WIDTH = 24
@@ -30,21 +32,31 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": ON_DEVICE,
     "state on host": {**ON_DEVICE, "optimizer_state": "host"},
     "state on device": {**ON_HOST, "optimizer_state": "device"},
+    "state on device, else nvme": {**ON_NVME, "optimizer_state": "device"},
+    "gradients on device": {**ON_NVME, "gradients": "device"},
+    "split": {
+        "parameters": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        "optimizer_state": {"device": 0.4, "host": 0.3, "nvme": 0.3},
+        "gradients": {"device": 0.4, "host": 0.3, "nvme": 0.3},
+    },
 }
 
 
-@pytest.mark.parametrize(("dtype", "update"), [("fp32", "overlap"), ("bf16", "sync")])
-@pytest.mark.parametrize("place", ["device", "state on host", "state on device"])
-def test_leases_never_change_results(
+@covering
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_placement_never_changes_results(
     dtype: str, update: str, place: str, tmp_path: Path, staged: list[Staged]
 ) -> None:
     runs = []
-    for number, where in enumerate(("nvme", place)):
-        folder = tmp_path / str(number)
+    settings = {"dtype": dtype, "update": update, "delay_warmup_steps": 1, "max_grad_norm": 0.5}
+    for where in ("nvme", place):
+        folder = tmp_path / where
         folder.mkdir()
-        config = config_for(folder, dtype=dtype, update=update, device_memory="64MiB", **PLACES[where])
+        config = config_for(folder, device_memory="64MiB", **settings, **PLACES[where])
         this = case("gpt", layers=2, width=32)
-        runs.append(train_offloaded(this, config, steps=2, accumulate=2))
+        runs.append(train_offloaded(this, config, steps=4, accumulate=2))
     assert_same(runs[1], runs[0])
     assert len(staged) == 2
 
@@ -131,6 +143,11 @@ def test_gradients_on_the_device_wait_for_the_users_stream_first(
 # -- what the device refuses ----------------------------------------------------------------------
 
 
+def lag(device: Staged, what: Callable[[], Any]) -> None:
+    """Have the user's compute do `what` before all that it is given from now on."""
+    device._submit("compute", what)
+
+
 class Link:
     """A device, memory of it and host memory that is registered."""
 
@@ -146,7 +163,7 @@ class Link:
     def busy(self) -> threading.Event:
         """Have the user's compute lag behind until the event is set."""
         go = threading.Event()
-        self.device._submit("compute", lambda: go.wait(60))
+        lag(self.device, lambda: go.wait(60))
         return go
 
 
@@ -211,11 +228,8 @@ def _mark_before_fill(link: Link) -> None:
 
 def _drop_under_a_copy(link: Link) -> None:
     link.memory.fill()
-    go = link.busy()
+    lag(link.device, lambda: time.sleep(0.2))
     link.device.d2h(link.host, link.storage(), link.device.mark())
-    go.set()
-    with link.device._lock:  # before the copy can end
-        pass
     link.memory.drop()
 
 
@@ -310,6 +324,7 @@ def test_inference_mode_leaves_no_inference_tensors(place: str, tmp_path: Path, 
             model, optimizer = infinity.wrap(model, adam, config_for(folder, dtype="bf16", **PLACES[place]))
 
         def look(model: Any = model, this: Any = this, mode: bool = mode) -> None:
+            engine_of(model).residency.reshard_all()
             with torch.inference_mode(mode), torch.no_grad():
                 this.loss(model, this.batches[0])
 
@@ -328,3 +343,34 @@ def test_inference_mode_leaves_no_inference_tensors(place: str, tmp_path: Path, 
         infinity.close(optimizer)
         runs.append(found)
     assert runs[0] == runs[1]
+
+
+def test_a_unit_that_goes_unused_waits_for_its_copies(tmp_path: Path, staged: list[Staged]) -> None:
+    """The host waits until they are issued, and the device's compute until they are done."""
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    residency = engine_of(model).residency
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+    residency.reshard_all()
+    lag(staged[0], lambda: time.sleep(0.2))
+    residency.prefetch()
+    assert residency.allocated
+    residency.reshard_all()
+    assert not residency.allocated
+    infinity.close(optimizer)
+
+
+def test_activations_are_unpinned_when_their_copies_are_done(
+    tmp_path: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.autograd.activations.SMALLEST", 1)
+    this = case("gpt", layers=2, width=32, recompute="non-reentrant")
+    config = config_for(tmp_path, activations="host", **ON_DEVICE)
+    adam = torch.optim.AdamW(this.model.parameters())
+    model, optimizer = infinity.wrap(this.model, adam, config)
+    lag(staged[0], lambda: time.sleep(1.0))
+    loss = this.loss(model, this.batches[0])
+    assert "d2h" in [call for _, call, _ in staged[0].calls]
+    infinity.close(optimizer)
+    del loss
