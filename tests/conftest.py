@@ -87,15 +87,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """Serial tests come last: then no worker waits for them that has others to run.
 
-    A test for a GPU fails in CI where there is none; `make test` does not select it. Engines of other processes
-    have no staged device.
+    A test for a GPU fails in CI where there is none; `make test` does not select it. Engines of other
+    processes have no staged device.
     """
     leave_the_rest(items)
-    if config.getoption("--device") != "cpu":
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("processes")])
+    if session.config.getoption("--device") != "cpu":
+        session.config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("processes")])
         items[:] = [i for i in items if not i.get_closest_marker("processes")]
     items.sort(key=lambda item: item.get_closest_marker("serial") is not None)
     if torch.cuda.is_available() or os.environ.get("CI"):

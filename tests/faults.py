@@ -493,9 +493,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", default="", help="those whose name contains this")
     parser.add_argument("--out", type=Path, help="a JSON file for injections and outcomes")
-    parser.add_argument(
-        "--staged", action="store_true", help="training runs on the device of staged.py"
-    )
+    parser.add_argument("--staged", action="store_true", help="training runs on the device of staged.py")
     options = parser.parse_args()
     if options.staged:
         options.only = "training"
