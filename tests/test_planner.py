@@ -210,7 +210,7 @@ def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], chang
     kinds = ("parameters", "optimizer_state", "gradients")
     assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
     plans = plan_chunks(layouts, assignment, staged=True, delayed=config.update == "delayed")
-    wanted = demand(layouts, plans, [(0,)], config, weights=weights)
+    wanted = demand(layouts, plans, [(0,)], config, staged=False, weights=weights)
     store = Layout([plan.parts for plan in plans], len(weights), weights=weights)
     assert list(wanted.arenas) == store.arena_nbytes
 

@@ -108,7 +108,7 @@ def test_gradients_on_the_device_wait_for_the_users_stream_first(
         inner = getattr(GradientIO, name)
 
         def call(self: GradientIO, *args: Any) -> Any:
-            device.note(name, self._chunk.id)
+            device.note(name, self.chunk.id)
             return inner(self, *args)
 
         monkeypatch.setattr(GradientIO, name, call)

@@ -176,14 +176,13 @@ class Engine:
         self.residency = Residency(
             *(units, cache, device, self.updates, publisher, self.recorder, self.shelter)
         )
-        quota = self.footprint.quotas.get("gradient")
         self.gradients = Gradients(
             units,
             plans,
             store,
             pool,
             device,
-            leases=quota.buffers if quota else 0,
+            room=self.footprint.gradients_nbytes,
             updates=self.updates,
             recorder=self.recorder,
             shelter=self.shelter,

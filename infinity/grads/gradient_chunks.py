@@ -7,7 +7,7 @@ to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,12 @@ from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event
 from infinity.params.unit import ParamUnit
-from infinity.planning.partition import Chunk
+from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Slot, Store, Transfer, Version
+
+from .buffer import Arrival, Leaving
 
 
 class ChunkGradient:
@@ -42,10 +44,7 @@ class ChunkGradient:
 
 
 class ChunkGradients:
-    """What is known of every chunk's gradient, where its bytes are, and leases to work on them.
-
-    `leases`: leases of the gradient quota.
-    """
+    """What is known of every chunk's gradient, where its bytes are, and leases to work on them."""
 
     def __init__(
         self,
@@ -54,15 +53,12 @@ class ChunkGradients:
         store: Store,
         pool: PinnedPool,
         device: Device,
-        *,
-        leases: int,
         recorder: Recorder,
     ) -> None:
         self.entries: dict[int, ChunkGradient] = {}
         self.plans = plans
         self.store = store
         self.device = device
-        self.leases = leases
         self.recorder = recorder
         self.writes: deque[tuple[Transfer, Lease]] = deque()
         self._pool = pool
@@ -77,23 +73,64 @@ class ChunkGradients:
                     for slot, tensor in zip(slots, flat.split(nbytes), strict=True):
                         self._on_device[chunk.id, slot] = tensor
 
-    def open(self, chunk: Chunk, after: Event | None = None) -> GradientIO:
-        """Return the I/O of a chunk's gradient; see there."""
-        return GradientIO(self, chunk, after)
+    def open(self, chunk: Chunk) -> GradientIO:
+        """Return the I/O of a chunk's gradient as it is; waits for a lease."""
+        return GradientIO(self, chunk, None, self._leases(self._needed(chunk), self.plans[chunk.id]))
+
+    def take(self, chunk: Chunk, leaving: Leaving, *, alone: bool) -> GradientIO | None:
+        """Return the I/O of a chunk that gets what `leaving` has for it, which is on its way then. All leases
+        that this takes are there, or None is returned; `alone`: no other I/O is open, so wait for them."""
+        plan = self.plans[chunk.id]
+        count = self._needed(chunk, leaving)
+        leases = self._leases(count, plan) if alone else self._try_leases(count, plan)
+        return None if leases is None else GradientIO(self, chunk, leaving, leases)
+
+    def by_device(self, chunk: Chunk) -> bool:
+        """Return whether the device works on a chunk's gradient, in memory of its own; else the CPU does."""
+        return self.device.staged and self.plans[chunk.id].gradient_tier is Tier.DEVICE
+
+    def crosses(self, chunk: Chunk, arrivals: Mapping[int, Arrival]) -> bool:
+        """Return whether what arrives for a chunk is copied from the device."""
+        values = (s.param in arrivals and not arrivals[s.param].zero for s in chunk.segments)
+        return self.device.staged and not self.by_device(chunk) and any(values)
+
+    def widens(self, chunk: Chunk, arrivals: Mapping[int, Arrival]) -> bool:
+        """Return whether what arrives is added to a chunk that is in the compute dtype: the sum is fp32."""
+        dtype = self.entries[chunk.id].dtype
+        added = (s.param in arrivals and not arrivals[s.param].fresh for s in chunk.segments)
+        return dtype is not None and dtype is not torch.float32 and any(added)
+
+    def _needed(self, chunk: Chunk, leaving: Leaving | None = None) -> int:
+        """Return how many leases the I/O of a chunk takes: one for its place where that is on NVMe, and one
+        for what is worked into what is there, or is widened, by the CPU."""
+        count = 1 if self.plans[chunk.id].gradient_tier is Tier.NVME else 0
+        if leaving is None or self.entries[chunk.id].dtype is None or self.by_device(chunk):
+            return count
+        return count + (self.crosses(chunk, leaving.arrivals) or self.widens(chunk, leaving.arrivals))
 
     def on_device(self, chunk: Chunk, version: Version | Slot = Version.FRONT) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
         return self._on_device[chunk.id, self.store.versions.slot(chunk.id, "gradient", version)]
 
-    def lease(self, nbytes: int) -> Lease:
-        """Return a lease of the gradient quota; finishes writes until one is free."""
-        while True:
-            lease = self._pool.try_lease("gradient", nbytes)
-            if lease is not None:
-                return lease
+    def _leases(self, count: int, plan: ChunkParts) -> list[Lease]:
+        while (leases := self._try_leases(count, plan)) is None:
             if not self.writes:
-                return self._pool.lease("gradient", nbytes)
+                return [self._pool.lease("gradient", plan.gradient_lease) for _ in range(count)]
             self.finish_write()
+        return leases
+
+    def _try_leases(self, count: int, plan: ChunkParts) -> list[Lease] | None:
+        while self.writes and self.writes[0][0].done:
+            self.finish_write()
+        leases: list[Lease] = []
+        while len(leases) < count:
+            lease = self._pool.try_lease("gradient", plan.gradient_lease)
+            if lease is None:
+                for taken in leases:
+                    taken.release()
+                return None
+            leases.append(lease)
+        return leases
 
     def finish_write(self) -> None:
         """Wait for the oldest write."""
@@ -111,95 +148,146 @@ class ChunkGradients:
 
 class GradientIO:
     """One chunk's gradient where the CPU (or the device) can work on it, until it is closed. What arrived for
-    it is there `after`, and nothing of the device's work before that still reads what it replaces."""
+    it is there in a `with` block, and no work of the device from before still reads what it replaces."""
 
-    def __init__(self, owner: ChunkGradients, chunk: Chunk, after: Event | None) -> None:
+    def __init__(
+        self, owner: ChunkGradients, chunk: Chunk, leaving: Leaving | None, leases: Sequence[Lease]
+    ) -> None:
+        self.chunk = chunk
         self._owner = owner
-        self._after = after
-        self._chunk = chunk
+        self._leaving = leaving
         self._entry = owner.entries[chunk.id]
-        self._plan = owner.plans[chunk.id]
-        # Whether the device works on it, and not the CPU: it is on a device of its own.
-        self._on_device = self._plan.gradient_tier is Tier.DEVICE and owner.device.staged
-        self._lease: Lease | None = None
-
-    def __enter__(self) -> GradientIO:
-        owner, chunk, plan = self._owner, self._chunk, self._plan
-        if plan.gradient_tier is Tier.NVME:
-            # It may need a second lease (widen, add): two must be free, or none is taken.
-            while len(owner.writes) > owner.leases - 2:
-                owner.finish_write()
-            self._lease = owner.lease(plan.gradient_lease)
+        self._plan = plan = owner.plans[chunk.id]
+        # Where it is: the slots flip when the next one comes.
+        self._slot = owner.store.versions.slot(chunk.id, "gradient")
+        on_nvme = plan.gradient_tier is Tier.NVME
+        self._lease = leases[0] if on_nvme else None
+        self._second = leases[-1] if len(leases) > on_nvme else None
+        self._source = leaving.buffer if leaving is not None else None
+        self._reading: Transfer | None = None
+        self._copied: Event | None = None
+        if self._lease is not None:
             if self._entry.dtype is not None:
-                owner.store.read(chunk.id, "gradient", self._lease).wait()
+                self._reading = owner.store.read(chunk.id, "gradient", self._lease, version=self._slot)
             self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_lease)
         elif plan.gradient_tier is Tier.HOST:
-            self._bytes = owner.store.view(chunk.id, "gradient")
+            self._bytes = owner.store.view(chunk.id, "gradient", version=self._slot)
         else:
-            owner.device.wait_on_device(self._after)
-            self._bytes = owner.on_device(chunk)
+            owner.device.wait_on_device(leaving.after if leaving is not None else None)
+            self._bytes = owner.on_device(chunk, self._slot)
+        if leaving is not None and owner.crosses(chunk, leaving.arrivals):
+            self._cross(leaving)
+
+    def _cross(self, leaving: Leaving) -> None:
+        """Start copying what arrived: to its place, or where something is there already, into a lease."""
+        assert self._source is not None
+        source, self._source = self._source.chunk(self.chunk), None
+        if self._second is None:
+            target = self.buffer(self.chunk.dtype)
+        else:
+            target = self._second.tensor(self.chunk.dtype, 0, self.chunk.numel)
+        device = self._owner.device
+        self._copied = device.d2h(target, source, leaving.after, chunk=self.chunk.id, kept=True)
+        leaving.copies.append(self._copied)
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is on its way to it."""
+        return self._reading is None and self._copied is None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether what arrived has left the buffer, or is in a copy that has been issued."""
+        return self._source is None
+
+    def _wait(self) -> None:
+        if self._reading is not None:
+            self._reading.wait()
+        if self._copied is not None:
+            self._copied.wait()
+
+    def close(self) -> None:
+        """Give the leases back."""
+        try:
+            if self._copied is not None:
+                self._copied.wait()  # it writes into one of them
+        finally:
+            for lease in (self._lease, self._second):
+                if lease is not None:
+                    lease.release()
+
+    def __enter__(self) -> GradientIO:
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.release()
+        self.close()
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the chunk's gradient as elements of `dtype`."""
-        return self._bytes[: self._chunk.numel * dtype.itemsize].view(dtype)
+        return self._bytes[: self.chunk.numel * dtype.itemsize].view(dtype)
 
     def widen(self) -> None:
-        """Turn the compute dtype into fp32, in place, by way of a lease."""
-        narrow = self.buffer(self._chunk.dtype)
-        if not self._on_device:
-            with self._owner.lease(narrow.nbytes) as lease:
-                held = lease.tensor(narrow.dtype, 0, narrow.numel())
-                cpu_adam.copy_bytes(held.data_ptr(), narrow.data_ptr(), narrow.nbytes)
-                cpu_adam.convert(self.buffer(torch.float32), held)
-        else:
+        """Turn the compute dtype into fp32, in place, by way of the second half of a lease."""
+        narrow = self.buffer(self.chunk.dtype)
+        if self._second is None:
             self.buffer(torch.float32).copy_(narrow.clone())
+        else:
+            held = self._second.tensor(narrow.dtype, narrow.nbytes, narrow.numel())
+            cpu_adam.copy_bytes(held.data_ptr(), narrow.data_ptr(), narrow.nbytes)
+            cpu_adam.convert(self.buffer(torch.float32), held)
         self._entry.dtype = torch.float32
+
+    def replace(self, target: torch.Tensor) -> None:
+        """Have what arrived in `target`, the whole chunk, and zeros beside it."""
+        end = 0
+        for begin, source in self._source.pieces(self.chunk) if self._source is not None else ():
+            if begin > end:
+                target[end:begin].zero_()
+            end = begin + source.numel()
+            self.put(target[begin:end], source)
+        if self._source is not None and end < target.numel():
+            target[end:].zero_()
+
+    def arrived(self, segment: Segment) -> torch.Tensor:
+        """Return what arrived for a segment, where something was there already."""
+        if self._source is not None:
+            return self._source.piece(self.chunk, segment)
+        assert self._second is not None
+        return self._second.tensor(self.chunk.dtype, segment.start * self.chunk.dtype.itemsize, segment.numel)
 
     def put(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Write `source` over `part`."""
-        if not self._owner.device.staged:
-            begin = now()
-            cpu_adam.convert(part, source)
-            if (log := self._owner.recorder.log) is not None:  # this is what d2h is on a CPU device
-                log.add("d2h", begin, now(), chunk=self._chunk.id, nbytes=source.nbytes)
-        elif self._on_device:
+        if self._owner.by_device(self.chunk):
             part.copy_(source)
-        elif part.dtype is source.dtype:
-            self._owner.device.d2h(part, source, self._after, chunk=self._chunk.id).wait()
-        else:
-            self._staged(part, source, cpu_adam.convert)
+            return
+        begin = now()
+        cpu_adam.convert(part, source)
+        log = self._owner.recorder.log
+        if log is not None and self._copied is None:  # this is what d2h is where nothing crosses
+            log.add("d2h", begin, now(), chunk=self.chunk.id, nbytes=source.nbytes)
 
     def add(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Add `source` to `part` (fp32)."""
-        if not self._owner.device.staged:
-            cpu_adam.accumulate(part, source)
-        elif self._on_device:
+        if self._owner.by_device(self.chunk):
             part.add_(source.float())
         else:
-            self._staged(part, source, cpu_adam.accumulate)
-
-    def _staged(
-        self, part: torch.Tensor, source: torch.Tensor, then: Callable[[torch.Tensor, torch.Tensor], object]
-    ) -> None:
-        with self._owner.lease(source.nbytes) as lease:
-            host = lease.tensor(source.dtype, 0, source.numel())
-            self._owner.device.d2h(host, source, self._after, chunk=self._chunk.id).wait()
-            then(part, host)
+            cpu_adam.accumulate(part, source)
 
     def store(self, target: torch.Tensor) -> None:
         """Sum the squares and send the chunk to its tier."""
         owner, entry = self._owner, self._entry
-        if not self._on_device:
-            entry.squares[:] = cpu_adam.sum_of_squares(target)
-        else:
-            entry.squares[:] = adam_reference.sum_of_squares_reference(target)
+        by_device = owner.by_device(self.chunk)
+        squares = adam_reference.sum_of_squares_reference if by_device else cpu_adam.sum_of_squares
+        entry.squares[:] = squares(target)
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
-            transfer = owner.store.write(self._chunk.id, "gradient", self._lease, nbytes=nbytes)
+            transfer = owner.store.write(
+                self.chunk.id, "gradient", self._lease, nbytes=nbytes, version=self._slot
+            )
             owner.writes.append((transfer, self._lease))
             self._lease = None

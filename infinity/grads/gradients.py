@@ -1,9 +1,9 @@
 """Gradients on their way from the backward to the update.
 
-A gradient leaves the device once, in the compute dtype, when its unit's backward ends; what
-arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. The
-work is done chunk by chunk on one worker thread, so the backward waits for it only when it is a
-whole unit ahead. A gradient that is zero is a note and takes no bytes.
+A unit's gradient leaves the device once, in the compute dtype, when its backward ends ([Note: one buffer]);
+what arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. One worker
+thread starts the copies of all chunks and then sees to each as it comes, so the backward waits for it only
+when it is a whole unit ahead. A gradient that is zero is a note and takes no bytes.
 
 [Note: norms] A norm is a double sum over fixed blocks of 65,536 elements, each block summed as a
 halving tree, blocks in index order. The blocks are summed while a gradient is at hand; they do
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from infinity.core.spans import Recorder, now
-from infinity.hardware.device import Device, Event, HostStream, Task
+from infinity.hardware.device import Device, HostStream, Task
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -30,18 +29,14 @@ from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Slot, Store
 
-from .gradient_chunks import ChunkGradients
+from .buffer import Arrival, Leaving, UnitBuffer
+from .gradient_chunks import ChunkGradients, GradientIO
 from .sharded_grad import ShardedGrad
 
 
-class _Arrival(NamedTuple):
-    grad: torch.Tensor | None  # flat, on the device, in the compute dtype; None: it is zero
-    fresh: bool  # replaces what is there
-    factor: float  # what is there is to be multiplied by this first
-
-
 class Gradients:
-    """Takes gradients over, keeps them on their tier, answers norms."""
+    """Takes gradients over, keeps them on their tier, answers norms. `room`: bytes of buffers on the device
+    at a time; those of a unit and of the one before it, at least."""
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class Gradients:
         pool: PinnedPool,
         device: Device,
         *,
-        leases: int,
+        room: int,
         updates: Updates,
         recorder: Recorder,
         shelter: Shelter,
@@ -59,7 +54,7 @@ class Gradients:
         self.units = units
         self.shelter = shelter
         self._recorder = recorder
-        self.chunks = ChunkGradients(units, plans, store, pool, device, leases=leases, recorder=recorder)
+        self.chunks = ChunkGradients(units, plans, store, pool, device, recorder)
         self.entries = self.chunks.entries
         self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
         self.backwards = 0  # that have begun
@@ -68,8 +63,10 @@ class Gradients:
         self._versions = store.versions
         self._device = device
         self._stream = HostStream("gradients")
-        self._waiting: dict[int, dict[int, list[_Arrival]]] = {}  # unit → parameter → arrivals
-        self._tasks: deque[Task] = deque()
+        self._room = room
+        self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
+        self._leaving: deque[Leaving] = deque()
+        self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
         self._updates = updates
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 
@@ -108,8 +105,10 @@ class Gradients:
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
         elif grad is not None:
+            buffer = self._buffer_for(sharded)
+            buffer.put(sharded.index, grad)
             ours = ShardedGrad(sharded, self, factor)
-            self._deliver(sharded, _Arrival(_flat(sharded, grad), True, 1.0))
+            buffer.arrivals[sharded.index] = Arrival(True)
             sharded.param.grad = ours  # last: after an interrupt it is taken over once more
 
     def begin_backward(self) -> None:
@@ -130,39 +129,64 @@ class Gradients:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
         scale = self.scale if scaled else 1.0
         inverse = 1.0 / scale
-        flat = _flat(grad.sharded, other)
-        if flat.data_ptr() == other.data_ptr():
-            flat = flat.clone()  # whoever added it may write there before it is read
-        arrival = _Arrival(flat, False, grad.factor * scale)
-        waiting, index = self._waiting.setdefault(grad.sharded.unit, {}), grad.sharded.index
-        arrivals = [*waiting.get(index, ()), arrival]
+        sharded, index = grad.sharded, grad.sharded.index
+        buffer = self._buffer_for(sharded)
+        waiting = buffer.arrivals.get(index)
+        if waiting is not None and not waiting.zero:  # that goes first
+            self.send(self.units[sharded.unit])
+            buffer, waiting = self._buffer_for(sharded), None
+        buffer.put(index, other, shared=True)
+        # What is added to zero replaces it.
+        arrivals, arrival = buffer.arrivals, Arrival(waiting is not None, grad.factor * scale)
         # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.
-        waiting[index] = arrivals
+        arrivals[index] = arrival
         grad.factor = inverse
 
-    def _deliver(self, sharded: ShardedParam, arrival: _Arrival) -> None:
-        """Note what has arrived, and replaces what there was; it stays on the device until `flush`."""
-        self._waiting.setdefault(sharded.unit, {})[sharded.index] = [arrival]  # what waits is replaced
+    def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
+        """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
+        buffer = self._filling.get(sharded.unit)
+        if buffer is None:
+            buffer = UnitBuffer(self.units[sharded.unit].layout, self._device)
+        if not self._fits(buffer.needs(sharded.index)):
+            self._make_room(sharded.unit, buffer.needs(sharded.index))
+        self._filling[sharded.unit] = buffer
+        return buffer
+
+    def _fits(self, nbytes: int) -> bool:
+        taken = sum(b.nbytes for b in self._filling.values()) + sum(b.nbytes for b in self._leaving)
+        return not nbytes or taken + nbytes <= self._room
+
+    @sheltered
+    def _make_room(self, unit: int, nbytes: int) -> None:
+        """Let go of what is leaving; if that is not enough, of what has arrived of other units, too."""
+        self._let_go()
+        for other in [i for i in self._filling if i != unit]:
+            if not self._fits(nbytes):
+                self.send(self.units[other])
+                self._let_go()
 
     def complete(self, unit: ParamUnit) -> bool:
         """Return whether every parameter that can have a gradient has one waiting."""
-        waiting = self._waiting.get(unit.index, {})
-        return all(p.index in waiting for p in unit.params if p.spec.trainable and p.param.requires_grad)
+        buffer = self._filling.get(unit.index)
+        arrivals = buffer.arrivals if buffer is not None else {}
+        return all(p.index in arrivals for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
     @sheltered
     def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
         still reads what `unit` had."""
-        arrivals = self._waiting.pop(unit.index, None)
-        if not arrivals:
+        self._let_go()
+        self._wait_tasks(unit.index)
+        buffer = self._filling.pop(unit.index, None)
+        if buffer is None or not buffer.arrivals:
             return
-        self._wait_tasks()
+        arrivals = buffer.arrivals
         self._forget_replaced(unit, arrivals)
         written = []
         for chunk in unit.layout.trainable_chunks:
             entry = self.entries[chunk.id]
-            several = {s.param: arrivals[s.param] for s in chunk.segments if s.param in arrivals}
-            if entry.dtype is None and all(a.grad is None for items in several.values() for a in items):
+            several = {s.param for s in chunk.segments if s.param in arrivals}
+            if entry.dtype is None and all(arrivals[i].zero for i in several):
                 entry.present.update(several)  # zeros beside zeros
             elif several:
                 written.append(chunk)
@@ -170,16 +194,19 @@ class Gradients:
             return
         self._keep_clear(unit, written)
         self._device.trim()
-        after = self._device.mark()
-        self._tasks.append(self._stream.submit(lambda: self._take(unit, written, arrivals, after)))
+        buffer.seal()
+        self._device.wait_on_device(buffer.mark())
+        leaving = Leaving(buffer, written, self._device.mark())
+        self._leaving.append(leaving)
+        self._tasks.append((unit.index, self._stream.submit(lambda: self._take(leaving))))
 
-    def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Sequence[_Arrival]]) -> None:
+    def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Arrival]) -> None:
         """Forget the values of chunks that nobody will see again: another gradient replaces them, or
         `p.grad` is gone. Then nothing is read, and the slots may flip."""
         if not any(self.entries[c.id].present for c in unit.layout.trainable_chunks):
             return
         gone = {p.index for p in unit.params if p.index not in arrivals and not self._is_ours(p)}
-        replaced = {i for i, several in arrivals.items() if several[0].fresh}
+        replaced = {i for i, arrival in arrivals.items() if arrival.fresh}
         for chunk in unit.layout.trainable_chunks:
             entry = self.entries[chunk.id]
             if entry.present and entry.present <= gone | replaced:
@@ -209,23 +236,42 @@ class Gradients:
     @sheltered
     def send_all(self) -> None:
         """Send everything that has arrived."""
-        for index in list(self._waiting):
+        for index in list(self._filling):
             self.send(self.units[index])
 
     @sheltered
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.send_all()
+        self._let_go()
         self._wait_tasks()
         task = self._stream.submit(self.chunks.finish_writes)
         wait = self._recorder.waits()
         task.wait()
         self._recorder.waited(wait, ("nvme", 0))
 
-    def _wait_tasks(self) -> None:
-        while self._tasks:
+    def _let_go(self) -> None:
+        """Have the memory of what is leaving be the device's again: the host waits until the copies are
+        issued, and the device's compute until they are done."""
+        while self._leaving:
+            leaving = self._leaving[0]
             wait = self._recorder.waits()
-            task = self._tasks[0]
+            leaving.issued.wait()
+            if leaving.buffer is not None:
+                with leaving.buffer.there():
+                    for copy in leaving.copies:
+                        self._device.wait_on_device(copy)
+            self._leaving.popleft()
+            leaving.buffer = None
+            self._recorder.waited(wait, ("reduce", 0))
+
+    def _wait_tasks(self, unit: int | None = None) -> None:
+        """Wait for what sends a unit, or for all; raise what went wrong in any that is over."""
+        while self._tasks:
+            task = self._tasks[0][1]
+            if unit is not None and not task.is_over and all(i != unit for i, _ in self._tasks):
+                return
+            wait = self._recorder.waits()
             try:
                 task.wait()
             except Exception:  # but not an interrupt, after which it is still under way
@@ -238,7 +284,9 @@ class Gradients:
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
         grad.factor = 1.0
-        self._deliver(grad.sharded, _Arrival(None, True, 1.0))
+        unit = grad.sharded.unit
+        buffer = self._filling.setdefault(unit, UnitBuffer(self.units[unit].layout, self._device))
+        buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)
 
     @sheltered
     def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
@@ -261,7 +309,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
-        self._waiting.clear()
+        self._filling.clear()
         self._numbers.clear()
         for entry in self.entries.values():
             entry.clear()
@@ -317,52 +365,64 @@ class Gradients:
 
     # -- the worker -------------------------------------------------------------------------
 
-    def _take(
-        self,
-        unit: ParamUnit,
-        chunks: Iterable[Chunk],
-        arrivals: Mapping[int, Sequence[_Arrival]],
-        after: Event | None,
-    ) -> None:
-        begin = now()
-        for chunk in chunks:
-            rounds = max((len(arrivals.get(s.param, ())) for s in chunk.segments), default=0)
-            for i in range(rounds):
-                items = [
-                    (s, arrivals[s.param][i]) for s in chunk.segments if i < len(arrivals.get(s.param, ()))
-                ]
-                self._take_chunk(chunk, items, after)
+    def _take(self, leaving: Leaving) -> None:
+        begin, nbytes = now(), leaving.nbytes
+        try:
+            works: deque[GradientIO] = deque()
+            try:
+                self._issue(leaving, works)
+                while works:
+                    self._finish(works.popleft(), leaving)
+            finally:
+                for work in works:  # only after an error is anything left
+                    work.close()
+        finally:
+            leaving.issued.open()
         if (log := self._recorder.log) is not None:
-            grads = (a.grad for several in arrivals.values() for a in several)
-            nbytes = sum(g.nbytes for g in grads if g is not None)
-            log.add("reduce", begin, now(), unit=unit.index, nbytes=nbytes)
+            log.add("reduce", begin, now(), unit=leaving.unit, nbytes=nbytes)
 
-    def _take_chunk(
-        self, chunk: Chunk, items: Sequence[tuple[Segment, _Arrival]], after: Event | None
-    ) -> None:
+    def _issue(self, leaving: Leaving, works: deque[GradientIO]) -> None:
+        """Start what can be started: all chunks at once, as far as there are leases."""
+        left = True
+        for chunk in leaving.chunks:
+            while (work := self.chunks.take(chunk, leaving, alone=not works)) is None:
+                self._finish(works.popleft(), leaving)
+            if work.ready:
+                self._finish(work, leaving)
+                continue
+            works.append(work)
+            left = left and work.has_left
+        if left:
+            leaving.issued.open()
+
+    def _finish(self, work: GradientIO, leaving: Leaving) -> None:
+        """Have what arrived for a chunk in its place, and its squares."""
+        chunk, arrivals = work.chunk, leaving.arrivals
         entry = self.entries[chunk.id]
-        held = set(entry.present) if entry.dtype is not None else set()
-        with self.chunks.open(chunk, after) as work:
+        with work:
             if entry.dtype is None:
                 entry.dtype = chunk.dtype
-                work.buffer(chunk.dtype).zero_()
-            elif entry.dtype is not torch.float32 and any(not a.fresh for _, a in items):
-                work.widen()
-            target = work.buffer(entry.dtype)
-            for segment, arrival in items:
-                part = target[segment.start : segment.start + segment.numel]
-                if arrival.grad is None:
-                    part.zero_()
-                    entry.present.add(segment.param)
-                    continue
-                source = arrival.grad[segment.offset : segment.offset + segment.numel]
-                if not arrival.fresh and segment.param in held:
-                    if arrival.factor != 1.0:
-                        part.mul_(arrival.factor)
-                    work.add(part, source)
-                else:
-                    work.put(part, source)
-                entry.present.add(segment.param)
+                target = work.buffer(chunk.dtype)
+                work.replace(target)
+            else:
+                held = set(entry.present)
+                if self.chunks.widens(chunk, arrivals):
+                    work.widen()
+                target = work.buffer(entry.dtype)
+                for segment in chunk.segments:
+                    arrival = arrivals.get(segment.param)
+                    if arrival is None:
+                        continue
+                    part = target[segment.start : segment.start + segment.numel]
+                    if arrival.zero:
+                        part.zero_()
+                    elif arrival.fresh or segment.param not in held:
+                        work.put(part, work.arrived(segment))
+                    else:
+                        if arrival.factor != 1.0:
+                            part.mul_(arrival.factor)
+                        work.add(part, work.arrived(segment))
+            entry.present.update(s.param for s in chunk.segments if s.param in arrivals)
             work.store(target)
 
     def _erase(self, chunk: Chunk, segments: Sequence[Segment]) -> None:
@@ -388,7 +448,3 @@ class Gradients:
             with self.chunks.open(chunk) as work:
                 buffer = work.buffer(entry.dtype)
                 out.copy_(buffer[segment.start : segment.start + segment.numel])
-
-
-def _flat(sharded: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-    return grad.detach().to(sharded.spec.dtype).contiguous().view(-1)

@@ -105,6 +105,10 @@ class CudaDevice:
         """Return an event of the compute stream as it stands."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
+    def current(self) -> object:
+        """Return what the caller's compute goes to: equal for what is in order."""
+        return torch.cuda.current_stream(self.torch_device)
+
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return what has another thread's compute go where the caller's goes: its current stream."""
         return functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.torch_device))

@@ -114,6 +114,10 @@ class HostDevice:
         """Return an event of all device work so far; None: the host itself has done it."""
         return None
 
+    def current(self) -> object:
+        """Return what the caller's compute goes to: the host, for all."""
+        return None
+
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return what has another thread's compute go where the caller's goes."""
         return contextlib.nullcontext

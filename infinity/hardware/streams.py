@@ -64,6 +64,11 @@ class Task:
         """What the call has raised."""
         return self._error
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has returned or raised."""
+        return self._finished.is_open
+
     def done(self) -> bool:
         """Return whether the call has returned; raise its error."""
         if not self._finished.is_open:

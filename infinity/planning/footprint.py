@@ -13,9 +13,9 @@ come to only the first forward shows, so the heap is a setting, or a share of wh
 
 A pipeline takes one lease per chunk (that of gradients two) and a quota serves one pipeline, so none can
 starve another. Device memory is the state placed there, the units that are needed at once, the gradients of
-two units, and what is left of the budget is for units fetched ahead. Where that budget was not named it is
-nearly all that a device of its own has, and the first activation would find none: units fetched ahead get
-half of what is left then.
+two units (and on a device of its own that of a parameter, which autograd has just made), and what is left of
+the budget is for units fetched ahead. Where that budget was not named it is nearly all that a device of its
+own has, and the first activation would find none: units fetched ahead get half of what is left then.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Footprint:
     nvme: Mapping[str, int]
     quotas: Mapping[str, Quota]
     working_nbytes: int  # copies of the units that are needed at once, not resident
+    gradients_nbytes: int  # device bytes for gradients on their way to their tier
     prefetch_nbytes: int  # device bytes for units fetched ahead
     nvme_read_per_step: int
     nvme_written_per_step: int
@@ -93,7 +94,8 @@ class Demand:
         durable: on NVMe by purpose, with two versions of what is written.
         least, most: the leases that a run cannot do without, and the buffers that are of use.
         working: copies of the units that are needed at once; `away`: of all that are not resident.
-        gradients: in flight on the device.
+        gradients: buffers of those in flight on the device; `arriving`: what autograd has made of one and is
+            not in its buffer yet.
         read, written: NVMe, in a step of one backward; `again`: (read, written) of each further one.
         link: between host and device: of each backward, and of each step.
         host_elements: parameters that the CPU updates.
@@ -108,6 +110,7 @@ class Demand:
     working: int
     away: int
     gradients: int
+    arriving: int
     read: int
     written: int
     again: tuple[int, int]
@@ -128,7 +131,7 @@ class Demand:
         )
 
     def _on_device(self) -> dict[str, int]:
-        more = {"units in use": self.working, "gradients in flight": self.gradients}
+        more = {"units in use": self.working, "gradients in flight": self.gradients + self.arriving}
         return {**self.placed[Tier.DEVICE], **{k: v for k, v in more.items() if v}}
 
     def check(self, config: Config, budget: Budget) -> None:
@@ -176,7 +179,7 @@ def footprint(
     Raises:
         BudgetError: the run cannot fit; names the tier, the bytes needed and had, and the cure.
     """
-    wanted = demand(layouts, plans, working_sets, config)
+    wanted = demand(layouts, plans, working_sets, config, staged=staged)
     return within(wanted, config, budget, staged=staged)
 
 
@@ -186,9 +189,10 @@ def demand(
     working_sets: Sequence[Sequence[int]],
     config: Config,
     *,
+    staged: bool,
     weights: Sequence[float] = (),
 ) -> Demand:
-    """Return what a run takes whatever its budgets are.
+    """Return what a run takes whatever its budgets are. See `plan_chunks` for `staged`.
 
     Args:
         working_sets: indices of the units that are needed at the same time, one entry for each
@@ -255,6 +259,9 @@ def demand(
         away=sum(u.copy_nbytes for u in layouts if u.index not in resident),
         # One unit's gradients are on their way while the next one's arrive.
         gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]),
+        arriving=max((p.nbytes for u in layouts for p in u.params if p.trainable), default=0)
+        if staged
+        else 0,
         read=total.read,
         written=total.written,
         again=(total.read_again, total.written_again),
@@ -302,6 +309,7 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
         nvme=wanted.placed[Tier.NVME],
         quotas={n: q for n, q in quotas.items() if q.nbytes},
         working_nbytes=wanted.working,
+        gradients_nbytes=wanted.gradients,
         prefetch_nbytes=prefetch,
         nvme_read_per_step=wanted.read,
         nvme_written_per_step=wanted.written,

@@ -42,6 +42,11 @@ class ParamSpec(NamedTuple):
             count *= size
         return count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its copy, and of its gradient as it is made."""
+        return self.numel * self.dtype.itemsize
+
 
 class Segment(NamedTuple):
     """The part of one parameter that lies in one chunk. Counted in elements."""

@@ -171,7 +171,8 @@ class Planner:
             plans = plan_chunks(
                 layouts, assignment, staged=machine.staged, delayed=config.update == "delayed"
             )
-            self._demands[key] = demand(layouts, plans, self.model.working_sets, config, weights=weights)
+            sets, staged = self.model.working_sets, machine.staged
+            self._demands[key] = demand(layouts, plans, sets, config, staged=staged, weights=weights)
         return self._demands[key]
 
     def plan(

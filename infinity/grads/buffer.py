@@ -1,0 +1,137 @@
+"""A unit's gradient on the device: one flat buffer, from autograd to the tier.
+
+[Note: one buffer] The buffer is laid out as the unit's copy is, where what is trainable comes first: a chunk
+is one range of it, in the chunk's dtype, and what did not arrive is zero. A parameter's gradient is copied to
+its place as it arrives, and autograd's tensor let go; one copy takes a chunk away. One unit's buffer is
+filled while that of the unit before leaves.
+
+Where device memory is host memory nothing crosses, and the copy to its place would be one more pass over
+memory: there the buffer keeps what autograd made, and a chunk's pieces are written to its tier one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from infinity.core.waiting import Latch
+from infinity.hardware.device import Device, Event
+from infinity.planning.partition import Chunk, Segment, UnitLayout
+
+
+class Arrival(NamedTuple):
+    """How one parameter's gradient has come: it replaces what the shards hold (`fresh`), or is added to that
+    times `factor`; `zero`: it is zero, and takes no bytes."""
+
+    fresh: bool
+    factor: float = 1.0
+    zero: bool = False
+
+
+class UnitBuffer:
+    """What has arrived of one unit's gradient and has not left, by parameter: see [Note: one buffer].
+
+    On a device with streams all is done in the order of the stream that it was made on.
+    """
+
+    def __init__(self, layout: UnitLayout, device: Device) -> None:
+        self.layout = layout
+        self.arrivals: dict[int, Arrival] = {}
+        self.nbytes = 0  # that it takes on the device
+        self.there = device.carry()
+        self._current = device.current()
+        self._device = device
+        self._flat: torch.Tensor | None = None
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def needs(self, index: int) -> int:
+        """Return the bytes that `put` would take more than there are."""
+        if self._device.staged:
+            return 0 if self._flat is not None else self.layout.gradient_nbytes
+        return 0 if index in self._kept else self.layout.params[index].nbytes
+
+    def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
+        """Have `grad` as the gradient of parameter `index` as soon as `arrivals` has it: an interrupt before
+        that leaves the parameter as it was, or to be put again. `shared`: others may write to `grad`."""
+        spec, grad = self.layout.params[index], grad.detach()
+        if not self._device.staged:
+            flat = grad.to(spec.dtype).contiguous().view(-1)
+            self.nbytes += self.needs(index)
+            self._kept[index] = flat.clone() if shared and flat.data_ptr() == grad.data_ptr() else flat
+            return
+        if self._flat is None:
+            with self.there():
+                self.nbytes = self.layout.gradient_nbytes
+                device = self._device.torch_device
+                self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        begin = self.layout.byte_offsets[index]
+        place = self._flat[begin : begin + spec.nbytes].view(spec.dtype).view(grad.shape)
+        if self._device.current() == self._current:
+            place.copy_(grad)
+            return
+        self._device.wait_on_device(self.mark())
+        place.copy_(grad)
+        done = self._device.mark()
+        with self.there():
+            self._device.wait_on_device(done)
+
+    def seal(self) -> None:
+        """Make zero what did not arrive: nothing is put any more."""
+        if self._flat is None:
+            return
+        with self.there():
+            end = 0
+            for index, begin in sorted(enumerate(self.layout.byte_offsets), key=lambda place: place[1]):
+                arrival = self.arrivals.get(index)
+                if arrival is not None and not arrival.zero:
+                    if begin > end:
+                        self._flat[end:begin].zero_()
+                    end = begin + self.layout.params[index].nbytes
+            self._flat[end:].zero_()
+
+    def mark(self) -> Event | None:
+        """Return an event of all that was done with it so far."""
+        with self.there():
+            return self._device.mark()
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk of the sealed buffer: (chunk.numel,) in its dtype. Not where pieces are kept."""
+        assert self._flat is not None
+        return self._flat[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes].view(chunk.dtype)
+
+    def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what has arrived of a chunk, as (first element within the chunk, values); the rest is zero.
+        That is the chunk as one where the buffer is flat."""
+        if self._flat is not None:
+            yield 0, self.chunk(chunk)
+            return
+        for segment in chunk.segments:
+            arrival = self.arrivals.get(segment.param)
+            if arrival is not None and not arrival.zero:
+                yield segment.start, self.piece(chunk, segment)
+
+    def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
+        """Return what has arrived of one segment: (segment.numel,)."""
+        if self._flat is not None:
+            return self.chunk(chunk)[segment.start : segment.start + segment.numel]
+        return self._kept[segment.param][segment.offset : segment.offset + segment.numel]
+
+
+class Leaving:
+    """A sealed buffer on its way, of which `chunks` go to their tier, `after` an event of the device.
+
+    `issued` opens when nothing needs the buffer but the copies of `copies`; who has seen to it that these
+    come before whatever takes its memory next drops `buffer`.
+    """
+
+    def __init__(self, buffer: UnitBuffer, chunks: list[Chunk], after: Event | None) -> None:
+        self.unit = buffer.layout.index
+        self.arrivals = buffer.arrivals
+        self.buffer: UnitBuffer | None = buffer
+        self.nbytes = buffer.nbytes
+        self.chunks = chunks
+        self.after = after
+        self.issued = Latch()
+        self.copies: list[Event] = []
