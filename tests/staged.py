@@ -43,7 +43,7 @@ from infinity.hardware.device import Event, HostStream, Task
 from infinity.hardware.probe import available_host_memory
 
 #: The threads of the engine that have a compute stream of their own on this device.
-WORKERS = ("infinity-update", "infinity-gradients", "infinity-fetch")
+WORKERS = ("infinity-update", "infinity-gradients", "infinity-load")
 #: A storage that the two tensors of a copy share with nobody has so many owners.
 _ALONE = 2
 

@@ -80,7 +80,7 @@ def evictions(
             for _ in range(8):
                 model(torch.ones(2, WIDTH), draw.choice(orders)).sum().backward()
                 optimizer.step()
-                infinity.flush(model)  # what a fetch waits for is not what is decided
+                infinity.flush(model)  # what a load waits for is not what is decided
                 optimizer.zero_grad()
         finally:
             infinity.close(optimizer)

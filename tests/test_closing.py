@@ -105,7 +105,7 @@ def drop():
         held.clear()
         gc.collect()  # the finalizer of the engine runs in here
         over.set()
-    if where == "fetch":
+    if where == "load":
         calls = [last]
         engine.loader._worker._start_copies = lambda: calls.pop()() if calls else None
     else:
@@ -128,7 +128,7 @@ print("home")
 """
 
 
-@pytest.mark.parametrize("where", quick(["update", "gradient", "h2d", "d2h", "fetch"], ["update", "fetch"]))
+@pytest.mark.parametrize("where", quick(["update", "gradient", "h2d", "d2h", "load"], ["update", "load"]))
 def test_a_model_whose_last_reference_goes_in_one_of_its_own_threads(tmp_path: Path, where: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _DROPPED, where, str(tmp_path)]

@@ -127,8 +127,8 @@ def test_after_an_interrupted_release_a_fetch_is_still_waited_for(
         unit = engine_of(model).units[1]
         with infinity.gathered(unit.params[0].param):
             pass
-        fetch = unit.last_load
-        assert fetch is not None
+        load = unit.last_load
+        assert load is not None
 
         def interrupted(event: object) -> None:
             raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def test_after_an_interrupted_release_a_fetch_is_still_waited_for(
         with pytest.raises(KeyboardInterrupt):
             unit.reshard()
         monkeypatch.undo()
-        assert unit.last_load is fetch
+        assert unit.last_load is load
         step(this, adam, 3)
 
 

@@ -261,7 +261,7 @@ def test_a_file_system_that_fills_up_during_the_run(faultfs: Path, tmp_path: Pat
             with pytest.raises(StorageError):
                 run.steps(1)
         finally:
-            with contextlib.suppress(TransferError):  # of the update, where a fetch told of it first
+            with contextlib.suppress(TransferError):  # of the update, where a load told of it first
                 infinity.close(run.adam)
         assert not list(fs.path.glob("infinity/*"))
 

@@ -37,7 +37,7 @@ def test_everything_on_nvme_takes_pools_and_nothing_that_grows() -> None:
     result = plan(Budget(device=64 * MiB, host=64 * MiB), **ON_NVME)
     total = 8 * NUMEL
     assert result.nvme == {"parameters": 2 * total, "optimizer state": 12 * total, "gradients": 4 * total}
-    assert set(result.host) == {"fetch leases", "update leases", "gradient leases"}
+    assert set(result.host) == {"load leases", "update leases", "gradient leases"}
     assert result.quotas["update"].buffer_nbytes == NORM_BLOCK * (12 + 4 + 2)
     assert result.working_nbytes == 2 * NUMEL
     assert result.nvme_read_per_step == (12 + 2 + 2 + 2) * total

@@ -255,7 +255,7 @@ def trouble(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("where", list(VARIANTS))
 def test_a_device_that_lags_behind_the_host_changes_nothing(where: str, tmp_path: Path) -> None:
-    """The host frees and fetches long before the device has computed: memory must not be reused early."""
+    """The host frees and loads long before the device has computed: memory must not be reused early."""
     wanted = train("gpt", {}, tmp_path / "a", VARIANTS["device"], steps=4, dtype="bf16")
     lagging = on_device(case("gpt"))
     trouble(lagging.model)

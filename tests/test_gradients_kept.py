@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.autograd.hooks import Hooks
+from infinity.autograd.phases import Phases
 from infinity.core.errors import GradientError
 from infinity.grads.gradient_chunks import GradientIO
 from infinity.grads.sharded_grad import ShardedGrad
@@ -136,13 +136,13 @@ def test_all_inputs_without_a_gradient_still_end_a_scope(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Constant.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
 
-    backward_ends = Hooks._backward_ends
+    backward_ends = Phases.end_scope_backward
 
-    def record(self: Hooks, call: Any) -> None:
-        ended.append(call.scope.name)
-        backward_ends(self, call)
+    def record(self: Phases, forward: Any) -> None:
+        ended.append(forward.scope.name)
+        backward_ends(self, forward)
 
-    monkeypatch.setattr(Hooks, "_backward_ends", record)
+    monkeypatch.setattr(Phases, "end_scope_backward", record)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(), nn.Linear(WIDTH, WIDTH))
     plain = torch.optim.AdamW(model.parameters())

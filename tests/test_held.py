@@ -153,14 +153,14 @@ def test_frozen_and_unchanged_units_are_not_fetched_again(tmp_path: Path) -> Non
     for block in list(model.blocks)[1:]:
         block.requires_grad_(False)
     model, optimizer = wrapped(tmp_path, model)
-    fetched = []
+    loaded = []
     for step in range(6):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        fetched.append(infinity.metrics(optimizer)["fetch/units"])
+        loaded.append(infinity.metrics(optimizer)["fetch/units"])
     # Block 0 and the head, once per step; those of the next step may be on their way already, or not yet.
-    assert fetched[-1] - fetched[0] <= 2 * 5 + 2, fetched
+    assert loaded[-1] - loaded[0] <= 2 * 5 + 2, loaded
     infinity.close(model)
 
 

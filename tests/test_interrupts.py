@@ -182,17 +182,17 @@ def test_a_fetch_is_started_once(tmp_path: Path) -> None:
     layout = engine.units[1].layout
     target = torch.zeros(layout.copy_nbytes, dtype=torch.uint8)
     slots = {c.id: engine.store.versions.slot(c.id, "copy") for c in layout.chunks}
-    fetch = Load(target, layout.chunks, slots, None)
-    assert not fetch.started
-    assert not fetch.is_over()
-    engine.loader.start(fetch)
-    engine.loader.start(fetch, urgent=True)
-    assert fetch.started
-    event = fetch.wait_issued()
+    load = Load(target, layout.chunks, slots, None)
+    assert not load.started
+    assert not load.is_over()
+    engine.loader.start(load)
+    engine.loader.start(load, urgent=True)
+    assert load.started
+    event = load.wait_issued()
     assert event is not None
     event.wait()
-    engine.loader.start(fetch)
-    assert not fetch.chunks
+    engine.loader.start(load)
+    assert not load.chunks
     with infinity.gathered(model):
         assert torch.equal(target, engine.units[1].view(0, layout.copy_nbytes))
     infinity.close(optimizer)

@@ -340,7 +340,7 @@ def test_a_changed_order_costs_the_fetches_that_it_changes_and_no_more(tmp_path:
             with torch.no_grad():
                 assert torch.allclose(model(x, order), plain(x, order), rtol=1e-5, atol=1e-6)
         turns = len(orders)
-        # Some where the order departs from the last one, while fetches begun in vain still hold room.
+        # Some where the order departs from the last one, while loads begun in vain still hold room.
         assert sum(missed[turns:]) <= sum(2 * len(o) for o in orders) // 3, missed
     finally:
         infinity.close(optimizer)

@@ -63,7 +63,7 @@ def test_a_frozen_chunk_has_a_copy_and_nothing_else(tier: Tier) -> None:
     plan = parts_of((tier, Tier.NVME, Tier.NVME), torch.bfloat16, staged=True, delayed=True, frozen=True)
     assert list(plan.parts) == ["copy"]
     assert (plan.state_tier, plan.gradient_tier, plan.gradient_lease) == (None, None, 0)
-    assert plan.fetch_lease == plan.update_lease == (2 * NORM_BLOCK if tier is Tier.NVME else 0)
+    assert plan.load_lease == plan.update_lease == (2 * NORM_BLOCK if tier is Tier.NVME else 0)
     assert plan.copy.tiers == (tier,)
 
 

@@ -21,7 +21,7 @@ KIB = 1024
 
 
 def pool_of(buffers: int = 2, nbytes: int = 8 * KIB, *, protect: bool = False) -> PinnedPool:
-    return PinnedPool({"fetch": (nbytes, buffers), "update": (nbytes * 2, 1)}, protect=protect)
+    return PinnedPool({"load": (nbytes, buffers), "update": (nbytes * 2, 1)}, protect=protect)
 
 
 @pytest.mark.parametrize("protect", [False, True])
@@ -82,7 +82,7 @@ def test_a_failing_registration_undoes_the_others() -> None:
 
 def test_tensor_views_do_not_copy_and_keep_their_range() -> None:
     pool = pool_of()
-    lease = pool.lease("fetch", 8 * KIB)
+    lease = pool.lease("load", 8 * KIB)
     lease.tensor(torch.float32, 4096, 16).fill_(1.5)
     assert lease.tensor()[4096:4100].tolist() == [0, 0, 0xC0, 0x3F]
     assert lease.tensor(torch.bfloat16, 8).numel() == (8 * KIB - 8) // 2
@@ -96,18 +96,18 @@ def test_tensor_views_do_not_copy_and_keep_their_range() -> None:
 
 def test_try_lease_and_deadline_name_the_quota() -> None:
     pool = pool_of()
-    held = [pool.try_lease("fetch", 1), pool.try_lease("fetch", 8 * KIB)]
+    held = [pool.try_lease("load", 1), pool.try_lease("load", 8 * KIB)]
     assert None not in held
-    assert pool.try_lease("fetch", 1) is None
+    assert pool.try_lease("load", 1) is None
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match="'fetch'"):
-        pool.lease("fetch", 1, timeout=0.05)
+    with pytest.raises(DeadlineError, match="'load'"):
+        pool.lease("load", 1, timeout=0.05)
     assert 0.04 < time.monotonic() - start < 5
-    with pytest.raises(BudgetError, match="'fetch'"):
-        pool.try_lease("fetch", 8 * KIB + 1)
+    with pytest.raises(BudgetError, match="'load'"):
+        pool.try_lease("load", 8 * KIB + 1)
     with pytest.raises(BudgetError, match="'nothing'"):
         pool.lease("nothing", 1)
-    stats = pool.stats()["fetch"]
+    stats = pool.stats()["load"]
     assert (stats.total, stats.in_use, stats.peak) == (16 * KIB, 16 * KIB, 16 * KIB)
     assert stats.waits == 1
     assert stats.wait_seconds > 0.04
@@ -119,11 +119,11 @@ def test_try_lease_and_deadline_name_the_quota() -> None:
 
 def test_a_blocked_lease_gets_the_buffer_that_comes_home() -> None:
     pool = pool_of(1)
-    first = pool.lease("fetch", 1)
+    first = pool.lease("load", 1)
     got: list[Lease] = []
-    waiter = threading.Thread(target=lambda: got.append(pool.lease("fetch", 1, timeout=20)), daemon=True)
+    waiter = threading.Thread(target=lambda: got.append(pool.lease("load", 1, timeout=20)), daemon=True)
     waiter.start()
-    while pool.stats()["fetch"].waits == 0:
+    while pool.stats()["load"].waits == 0:
         time.sleep(0.001)
     first.release()
     waiter.join(20)
@@ -132,36 +132,36 @@ def test_a_blocked_lease_gets_the_buffer_that_comes_home() -> None:
 
 def test_a_buffer_goes_home_with_its_last_user_and_release_is_idempotent() -> None:
     pool = pool_of(1)
-    first = pool.lease("fetch", 100)
+    first = pool.lease("load", 100)
     second = first.retain()
     assert second.address == first.address
     first.release()
     first.release()
-    assert pool.try_lease("fetch", 1) is None
+    assert pool.try_lease("load", 1) is None
     assert second.tensor().numel() == 100
     with pytest.raises(ClosedError):
         first.retain()
     second.release()
-    third = pool.try_lease("fetch", 1)
+    third = pool.try_lease("load", 1)
     assert third is not None
     second.release()  # must not give away the buffer of `third`
-    assert pool.try_lease("fetch", 1) is None
+    assert pool.try_lease("load", 1) is None
 
 
 def test_quarantine_never_goes_home() -> None:
     pool = pool_of(2)
-    lost, other = pool.lease("fetch", 1), pool.lease("fetch", 1)
+    lost, other = pool.lease("load", 1), pool.lease("load", 1)
     user = lost.retain()
     lost.quarantine()
     user.quarantine()
     lost.release()
     user.release()
-    assert pool.try_lease("fetch", 1) is None
-    stats = pool.stats()["fetch"]
+    assert pool.try_lease("load", 1) is None
+    stats = pool.stats()["load"]
     assert (stats.quarantined, stats.in_use) == (8 * KIB, 8 * KIB)
     other.quarantine()
     with pytest.raises(StorageError, match="no buffer left"):
-        pool.lease("fetch", 1)
+        pool.lease("load", 1)
     # What a transfer may still write to stays mapped, whatever is closed or dropped.
     start, end = lost.address, lost.address + lost.room
     pool.close()
@@ -173,19 +173,19 @@ def test_quarantine_never_goes_home() -> None:
 
 def test_close_wakes_waiters_and_lends_nothing_more() -> None:
     pool = pool_of(1)
-    held = pool.lease("fetch", 16)
+    held = pool.lease("load", 16)
     held.tensor().fill_(7)
     errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            pool.lease("fetch", 1)
+            pool.lease("load", 1)
         except BaseException as error:
             errors.append(error)
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    while pool.stats()["fetch"].waits == 0:
+    while pool.stats()["load"].waits == 0:
         time.sleep(0.001)
     pool.close()
     waiter.join(20)
@@ -202,7 +202,7 @@ def test_many_threads_never_share_a_buffer() -> None:
 
     def work(number: int) -> None:
         for _ in range(100):
-            with pool.lease("fetch", 64, timeout=20) as lease:
+            with pool.lease("load", 64, timeout=20) as lease:
                 view = lease.tensor()
                 view.fill_(number)
                 time.sleep(0)
@@ -216,17 +216,17 @@ def test_many_threads_never_share_a_buffer() -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert clashes == []
-    stats = pool.stats()["fetch"]
+    stats = pool.stats()["load"]
     assert (stats.in_use, stats.leases) == (0, 600)
 
 
 def test_a_child_has_no_pinned_memory() -> None:
     pool = pool_of()
-    lease = pool.lease("fetch", 16)
+    lease = pool.lease("load", 16)
     child = os.fork()
     if child == 0:
         code = 0
-        for call in (lease.tensor, lambda: pool.lease("fetch", 1)):
+        for call in (lease.tensor, lambda: pool.lease("load", 1)):
             try:
                 call()
                 code = 1
@@ -239,7 +239,7 @@ def test_a_child_has_no_pinned_memory() -> None:
 
 def test_protection_is_by_range_and_nests() -> None:
     pool = pool_of(protect=True)
-    lease = pool.lease("fetch", 8 * KIB)
+    lease = pool.lease("load", 8 * KIB)
     assert lease.io_address != lease.address
     lease.begin_io(0, 4096, into=True)
     lease.tensor(offset=4096).fill_(3)  # the other page is free

@@ -56,7 +56,7 @@ class Traced:
         def rest() -> None:
             engine.states.quiesce()
             until = time.monotonic() + 30
-            # Copies fetched ahead: between two chunks of a unit no transfer is under way.
+            # Copies loaded ahead: between two chunks of a unit no transfer is under way.
             while engine.store.unfinished or any(not u.load_is_over() for u in engine.units):
                 assert time.monotonic() < until
                 time.sleep(0.001)

@@ -14,7 +14,7 @@ class _Owner:
 
 
 class Guests:
-    """Lets them in, and has present for them what they use outside of the modules that fetch it."""
+    """Lets them in, and has present for them what they use outside of the modules that load it."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency

@@ -192,7 +192,7 @@ _ENGINE: Final = (
     Option("engine", "nvme", "dirs", "A directory on an NVMe drive; may be given again.", "--nvme"),
     Option("engine", "device_memory", "size", "What the engine may place on the device."),
     Option("engine", "host_memory", "size", "What the engine may take of host memory."),
-    Option("engine", "prefetch_memory", "size", "What units fetched ahead may take on the device."),
+    Option("engine", "prefetch_memory", "size", "What units loaded ahead may take on the device."),
     Option("engine", "update", "str", "overlap, sync or delayed."),
     Option("engine", "delay_warmup_steps", "int", "Steps before updates are delayed."),
     Option("engine", "read_ahead_memory", "size", "Host memory for state read during the backward."),

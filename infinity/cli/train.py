@@ -330,7 +330,7 @@ class _Training:
             seed=train.seed,
         )
         self.report.line()
-        self.report.line(f"A sample ({train.sample_tokens} tokens; each fetches the whole model once):")
+        self.report.line(f"A sample ({train.sample_tokens} tokens; each loads the whole model once):")
         shown = []
         if tokenizer is not None:
             shown = [*ids, *made]

@@ -289,7 +289,7 @@ def generate(
 
     Args:
         logits: (1, sequence) tokens → (1, sequence, vocab). Called once per token: there is no
-            cache of keys and values, since with offloaded parameters the fetch is what counts.
+            cache of keys and values, since with offloaded parameters the load is what counts.
         prompt: 1-d, int64, at least one token.
         context: the most tokens that are looked back to.
     """

@@ -78,7 +78,7 @@ class Config:
         durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
-        prefetch_memory: bytes on the device that units fetched ahead may take; None: as much as
+        prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
             `device_memory` leaves, or half of that where `device_memory` is None and the device has a
             memory of its own: the other half is for activations.
         chunk_elements: elements of a chunk, a multiple of 65,536.

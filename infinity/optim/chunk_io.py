@@ -169,16 +169,14 @@ class ChunkIO:
         """The copy in the storage of a unit on the device."""
         return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
-    def _sections(self) -> list[torch.Tensor]:
+    def _sections(self) -> tuple[torch.Tensor, ...]:
         plan, chunk = self._plan, self.chunk
         flat = self._leased("state", torch.float32, plan.parts["state"].nbytes // 4)
-        if flat is not None:
-            return list(flat.split(chunk.numel))
-        if plan.state_tier is Tier.HOST:
-            flat = self._tiers.store.view(chunk.id, "state", torch.float32)
-        else:
-            flat = self._tiers.on_device[chunk.id].view(torch.float32)
-        return list(flat.split(chunk.numel))
+        if flat is None:
+            on_host = plan.state_tier is Tier.HOST
+            bytes_ = self._tiers.store.view(chunk.id, "state") if on_host else self._tiers.on_device[chunk.id]
+            flat = bytes_.view(torch.float32)
+        return flat.view(-1, chunk.numel).unbind()
 
     @property
     def copy_is_master(self) -> bool:
@@ -192,6 +190,12 @@ class ChunkIO:
             # State and copy share a tier, so a device copy needs no staging.
             return self.device_copy if self._plan.copy_tier is Tier.DEVICE else self.copy
         return self._sections()[0]
+
+    @property
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """master, exp_avg and exp_avg_sq."""
+        sections = self._sections()
+        return self.master if self._plan.copy_is_master else sections[0], sections[-2], sections[-1]
 
     @property
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:

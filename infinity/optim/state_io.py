@@ -149,7 +149,7 @@ class States:
                             for segment in segments:
                                 yield unit.params[segment.param], segment, {"copy": slice_of(copy, segment)}
                         continue
-                    io = self._open(chunk, "update" if chunk.trainable else "fetch", open_)
+                    io = self._open(chunk, "update" if chunk.trainable else "load", open_)
                     open_.append(io)
                     if fresh:
                         for tensor in self._tensors(unit, io, _KINDS).values():
@@ -205,7 +205,7 @@ class States:
         elif tier is Tier.HOST:
             yield store.view(chunk.id, "copy", chunk.dtype, version=Version.NEWEST)
         else:
-            lease = self._tiers.pool.lease("fetch", chunk.copy_nbytes)
+            lease = self._tiers.pool.lease("load", chunk.copy_nbytes)
             try:
                 store.read(chunk.id, "copy", lease, version=Version.NEWEST).wait()
                 yield lease.tensor(chunk.dtype, 0, chunk.numel)

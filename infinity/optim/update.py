@@ -27,7 +27,8 @@ from .chunk_io import ChunkIO, Tiers, open_chunk
 
 
 class ParamUpdate(NamedTuple):
-    """The scalars of one parameter's update, as they were when `step()` was called."""
+    """The scalars of one parameter's update, as they were when `step()` was called; in the order in which
+    `cpu_adam.Segment` has them."""
 
     lr: float
     beta1: float
@@ -75,7 +76,7 @@ class Updater:
             self._stream = HostStream("update")
         ahead = self._take_ahead()
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
-        self._updates.post((u.chunk for u in work), blocks_fetches=not delayed)
+        self._updates.post((u.chunk for u in work), blocks_loads=not delayed)
         self._unwritten = {u.chunk.id for u in work}
         self._tiers.gradients.reserve((u.chunk.id, u.gradient) for u in work)
         self._posted += 1
@@ -274,7 +275,7 @@ def _moved(update: ChunkUpdate, io: ChunkIO) -> int:
 
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:
     segments = [
-        cpu_adam.Segment(s.start, s.numel, **update.params[s.param]._asdict())
+        cpu_adam.Segment(s.start, s.numel, *update.params[s.param])
         for s in update.chunk.segments
         if s.param in update.params
     ]
@@ -285,7 +286,7 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
     if out is not None and len(segments) < len(update.chunk.segments):
         # The copy of a segment that this update skips is its master, rounded.
         cpu_adam.convert(out, io.master)
-    cpu_adam.adamw_update_segments(io.master, *io.moments, io.grad(update.grad_dtype), out, segments)
+    cpu_adam.adamw_update_segments(*io.state, io.grad(update.grad_dtype), out, segments)
 
 
 def _compute_on_device(
@@ -303,7 +304,7 @@ def _compute_on_device(
         made = io.device_copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
 
     def work() -> None:
-        adam_reference.adamw_reference_segments(io.master, *io.moments, grad, None, segments)
+        adam_reference.adamw_reference_segments(*io.state, grad, None, segments)
         if made is not None:
             made.copy_(io.master)
 

@@ -221,18 +221,18 @@ class _Worker:
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
-                if self._updates.blocks_fetch(chunk.id):
+                if self._updates.blocks_load(chunk.id):
                     load.behind_update = True
                     return
                 if load.behind_update:
                     load.behind_update, load.updated = False, now()
-                if plan.fetch_lease:
+                if plan.load_lease:
                     self._release_leases(wait=False)
-                    lease = self._pool.try_lease("fetch", plan.fetch_lease)
+                    lease = self._pool.try_lease("load", plan.load_lease)
                     if lease is None:
                         if self._flights or self._copying:
                             return
-                        lease = self._pool.lease("fetch", plan.fetch_lease)  # or its error
+                        lease = self._pool.lease("load", plan.load_lease)  # or its error
                 with self._lock:
                     if chunk not in load.chunks:  # supplied meanwhile
                         if lease is not None:
@@ -260,7 +260,7 @@ class _Worker:
             return False
         first = self._waiting[0]
         try:
-            return not first.chunks or not self._updates.blocks_fetch(first.chunks[0].id)
+            return not first.chunks or not self._updates.blocks_load(first.chunks[0].id)
         except Exception:
             return True  # to be told of it there
 

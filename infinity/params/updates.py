@@ -29,18 +29,18 @@ class Updates:
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
         self._reported = False
-        self._blocks_fetches = True
+        self._blocks_loads = True
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
         """Have `call` called after every change, on the thread that makes it."""
         self._listeners.append(call)
 
-    def post(self, chunks: Iterable[Chunk], *, blocks_fetches: bool = True) -> None:
-        """Note that the update of `chunks` is about to run; nothing else may be pending. `blocks_fetches`: it
-        makes the copies that the next forward uses, so fetches wait for it."""
+    def post(self, chunks: Iterable[Chunk], *, blocks_loads: bool = True) -> None:
+        """Note that the update of `chunks` is about to run; nothing else may be pending. `blocks_loads`: it
+        makes the copies that the next forward uses, so loads wait for it."""
         posted = {chunk.id: chunk.unit for chunk in chunks}
-        self._blocks_fetches = blocks_fetches
+        self._blocks_loads = blocks_loads
         self._units, self._chunks = dict(Counter(posted.values())), posted
 
     def finish(self, chunk: Chunk) -> None:
@@ -94,10 +94,10 @@ class Updates:
         self.check()
         return True
 
-    def blocks_fetch(self, chunk: int) -> bool:
-        """Return whether a fetch of a chunk has to wait for its update; raise if that failed, which is
-        not telling the user: it may be a fetch that nobody waits for."""
-        if not self._blocks_fetches or chunk not in self._chunks:
+    def blocks_load(self, chunk: int) -> bool:
+        """Return whether a load of a chunk has to wait for its update; raise if that failed, which is
+        not telling the user: it may be a load that nobody waits for."""
+        if not self._blocks_loads or chunk not in self._chunks:
             return False
         if self._error is not None:
             raise _copy_error(self._error)

@@ -81,7 +81,7 @@ def _budgets(plan: Plan) -> Iterator[Change]:
     short = {f"{p.tier}_memory" for p in plan.problems if p.needed == getattr(plan.least, p.tier, None)}
     if short:
         yield {name: size for name, size in least.items() if name in short}
-    if plan.least.device <= plan.room.device:  # less is fetched ahead, so that activations find room
+    if plan.least.device <= plan.room.device:  # less is loaded ahead, so that activations find room
         yield {"device_memory": f"{plan.room.device // MiB}MiB"}
     if plan.least.host <= plan.room.host:
         yield {"host_memory": f"{plan.room.host // MiB}MiB"}

@@ -4,7 +4,7 @@
 that does not fit is refused with the numbers of this file. Host memory is the state placed
 there plus three *quotas* of the pool:
 
-- ``fetch``: leases through which copies travel from NVMe to the device;
+- ``load``: leases through which copies travel from NVMe to the device;
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
 
@@ -14,8 +14,8 @@ come to only the first forward shows, so the heap is a setting, or a share of wh
 A pipeline takes one lease per chunk (that of gradients two) and a quota serves one pipeline, so none can
 starve another. Device memory is the state placed there, the units that are needed at once, the gradients of
 two units (and on a device of its own that of a parameter, which autograd has just made), and what is left of
-the budget is for units fetched ahead. Where that budget was not named it is nearly all that a device of its
-own has, and the first activation would find none: units fetched ahead get half of what is left then.
+the budget is for units loaded ahead. Where that budget was not named it is nearly all that a device of its
+own has, and the first activation would find none: units loaded ahead get half of what is left then.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .partition import UnitLayout
 from .parts import DURABLE, PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
 
-#: What the fetch quota aims at; more hides no more of a drive's latency.
-_FETCH_TARGET = 64 * MiB
+#: What the load quota aims at; more hides no more of a drive's latency.
+_LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
-LEAST_BUFFERS = {"fetch": 1, "update": 1, "gradient": 2}
+LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2}
 _GRADIENT_BUFFERS = 4
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
@@ -67,7 +67,7 @@ class Footprint:
     quotas: Mapping[str, Quota]
     working_nbytes: int  # copies of the units that are needed at once, not resident
     gradients_nbytes: int  # device bytes for gradients on their way to their tier
-    prefetch_nbytes: int  # device bytes for units fetched ahead
+    prefetch_nbytes: int  # device bytes for units loaded ahead
     nvme_read_per_step: int
     nvme_written_per_step: int
     activation_nbytes: int = 0  # host bytes for the inputs of checkpointed layers
@@ -203,7 +203,7 @@ def demand(
     durable: dict[str, int] = {}
 
     moved = [0] * len(Moved._fields)
-    fetch_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = on_host = 0
+    load_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = on_host = 0
     # Nearly all chunks are alike: each kind is looked at once.
     kinds = Counter((id(plans[c.id]), c.numel, c.trainable) for u in layouts for c in u.chunks)
     by_id = {id(p): p for p in plans}
@@ -217,9 +217,9 @@ def demand(
                     versions = 2 if trainable and name in DURABLE and slot == 0 else 1
                     durable[purpose] = durable.get(purpose, 0) + part.nbytes * versions * count
         moved = [total + of_one * count for total, of_one in zip(moved, plan.moved, strict=True)]
-        fetch_buffer = max(fetch_buffer, plan.fetch_lease)
+        load_buffer = max(load_buffer, plan.load_lease)
         gradient_buffer = max(gradient_buffer, plan.gradient_lease)
-        chunks_on_nvme += count if plan.fetch_lease else 0
+        chunks_on_nvme += count if plan.load_lease else 0
         if trainable:
             update_buffer = max(update_buffer, plan.update_lease)
             trainable_chunks += count
@@ -242,13 +242,13 @@ def demand(
         least={
             name: Quota(buffer, LEAST_BUFFERS[name] if buffer else 0)
             for name, buffer in (
-                ("fetch", fetch_buffer),
+                ("load", load_buffer),
                 ("update", update_buffer),
                 ("gradient", gradient_buffer),
             )
         },
         most={
-            "fetch": min(chunks_on_nvme, max(2, _FETCH_TARGET // fetch_buffer)) if fetch_buffer else 0,
+            "load": min(chunks_on_nvme, max(2, _LOAD_TARGET // load_buffer)) if load_buffer else 0,
             "update": _update_buffers(config, update_buffer, trainable_chunks),
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
         },
@@ -302,7 +302,7 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
     if config.prefetch_memory is not None:
         prefetch = min(prefetch, int(config.prefetch_memory))
     if prefetch:
-        device["units fetched ahead"] = prefetch
+        device["units loaded ahead"] = prefetch
     return Footprint(
         device=device,
         host=host,

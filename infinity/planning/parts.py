@@ -109,14 +109,14 @@ class ChunkParts:
     Attributes:
         parts: by name; one that is not there does not exist.
         copy_is_master: see the note.
-        fetch_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
+        load_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
     """
 
     parts: Mapping[str, Part]
     copy_is_master: bool
-    fetch_lease: int
+    load_lease: int
     update_lease: int
     gradient_lease: int
     moved: Moved
@@ -184,15 +184,15 @@ def _parts_of(
 ) -> ChunkParts:
     nbytes, fp32 = chunk.copy_nbytes, chunk.section_nbytes
     on_nvme = copy_tier is Tier.NVME
-    fetch_lease = nbytes if on_nvme else 0
+    load_lease = nbytes if on_nvme else 0
     used = Moved(  # by forward and backward
-        read=2 * fetch_lease,
-        read_again=2 * fetch_lease,
+        read=2 * load_lease,
+        read_again=2 * load_lease,
         link_each=0 if copy_tier is Tier.DEVICE else 2 * nbytes,
     )
     if state_tier is None or gradient_tier is None:  # frozen: its copy is written once
         copy = Part((nbytes,), (copy_tier,), 0 if on_nvme else None)
-        return ChunkParts({"copy": copy}, False, fetch_lease, fetch_lease, 0, used)
+        return ChunkParts({"copy": copy}, False, load_lease, load_lease, 0, used)
     shared = chunk.dtype is torch.float32 and copy_tier is state_tier
     # What forward and backward use on the device must stay as it is beside an update.
     shared = shared and not (delayed and copy_tier is Tier.DEVICE)
@@ -215,7 +215,7 @@ def _parts_of(
     }
     converted = gradient_tier is Tier.NVME or staged or chunk.dtype is not torch.float32
     moved = _with_update(used, parts, shared)
-    return ChunkParts(parts, shared, fetch_lease, sum(sizes), fp32 if converted else 0, moved)
+    return ChunkParts(parts, shared, load_lease, sum(sizes), fp32 if converted else 0, moved)
 
 
 def _with_update(used: Moved, parts: Mapping[str, Part], shared: bool) -> Moved:

@@ -250,7 +250,7 @@ class Planner:
             chunks=wanted.chunks,
             footprint=taken,
             durable_nvme=wanted.durable,
-            # The first backward is the footprint's. Each further one fetches the copies twice more.
+            # The first backward is the footprint's. Each further one loads the copies twice more.
             traffic=Traffic(
                 wanted.read + further * wanted.again[0],
                 wanted.written + further * wanted.again[1],

@@ -4,7 +4,7 @@ A record of a past cycle (one forward and its backward, or a forward alone) pred
 The last few different cycles are kept: mixture of experts, early exit and generation between training
 steps each have orders that come back. A unit that comes out of order moves the position to where that
 unit comes next in the record, or to a record that knows the two last units as neighbours; nothing ever
-stalls to record again, and a wrong guess costs one fetch that was not hidden.
+stalls to record again, and a wrong guess costs one load that was not hidden.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def settings_of(placement: str, update: str, largest_unit: int) -> dict[str, Any
     settings: dict[str, Any] = {**PLACEMENTS[placement]._asdict(), "update": update}
     if update == "delayed":  # from the first step on, not after its warm-up
         settings["delay_warmup_steps"] = 0
-    if settings["parameters"] == "nvme":  # else everything would be fetched ahead into what is free
+    if settings["parameters"] == "nvme":  # else everything would be loaded ahead into what is free
         settings |= dict.fromkeys(("device_memory", "host_memory"), max(GiB, 32 * largest_unit))
     return settings
 
@@ -242,8 +242,8 @@ def bound(update: str, found: Measured) -> float:
     behind = min(found.moved, found.read_ahead + found.copies + found.gradients)
     hidden = min(found.backward, found.seconds(behind))
     if update == "sync":
-        fetched = min(found.forward, found.seconds(found.copies))
-        return compute + max(nvme - hidden - fetched, found.adam, 0.0)
+        loaded = min(found.forward, found.seconds(found.copies))
+        return compute + max(nvme - hidden - loaded, found.adam, 0.0)
     if update == "overlap":
         return found.backward + max(found.forward, nvme - hidden, found.adam)
     return max(compute, nvme, found.adam)
