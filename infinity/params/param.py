@@ -352,11 +352,8 @@ class ShardedParam:
         """Make the parameter a view of its unit's storage, which has its memory. Its identity stays."""
         with torch.inference_mode(False):
             view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
-        strides, step = [], 1
-        for size in reversed(self.spec.shape):
-            strides.append(step)
-            step *= max(size, 1)
-        self._place = byte_offset // self.spec.dtype.itemsize, tuple(reversed(strides))
+        strides = torch.empty(self.spec.shape, device="meta").stride()
+        self._place = byte_offset // self.spec.dtype.itemsize, strides
         view.set_(storage, self._place[0], self.spec.shape, self._place[1])
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = view
