@@ -5,13 +5,14 @@
 - `mark` is an event that becomes done later than it is made: the host runs ahead of the device. Each worker
   of the engine has a compute stream of its own; all other threads share the user's.
 - What a worker gives to `compute` runs on its stream, behind what that still has to do.
-- A unit's storage has size 0 while it is empty. What is given out holds NaNs, in every dtype, until it is
-  filled; what is given back holds them before it goes.
+- A unit's storage has size 0 while it is empty. What is given out holds NaNs, in every dtype, and so does
+  what a copy is to fill, from when the copy is asked for; what is given back holds them before it goes.
 - Copies go between memory of the device and host memory that is registered, as CUDA's asynchronous ones do.
 
 A `Fault` is raised, and noted in `faults` because a background thread may have met it, when
 
 - a copy touches host memory that is not registered, or that is unregistered before the copy is done;
+- a copy goes into an inference tensor, outside of that mode;
 - a copy comes after nothing, or only after marks from before the unit's storage was given its memory;
 - memory is given back, or let go by its last owner, while a copy of it is under way;
 - a kernel of the CPU is given memory of the device.
@@ -282,11 +283,15 @@ class Staged:
     ) -> Event:
         self.note(way, (target.data_ptr(), source.data_ptr(), source.nbytes))
         host, device = (range_of(t) for t in ((source, target) if way == "h2d" else (target, source)))
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            self.fault(f"{way} into an inference tensor")
         self._check_order(way, device, [e for e in after if e is not None])
         self._check_registered(way, host)
         with self._lock:
             key = next(self._numbers)
             self._flying[key] = host, device
+        if way == "h2d":  # whoever looks before the copy is done sees that
+            ctypes.memset(device.begin, 0xFF, device.end - device.begin)
         # Aliases: then the storage tells whether the caller still has a tensor of it.
         to, from_ = target.detach(), source.detach()
         own = to if owned is target else from_ if owned is source else None

@@ -49,6 +49,11 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_placement_never_changes_results(
     dtype: str, update: str, place: str, tmp_path: Path, staged: list[Staged]
 ) -> None:
+    """Though the host is well ahead of the device when a step begins."""
+
+    def ahead(*_: Any) -> None:
+        lag(staged[-1], lambda: time.sleep(0.02))
+
     runs = []
     settings = {"dtype": dtype, "update": update, "delay_warmup_steps": 1, "max_grad_norm": 0.5}
     for where in ("nvme", place):
@@ -56,7 +61,7 @@ def test_placement_never_changes_results(
         folder.mkdir()
         config = config_for(folder, device_memory="64MiB", **settings, **PLACES[where])
         this = case("gpt", layers=2, width=32)
-        runs.append(train_offloaded(this, config, steps=4, accumulate=2))
+        runs.append(train_offloaded(this, config, steps=4, accumulate=2, before_step=ahead))
     assert_same(runs[1], runs[0])
     assert len(staged) == 2
 
@@ -374,3 +379,27 @@ def test_activations_are_unpinned_when_their_copies_are_done(
     assert "d2h" in [call for _, call, _ in staged[0].calls]
     infinity.close(optimizer)
     del loss
+
+
+def test_activations_are_neither_dropped_nor_used_before_their_copies_are_done(
+    tmp_path: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(self: Staged, *args: Any, **options: Any) -> Any:
+        self._submit("h2d", lambda: time.sleep(0.05))
+        return h2d(self, *args, **options)
+
+    h2d = Staged.h2d
+    monkeypatch.setattr(Staged, "h2d", slowly)
+    monkeypatch.setattr("infinity.autograd.activations.SMALLEST", 1)
+    found = []
+    for where in ("device", "host"):
+        folder = tmp_path / where
+        folder.mkdir()
+        this = case("gpt", layers=6, width=32, recompute="non-reentrant")
+        config = config_for(folder, activations=where, **ON_DEVICE)
+        model, optimizer = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters()), config)
+        lag(staged[-1], lambda: time.sleep(0.3))
+        this.loss(model, this.batches[0]).backward()
+        found.append({n: infinity.gradient(p) for n, p in model.named_parameters()})
+        infinity.close(optimizer)
+    assert all(torch.equal(g, found[0][n]) for n, g in found[1].items())
