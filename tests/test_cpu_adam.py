@@ -428,6 +428,25 @@ def test_sums_of_squares_are_one_fixed_tree(dtype: torch.dtype) -> None:
             assert total == pytest.approx(math.fsum(v * v for v in part), rel=1e-13)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_squares_of_pieces_are_those_of_each_alone(dtype: torch.dtype) -> None:
+    """In any number and order, with gaps; on every instruction set, and in plain torch."""
+    x = values(3 * NORM_BLOCK).to(dtype)
+    lengths = [1, 15, 16, 17, 64, 777, 4096, 30_000, NORM_BLOCK, NORM_BLOCK - 1, 0, 5, 33, 64]
+    begins = np.cumsum([0, *(n + 3 for n in lengths[:-1])])
+    pieces = np.ascontiguousarray(np.array([begins, lengths], dtype=np.int64).T[::-1])
+    wanted = [adam_reference.sum_of_squares_reference(x[b : b + n]).sum() for b, n in pieces.tolist()]
+    assert (adam_reference.sum_of_squares_reference(x, pieces) == wanted).all()
+    for isa in ISAS:
+        cpu_adam.set_isa(isa)
+        for shift in (0, 1):
+            assert (cpu_adam.sum_of_squares(shifted(x, shift), pieces) == wanted).all(), isa
+    for wrong in ([[-1, 5]], [[0, -1]], [[0, NORM_BLOCK + 1]], [[3 * NORM_BLOCK - 4, 5]], [0, 5]):
+        for call in (cpu_adam.sum_of_squares, adam_reference.sum_of_squares_reference):
+            with pytest.raises(ParameterError, match="pieces"):
+                call(x, np.array(wrong, dtype=np.int64))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_sums_of_squares_keep_nan_and_inf(isa: str) -> None:
     cpu_adam.set_isa(isa)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +77,13 @@ def test_the_place_of_a_parameter_does_not_depend_on_the_chunk_size(
         assert a.byte_offsets == b.byte_offsets
         assert a.copy_nbytes == b.copy_nbytes
         # Norm blocks lie on one grid: sums over them are the same sums (Note: norms).
-        assert sum(c.norm_blocks for c in a.chunks) == sum(c.norm_blocks for c in b.chunks)
+        pieces = [[(p, c.start + at, n) for c in u.chunks for p, at, n in c.norm_pieces] for u in (a, b)]
+        assert pieces[0] == pieces[1]
+        sizes = Counter[int]()
+        for param, _, numel in pieces[0]:
+            assert 0 < numel <= NORM_BLOCK
+            sizes[param] += numel
+        assert all(sizes[i] == p.numel for i, p in enumerate(a.params))
 
 
 def test_groups_are_contiguous_within_a_run() -> None:

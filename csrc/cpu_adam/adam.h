@@ -24,6 +24,12 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 80, "Python packs 80 bytes");
 
+// Elements whose squares are summed as one tree. Python passes an array of these (int64, two columns).
+struct Piece {
+  int64_t begin, numel;
+};
+static_assert(sizeof(Piece) == 16, "Python passes 16 bytes each");
+
 // The constants of one segment's arithmetic: computed in double, rounded to float once.
 struct Scalars {
   float grad_scale;  // negative to maximize
@@ -78,8 +84,8 @@ const char* check(const Segment*, int64_t count, int64_t numel, int64_t* index);
 void update(const Buffers&, const Segment*, int64_t count);
 // Moves the bytes of an update of `numel` elements, without its arithmetic.
 void measure(const Buffers&, int64_t numel, bool stream);
-// sums[i]: double sum of squares of span i.
-void sum_of_squares(const void* source, Dtype, int64_t numel, double* sums);
+// sums[i]: double sum of squares of piece i, which is at most kSpan elements.
+void sum_of_squares(const void* source, Dtype, const Piece* pieces, int64_t count, double* sums);
 void accumulate(float* target, const void* source, Dtype, int64_t numel);
 void convert(void* target, Dtype, const void* source, Dtype, int64_t numel);
 void copy_bytes(void* target, const void* source, int64_t nbytes);

@@ -173,12 +173,9 @@ void measure(const Buffers& b, int64_t numel, bool stream) {
   in_shares(numel, [&](int64_t begin, int64_t end) { k.traffic(b, begin, end, stream); });
 }
 
-void sum_of_squares(const void* source, Dtype dtype, int64_t numel, double* sums) {
+void sum_of_squares(const void* source, Dtype dtype, const Piece* pieces, int64_t count, double* sums) {
   const Kernels& k = kernels();
-  parallel(ceil_div(numel, kSpan), [&](int64_t span) {
-    int64_t begin = span * kSpan, left = numel - begin;
-    sums[span] = k.sum_span(source, dtype, begin, left < kSpan ? left : kSpan);
-  });
+  parallel(count, [&](int64_t i) { sums[i] = k.sum_span(source, dtype, pieces[i].begin, pieces[i].numel); });
 }
 
 void accumulate(float* target, const void* source, Dtype dtype, int64_t numel) {

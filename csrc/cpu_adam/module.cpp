@@ -91,11 +91,12 @@ PYBIND11_MODULE(_cpu_adam, m) {
       arg("out_dtype"), arg("numel"), arg("stream"));
   m.def(
       "sum_of_squares",
-      [](uintptr_t source, int dtype, int64_t numel, uintptr_t sums) {
+      [](uintptr_t source, int dtype, uintptr_t pieces, int64_t count, uintptr_t sums) {
         py::gil_scoped_release release;
-        sum_of_squares(at<void>(source), static_cast<Dtype>(dtype), numel, at<double>(sums));
+        sum_of_squares(at<void>(source), static_cast<Dtype>(dtype), at<Piece>(pieces), count,
+                       at<double>(sums));
       },
-      arg("source"), arg("dtype"), arg("numel"), arg("sums"));
+      arg("source"), arg("dtype"), arg("pieces"), arg("count"), arg("sums"));
   m.def(
       "accumulate",
       [](uintptr_t target, uintptr_t source, int dtype, int64_t numel) {

@@ -31,10 +31,10 @@ class ChunkGradient:
 
     __slots__ = ("dtype", "present", "squares")
 
-    def __init__(self, norm_blocks: int) -> None:
+    def __init__(self, pieces: int) -> None:
         self.dtype: torch.dtype | None = None
         self.present: set[int] = set()  # parameters (indices in the unit) that have arrived
-        self.squares = np.zeros(norm_blocks)
+        self.squares = np.zeros(pieces)  # sums, one of each of the chunk's `norm_pieces`
 
     def clear(self) -> None:
         """Forget everything."""
@@ -63,9 +63,13 @@ class ChunkGradients:
         self.writes: deque[tuple[Transfer, Lease]] = deque()
         self._pool = pool
         self._on_device: dict[tuple[int, Slot], torch.Tensor] = {}  # by chunk
+        self._pieces: dict[int, cpu_adam.Pieces] = {}
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
-                self.entries[chunk.id] = ChunkGradient(chunk.norm_blocks)
+                self.entries[chunk.id] = ChunkGradient(len(chunk.norm_pieces))
+                self._pieces[chunk.id] = np.array(
+                    [place for _, *place in chunk.norm_pieces], dtype=np.int64
+                ).reshape(-1, 2)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
                     nbytes = plans[chunk.id].parts["gradient"].nbytes
                     slots = store.versions.slots(chunk.id, "gradient")
@@ -283,7 +287,7 @@ class GradientIO:
         owner, entry = self._owner, self._entry
         by_device = owner.by_device(self.chunk)
         squares = adam_reference.sum_of_squares_reference if by_device else cpu_adam.sum_of_squares
-        entry.squares[:] = squares(target)
+        entry.squares[:] = squares(target, owner._pieces[self.chunk.id])
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
             transfer = owner.store.write(

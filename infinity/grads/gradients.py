@@ -4,10 +4,6 @@ A unit's gradient leaves the device once, in the compute dtype, when its backwar
 what arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. One worker
 thread starts the copies of all chunks and then sees to each as it comes, so the backward waits for it only
 when it is a whole unit ahead. A gradient that is zero is a note and takes no bytes.
-
-[Note: norms] A norm is a double sum over fixed blocks of 65,536 elements, each block summed as a
-halving tree, blocks in index order. The blocks are summed while a gradient is at hand; they do
-not depend on the tier, on the size of a chunk or on the instruction set.
 """
 
 from __future__ import annotations
@@ -31,12 +27,12 @@ from infinity.storage.store import Slot, Store
 
 from .buffer import Arrival, Leaving, UnitBuffer
 from .gradient_chunks import ChunkGradients, GradientIO
+from .norms import Norms
 from .sharded_grad import ShardedGrad
 
 
 class Gradients:
-    """Takes gradients over, keeps them on their tier, answers norms. `room`: bytes of buffers on the device
-    at a time; those of a unit and of the one before it, at least."""
+    """Takes gradients over, keeps them on their tier, answers norms. `room`: bytes of buffers at a time."""
 
     def __init__(
         self,
@@ -56,6 +52,7 @@ class Gradients:
         self._recorder = recorder
         self.chunks = ChunkGradients(units, plans, store, pool, device, recorder)
         self.entries = self.chunks.entries
+        self._norms = Norms(units, self.entries)
         self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
         self.backwards = 0  # that have begun
         self._begun = 0
@@ -331,12 +328,15 @@ class Gradients:
             out.mul_(grad.factor)
         return out.view(sharded.spec.shape)
 
-    def sum_of_squares(self) -> float:
-        """Return the double sum over all norm blocks, in order (scaled, without factors). See
-        [Note: norms]."""
-        squares = [e.squares for e in self.entries.values()]
-        # cumsum adds one after the other; sum() and np.sum would group in their own ways.
-        return float(np.cumsum(np.concatenate(squares))[-1]) if squares else 0.0
+    def norm(self, grads: Iterable[ShardedGrad]) -> float:
+        """Return the 2-norm of several gradients, which are complete, with their factors: [Note: norms]."""
+        return self._norms.together(grads)
+
+    @sheltered
+    def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
+        """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
+        self.wait()
+        return self._norms.each(grads)
 
     @sheltered
     def reconcile(self) -> None:

@@ -14,6 +14,7 @@ is put back into `p.grad`. Values that are to be kept are those that `infinity.g
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,9 @@ class GradientSource(Protocol):
 
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return it as one fp32 host tensor: unscaled, with its factor."""
+
+    def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
+        """Return the 2-norm of each, unscaled, with its factor."""
 
     def zero(self, grad: ShardedGrad) -> None:
         """Make it zero."""
@@ -202,17 +206,23 @@ def _foreach_mul(grads: list[Any], other: Any) -> Any:
 def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if not isinstance(grad, ShardedGrad) or dim is not None or keepdim:
         return NotImplemented
-    value = torch.linalg.vector_norm(grad.source.full(grad), ord)
-    return value.to(device=grad.device, dtype=dtype or torch.float32)
+    return _foreach_norm([grad], ord, dtype)[0]
 
 
 def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
-    return [
-        _norm(g, ord, dtype=dtype)
-        if isinstance(g, ShardedGrad)
-        else torch.linalg.vector_norm(g, ord, dtype=dtype)
-        for g in grads
-    ]
+    ours = [g for g in grads if isinstance(g, ShardedGrad)]
+    # Of 2-norms the squares are there; for others all is read.
+    norms = iter(ours[0].source.norms(ours) if ord == 2 and ours else ())
+    found = []
+    for grad in grads:
+        if not isinstance(grad, ShardedGrad):
+            found.append(torch.linalg.vector_norm(grad, ord, dtype=dtype))
+        elif ord == 2:
+            found.append(torch.tensor(next(norms), dtype=dtype or torch.float32, device=grad.device))
+        else:
+            value = torch.linalg.vector_norm(grad.source.full(grad), ord)
+            found.append(value.to(device=grad.device, dtype=dtype or torch.float32))
+    return found
 
 
 def _zero(grad: Any) -> Any:

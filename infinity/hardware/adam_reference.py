@@ -15,7 +15,18 @@ import torch
 
 from infinity.core.sizes import NORM_BLOCK
 
-from .cpu_adam import _CODES, Segment, _bad_segment, _check, _check_disjoint, _derive, _state, _wrong
+from .cpu_adam import (
+    _CODES,
+    Pieces,
+    Segment,
+    _bad_segment,
+    _check,
+    _check_disjoint,
+    _derive,
+    _pieces,
+    _state,
+    _wrong,
+)
 
 _COLUMNS: Final = 16  # of a block's tree: [Note: the halving tree] in adam_lane.inl
 
@@ -138,20 +149,33 @@ def _sqrt(v: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sum_of_squares_reference(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
-    """`sum_of_squares` in plain torch, for a tensor of any device: the same bits."""
+def sum_of_squares_reference(tensor: torch.Tensor, pieces: Pieces | None = None) -> npt.NDArray[np.float64]:
+    """`sum_of_squares` in plain torch, for a tensor of any device: the same bits. Reads them once."""
     _check("tensor", tensor, tuple(_CODES))
-    sums = []
-    for start in range(0, tensor.numel(), 16 * NORM_BLOCK):
-        part = tensor[start : start + 16 * NORM_BLOCK].double()
-        blocks = -(-part.numel() // NORM_BLOCK)
-        part = torch.nn.functional.pad(part, (0, blocks * NORM_BLOCK - part.numel()))
-        rows = (part * part).view(blocks, NORM_BLOCK // _COLUMNS, _COLUMNS)
-        while rows.shape[1] > 1:  # neighbours first: the tree's halves from its leaves up
-            rows = rows[:, 0::2] + rows[:, 1::2]
-        columns = rows[:, 0]
-        while columns.shape[1] > 1:
-            half = columns.shape[1] // 2
-            columns = columns[:, :half] + columns[:, half:]
-        sums.append(columns[:, 0].cpu())
-    return torch.cat(sums).numpy() if sums else np.empty(0, dtype=np.float64)
+    pieces = _pieces(tensor.numel(), pieces)
+    trees: dict[int, list[int]] = {}  # pieces by the rows of their tree: rows of zeros change no sum
+    for index, numel in enumerate(pieces[:, 1].tolist()):
+        rows = max(1, -(-numel // _COLUMNS))
+        trees.setdefault(1 << (rows - 1).bit_length(), []).append(index)
+    sums = torch.empty(len(pieces), dtype=torch.float64, device=tensor.device)
+    for height, indices in trees.items():
+        most = 16 * NORM_BLOCK // (height * _COLUMNS)  # at a time: they are in float64
+        for first in range(0, len(indices), most):
+            some = indices[first : first + most]
+            part = torch.zeros(len(some), height * _COLUMNS, dtype=torch.float64, device=tensor.device)
+            for row, (begin, numel) in zip(part, pieces[some].tolist(), strict=True):
+                row[:numel] = tensor[begin : begin + numel]
+            sums[some] = _trees(part.view(len(some), height, _COLUMNS))
+    return sums.cpu().numpy()
+
+
+def _trees(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each (rows, columns) of `part`: [Note: the halving tree]."""
+    rows = part * part
+    while rows.shape[1] > 1:  # neighbours first: the tree's halves from its leaves up
+        rows = rows[:, 0::2] + rows[:, 1::2]
+    columns = rows[:, 0]
+    while columns.shape[1] > 1:
+        half = columns.shape[1] // 2
+        columns = columns[:, :half] + columns[:, half:]
+    return columns[:, 0]

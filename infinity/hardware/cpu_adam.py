@@ -191,25 +191,48 @@ def adamw_update_segments(
 # ---- sums of squares, sums, conversions, copies ----
 
 
-def sum_of_squares(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each norm block of 65,536 elements; the last may be shorter.
+Pieces = npt.NDArray[np.int64]
 
-    Each block is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
-    Inf show in the sum of their block. See [Note: norms] and [Note: the halving tree].
+
+def sum_of_squares(tensor: torch.Tensor, pieces: Pieces | None = None) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each piece.
+
+    Each is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
+    Inf show in the sum of their piece. See [Note: norms] and [Note: the halving tree].
 
     Args:
         tensor: (n,) float32, bfloat16 or float16 on the CPU.
+        pieces: (k, 2) int64: first element, and number of elements (65,536 at most); None: blocks of 65,536
+            elements, of which the last may be shorter.
 
     Returns:
-        (⌈n / 65536⌉,) float64.
+        (k,) float64.
 
     Raises:
-        ParameterError: a wrong device, dtype or layout.
+        ParameterError: a wrong device, dtype or layout, or a piece that is too long or outside the tensor.
     """
     _check("tensor", tensor, tuple(_CODES), cpu=True)
-    sums = np.empty(-(-tensor.numel() // NORM_BLOCK), dtype=np.float64)
-    _native.sum_of_squares(tensor.data_ptr(), _CODES[tensor.dtype], tensor.numel(), sums.ctypes.data)
+    pieces = _pieces(tensor.numel(), pieces)
+    sums = np.empty(len(pieces), dtype=np.float64)
+    code = _CODES[tensor.dtype]
+    _native.sum_of_squares(tensor.data_ptr(), code, pieces.ctypes.data, len(pieces), sums.ctypes.data)
     return sums
+
+
+def _pieces(numel: int, pieces: Pieces | None) -> Pieces:
+    if pieces is None:
+        begins = np.arange(0, numel, NORM_BLOCK, dtype=np.int64)
+        return np.stack([begins, np.minimum(NORM_BLOCK, numel - begins)], axis=1)
+    whole = (
+        pieces.ndim == 2 and pieces.shape[1] == 2 and pieces.dtype == np.int64 and pieces.flags.c_contiguous
+    )
+    if not whole or (
+        len(pieces) and (pieces.min() < 0 or pieces[:, 1].max() > NORM_BLOCK or pieces.sum(1).max() > numel)
+    ):
+        found = f"shape {pieces.shape} of {pieces.dtype}" if not whole else str(pieces.tolist())
+        expected = f"(k, 2) int64, of at most {NORM_BLOCK} elements each within {numel}"
+        raise _wrong("these pieces cannot be summed", expected, found, "cut the tensor's own elements")
+    return pieces
 
 
 def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -324,11 +324,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _norm(self, present: Iterable[ShardedParam]) -> float:
         """Return the global 2-norm of the gradients, unscaled and with their factors."""
-        grads: list[ShardedGrad] = [s.param.grad for s in present]  # type: ignore[misc]
-        if len(factors := {g.factor for g in grads}) <= 1:
-            return math.sqrt(self._gradients.sum_of_squares()) * abs(sum(factors))
-        full = (self._gradients.full(g) for g in grads)
-        return math.sqrt(sum(float(w.double().square().sum()) for w in full))
+        return self._gradients.norm(s.param.grad for s in present)  # type: ignore[misc]
 
     def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
         """Snapshot the scalars: `scheduler.step()` edits them next."""

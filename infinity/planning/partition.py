@@ -81,10 +81,15 @@ class Chunk:
         """Bytes of one fp32 section (master, exp_avg or exp_avg_sq) of this chunk."""
         return self.numel * 4
 
-    @property
-    def norm_blocks(self) -> int:
-        """Number of norm blocks of this chunk."""
-        return -(-self.numel // NORM_BLOCK)
+    @functools.cached_property
+    def norm_pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """What each parameter has of each norm block, as (parameter, first element within the chunk,
+        elements), in ascending order. See [Note: norms]."""
+        return tuple(
+            (s.param, max(s.start, block), min(s.start + s.numel, block + NORM_BLOCK) - max(s.start, block))
+            for s in self.segments
+            for block in range(s.start // NORM_BLOCK * NORM_BLOCK, s.start + s.numel, NORM_BLOCK)
+        )
 
 
 @dataclass(frozen=True)

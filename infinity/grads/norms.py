@@ -1,0 +1,60 @@
+"""2-norms of gradients, from the sums of their squares.
+
+[Note: norms] A shard is cut into fixed blocks of 65,536 elements. What one parameter has of a block is a
+piece, whose squares are summed in double as a halving tree while the gradient is at hand; a norm adds factor²
+times the sums of its parameters' pieces, one after the other in the order of the chunks. So neither clipping
+nor one parameter's norm reads a gradient again, and a norm depends neither on the tier, nor on the size of a
+chunk, nor on the instruction set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.params.unit import ParamUnit
+
+from .gradient_chunks import ChunkGradient
+from .sharded_grad import ShardedGrad
+
+
+class Norms:
+    """Answers norms. What it answers is of gradients that are complete on their tier."""
+
+    def __init__(self, units: Sequence[ParamUnit], entries: Mapping[int, ChunkGradient]) -> None:
+        self._entries = entries
+        self._firsts: list[int] = []  # of each unit, the number of its first parameter
+        self._count = 0
+        owners: list[int] = []  # of each piece, the number of its parameter
+        for unit in units:
+            self._firsts.append(self._count)
+            for chunk in unit.layout.trainable_chunks:
+                owners += [self._count + param for param, _, _ in chunk.norm_pieces]
+            self._count += len(unit.params)
+        self._owners = np.array(owners, dtype=np.int64)
+
+    def together(self, grads: Iterable[ShardedGrad]) -> float:
+        """Return the norm of several gradients, with their factors."""
+        factors, wanted = np.zeros(self._count), np.zeros(self._count, dtype=bool)
+        for grad in grads:
+            factors[self._number(grad)], wanted[self._number(grad)] = grad.factor, True
+        with np.errstate(all="ignore"):  # what is Inf or NaN shows in the answer
+            terms = np.square(factors)[self._owners] * self._squares()
+        terms = terms[wanted[self._owners]]
+        # cumsum adds one after the other; sum() and np.sum would group in their own ways.
+        return math.sqrt(np.cumsum(terms)[-1]) if len(terms) else 0.0
+
+    def each(self, grads: Sequence[ShardedGrad]) -> list[float]:
+        """Return the norm of each gradient, with its factor."""
+        with np.errstate(all="ignore"):
+            sums = np.bincount(self._owners, self._squares(), minlength=self._count)
+        return [math.sqrt(sums[self._number(grad)]) * abs(grad.factor) for grad in grads]
+
+    def _number(self, grad: ShardedGrad) -> int:
+        return self._firsts[grad.sharded.unit] + grad.sharded.index
+
+    def _squares(self) -> npt.NDArray[np.float64]:
+        return np.concatenate([np.empty(0), *(e.squares for e in self._entries.values())])
