@@ -163,6 +163,9 @@ class Staged:
     def mark(self) -> Event | None:
         return Mark(self._submit(self._here(), lambda: None), next(self._numbers))
 
+    def current(self) -> object:
+        return self._here()
+
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         return contextlib.nullcontext
 

@@ -360,9 +360,9 @@ def test_a_unit_that_goes_unused_waits_for_its_copies(tmp_path: Path, staged: li
     residency.reshard_all()
     lag(staged[0], lambda: time.sleep(0.2))
     residency.prefetch()
-    assert residency.allocated
+    assert residency.cache.allocated
     residency.reshard_all()
-    assert not residency.allocated
+    assert not residency.cache.allocated
     infinity.close(optimizer)
 
 
