@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, Tier
+from infinity.planning import parts
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import PURPOSES, ChunkParts, plan_chunks
 from infinity.planning.placement import assign
+from infinity.storage.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = list(itertools.product(Tier, Tier, Tier))
@@ -101,3 +103,19 @@ def test_what_a_step_moves_per_parameter(
     assert moved.read == read * NORM_BLOCK
     assert moved.written == written * NORM_BLOCK
     assert moved.link_each + moved.link_once == link * NORM_BLOCK
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_new_state_needs_its_name_and_no_more(
+    places: tuple[Tier, Tier, Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = parts_of(places, torch.bfloat16, staged=True, delayed=False)
+    monkeypatch.setattr(parts, "MOMENTS", (*parts.MOMENTS, "max_exp_avg_sq"))
+    after = parts_of(places, torch.bfloat16, staged=True, delayed=False)
+    section, on_nvme = 4 * NORM_BLOCK, places[1] is Tier.NVME
+    assert after.parts["state"].sections == (*before.parts["state"].sections, section)
+    assert after.update_lease - before.update_lease == (section if on_nvme else 0)
+    assert after.moved.read - before.moved.read == (section if on_nvme else 0)
+    assert after.moved.written - before.moved.written == (section if on_nvme else 0)
+    extents = [Layout([p.parts] * 3, 1).arena_nbytes[0] for p in (before, after)]
+    assert extents[1] - extents[0] == (3 * section if on_nvme else 0)

@@ -18,7 +18,7 @@ from infinity.hardware.device import Device, Event
 from infinity.params.publish import Publisher
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import ChunkParts
+from infinity.planning.parts import MOMENTS, ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Slot, Store, Transfer, Version
 
@@ -192,16 +192,15 @@ class ChunkIO:
         return self._sections()[0]
 
     @property
-    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """master, exp_avg and exp_avg_sq."""
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The master, and the moments in the order of `MOMENTS`."""
         sections = self._sections()
-        return self.master if self._plan.copy_is_master else sections[0], sections[-2], sections[-1]
+        return (self.master, *sections) if self._plan.copy_is_master else sections
 
     @property
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """exp_avg and exp_avg_sq."""
-        sections = self._sections()
-        return sections[-2], sections[-1]
+    def moments(self) -> tuple[torch.Tensor, ...]:
+        """The moments, in the order of `MOMENTS`."""
+        return self._sections()[-len(MOMENTS) :]
 
     @property
     def copy_lease(self) -> tuple[Lease, int] | None:

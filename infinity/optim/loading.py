@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.core.errors import OptimizerTypeError, StateDictError
 from infinity.params.param import ShardedParam
+from infinity.planning.parts import MOMENTS
 
 REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
 OURS = "infinity"  # the key of a state dict for what torch has no place for
@@ -126,7 +127,7 @@ def match(
     for index, param in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
-        for key in ("exp_avg", "exp_avg_sq", "master"):
+        for key in (*MOMENTS, "master"):
             value = values.get(key)
             if value is not None and tuple(value.shape) != sharded.spec.shape:
                 raise StateDictError(

@@ -20,13 +20,14 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
+from infinity.planning.parts import MOMENTS
 from infinity.storage.store import Version
 
 from .chunk_io import ChunkIO, Tiers, open_chunk
 from .update import Updater
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
-_KINDS = ("copy", "master", "exp_avg", "exp_avg_sq")
+_KINDS = ("copy", "master", *MOMENTS)
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -59,7 +60,7 @@ class States:
         # What was never written reads as zeros: moments that are zero need no write.
         written = _KINDS if moments else _KINDS[:2]
         sources = [p.param.detach().reshape(-1) for p in unit.params]
-        flat = {i: {k: saved[k].detach().reshape(-1) for k in _KINDS[2:]} for i, saved in moments.items()}
+        flat = {i: {k: saved[k].detach().reshape(-1) for k in MOMENTS} for i, saved in moments.items()}
         for sharded, segment, tensors in self.segments(_KINDS, unit.params, written=written, fresh=True):
             for kind, tensor in tensors.items():
                 if kind in ("copy", "master"):
@@ -122,7 +123,7 @@ class States:
         asked for. The caller is sheltered, and no update is under way.
 
         Args:
-            kinds: some of "copy" (compute dtype), "master", "exp_avg", "exp_avg_sq" (fp32). A frozen chunk
+            kinds: some of "copy" (compute dtype), "master" and `MOMENTS` (fp32). A frozen chunk
                 has a copy alone; where the copy is the master it stands for both ("master" is left out).
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
@@ -192,7 +193,7 @@ class States:
         if io.chunk.trainable:
             if "master" in kinds and not io.copy_is_master:
                 tensors["master"] = io.master
-            tensors.update(zip(("exp_avg", "exp_avg_sq"), io.moments, strict=True))
+            tensors.update(zip(MOMENTS, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
     @contextmanager
@@ -219,10 +220,8 @@ class States:
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 else ()
             shape = sharded.spec.shape
-            values[sharded] = {
-                k: torch.empty(shape, dtype=torch.float32) for k in ("exp_avg", "exp_avg_sq", *more)
-            }
-        for sharded, segment, tensors in self.segments(("exp_avg", "exp_avg_sq", "master"), params):
+            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*MOMENTS, *more)}
+        for sharded, segment, tensors in self.segments((*MOMENTS, "master"), params):
             for kind, target in values[sharded].items():
                 part_of(target.view(-1), segment).copy_(tensors[kind])
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
@@ -236,21 +235,20 @@ class States:
             sharded.step = int(values.get("step", 0))
             if not sharded.spec.trainable:
                 continue  # it has no state, whatever the optimizer that was saved had
-            named = {k: v for k in ("exp_avg", "exp_avg_sq", "master") if (v := values.get(k)) is not None}
+            named = {k: v for k in (*MOMENTS, "master") if (v := values.get(k)) is not None}
             given[sharded] = named
         changed: dict[ShardedParam, None] = {}
-        moments = _KINDS[2:]
         masters = [s for s, values in given.items() if "master" in values]
-        for kinds, params in ((_KINDS, masters), (moments, [s for s in given if s not in {*masters}])):
+        for kinds, params in ((_KINDS, masters), (MOMENTS, [s for s in given if s not in {*masters}])):
             flat: dict[str, torch.Tensor] = {}
             of: ShardedParam | None = None
             for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
                 if sharded is not of:  # one parameter's at a time: what is not contiguous is copied
                     of, flat = sharded, {k: v.detach().reshape(-1) for k, v in given[sharded].items()}
-                for kind in (*moments, "master"):
+                for kind in (*MOMENTS, "master"):
                     if kind in flat and kind in tensors:
                         tensors[kind].copy_(part_of(flat[kind], segment))
-                    elif kind in moments:
+                    elif kind in MOMENTS:
                         tensors[kind].zero_()
                 if "copy" in tensors:
                     new = part_of(flat["master"], segment).to(tensors["copy"])

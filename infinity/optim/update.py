@@ -286,7 +286,9 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
     if out is not None and len(segments) < len(update.chunk.segments):
         # The copy of a segment that this update skips is its master, rounded.
         cpu_adam.convert(out, io.master)
-    cpu_adam.adamw_update_segments(*io.state, io.grad(update.grad_dtype), out, segments)
+    master, exp_avg, exp_avg_sq = io.state
+    grad = io.grad(update.grad_dtype)
+    cpu_adam.adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, segments)
 
 
 def _compute_on_device(
@@ -304,9 +306,10 @@ def _compute_on_device(
         made = io.device_copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
 
     def work() -> None:
-        adam_reference.adamw_reference_segments(*io.state, grad, None, segments)
+        master, exp_avg, exp_avg_sq = io.state
+        adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
         if made is not None:
-            made.copy_(io.master)
+            made.copy_(master)
 
     device.compute(work)
     done = device.mark()

@@ -29,6 +29,8 @@ PURPOSES = {
     "state": ("optimizer state",),
     "gradient": ("gradients", "gradients"),
 }
+#: What the state keeps beside the master, each in a section of its own, in this order.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The parts of a trainable chunk of which a durable step would keep the version before it.
 DURABLE = ("copy", "state")
 
@@ -198,7 +200,7 @@ def _parts_of(
     shared = shared and not (delayed and copy_tier is Tier.DEVICE)
     # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
     crossing = {Tier.NVME, Tier.DEVICE} if staged and state_tier is not Tier.DEVICE else {Tier.NVME}
-    sections = (fp32,) * (2 if shared else 3)
+    sections = (fp32,) * (len(MOMENTS) + (not shared))
     sizes = (
         sum(sections) if state_tier is Tier.NVME else 0,
         fp32 if gradient_tier in crossing else 0,
