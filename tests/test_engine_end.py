@@ -44,3 +44,14 @@ def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
         time.sleep(0.01)
     assert threading.active_count() <= before
     infinity.close(infinity.wrap(*build(), config)[1])  # the directory is free again
+
+
+def test_an_optimizer_keeps_its_engine(config: infinity.Config) -> None:
+    """A trainer may hold the model in a wrapper of its own, or not any more."""
+    model, optimizer = infinity.wrap(*build(), config)
+    train(model, optimizer, 1)
+    del model
+    gc.collect()
+    assert infinity.metrics(optimizer)
+    assert optimizer.state_dict()["state"]
+    infinity.close(optimizer)

@@ -200,6 +200,7 @@ class Engine:
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),
         )
+        self.phases.owner = self
         self.hooks = Hooks(
             model,
             scopes,

@@ -98,6 +98,7 @@ class Phases:
         self.claims = Claims(residency)
         self.guests = Guests(residency)
         self.token = object()  # whose hooks on saved tensors are ours
+        self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
         self.newest = False  # the version that what is under way uses: [Note: two versions]
         self.times = {"step": 0.0, "update": 0.0}
