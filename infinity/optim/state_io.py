@@ -57,6 +57,10 @@ class States:
         optimizer already had (by parameter index; zeros otherwise)."""
         if unit.on_device:
             unit.place()
+        self._fill(unit, moments)
+        unit.bind()  # counts who refers to the unit's memory, which nothing of ours must do now
+
+    def _fill(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
         # What was never written reads as zeros: moments that are zero need no write.
         written = _KINDS if moments else _KINDS[:2]
         sources = [p.param.detach().reshape(-1) for p in unit.params]
@@ -67,7 +71,6 @@ class States:
                     tensor.copy_(part_of(sources[sharded.index], segment))
                 elif sharded.index in flat:
                     tensor.copy_(part_of(flat[sharded.index][kind], segment))
-        unit.bind()
 
     # -- state dicts ------------------------------------------------------------------------
 
