@@ -6,12 +6,14 @@ to do.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
@@ -79,7 +81,7 @@ class ChunkGradients:
 
     def open(self, chunk: Chunk) -> GradientIO:
         """Return the I/O of a chunk's gradient as it is; waits for a lease."""
-        return GradientIO(self, chunk, None, self._leases(self._needed(chunk), self.plans[chunk.id]))
+        return self._io(chunk, None, self._leases(self._needed(chunk), self.plans[chunk.id]))
 
     def take(self, chunk: Chunk, leaving: Leaving, *, alone: bool) -> GradientIO | None:
         """Return the I/O of a chunk that gets what `leaving` has for it, which is on its way then. All leases
@@ -87,7 +89,15 @@ class ChunkGradients:
         plan = self.plans[chunk.id]
         count = self._needed(chunk, leaving)
         leases = self._leases(count, plan) if alone else self._try_leases(count, plan)
-        return None if leases is None else GradientIO(self, chunk, leaving, leases)
+        return None if leases is None else self._io(chunk, leaving, leases)
+
+    def _io(self, chunk: Chunk, leaving: Leaving | None, leases: Sequence[Lease]) -> GradientIO:
+        try:
+            return GradientIO(self, chunk, leaving, leases)
+        except BaseException:  # a transfer before this one has failed
+            for lease in leases:
+                lease.release()
+            raise
 
     def by_device(self, chunk: Chunk) -> bool:
         """Return whether the device works on a chunk's gradient, in memory of its own; else the CPU does."""
@@ -213,6 +223,9 @@ class GradientIO:
     def close(self) -> None:
         """Give the leases back."""
         try:
+            if self._reading is not None:
+                with contextlib.suppress(StorageError):  # whoever waited for it was told
+                    self._reading.wait()
             if self._copied is not None:
                 self._copied.wait()  # it writes into one of them
         finally:
