@@ -30,7 +30,7 @@ from .offloaded import ON_NVME, config_for
 
 WIDTH = 8
 PLACEMENTS: tuple[dict[str, Any], ...] = (
-    {**ON_NVME, "device_memory": "700KiB", "update_depth": 1, "read_ahead_memory": 0},
+    {**ON_NVME, "device_memory": "900KiB", "update_depth": 1, "read_ahead_memory": 0},
     {
         "parameters": {"device": 0.6, "host": 0.4},
         "optimizer_state": {"device": 0.2, "host": 0.3, "nvme": 0.5},
