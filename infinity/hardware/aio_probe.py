@@ -80,30 +80,33 @@ def ring_options(block_bytes: int, queue_depth: int, threads: int, deadline: flo
 def _scratch(path: str) -> DirectFile:
     """Return a nameless file of one block in the directory, or raise DirectoryError."""
     try:
-        fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (numbers.EOPNOTSUPP, numbers.EISDIR, numbers.EINVAL):
-            raise DirectoryError(
-                f"no file can be made in {path}",
-                errno=error.errno,
-                path=path,
-                expected="a writable directory",
-                found=error.strerror,
-                cure="name an existing directory that this user may write to",
-            ) from error
-        fd, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=path)
-        os.unlink(name)
-    try:
         try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            if error.errno != numbers.EINVAL:
+            if error.errno not in (numbers.EOPNOTSUPP, numbers.EISDIR, numbers.EINVAL):
                 raise
-        os.ftruncate(fd, ALIGNMENT)
-        return DirectFile(path, fd, owned=True)
-    except BaseException:
-        os.close(fd)
-        raise
+            fd, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=path)
+            os.unlink(name)
+        try:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != numbers.EINVAL:
+                    raise
+            os.ftruncate(fd, ALIGNMENT)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise DirectoryError(
+            f"no file can be made in {path}",
+            errno=error.errno,
+            path=path,
+            expected="a writable directory",
+            found=error.strerror,
+            cure="name an existing directory that this user may write to",
+        ) from error
+    return DirectFile(path, fd, owned=True)  # from its first line on it is the one that closes
 
 
 def _describe(error: int) -> str:
@@ -125,31 +128,30 @@ def _try(backend: str, file: DirectFile | None) -> str:
 
 
 def _write_and_read(ring: Any, file: DirectFile) -> str:
-    with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
-        pattern = os.urandom(ALIGNMENT)
-        memory[:ALIGNMENT] = pattern
-        view = ffi.from_buffer(memory)
-        address = int(ffi.cast("uintptr_t", view))
-        verdict = "ok"
-        for write in (1, 0):
-            out = ffi.new("aio_ticket **")
-            at = address + (0 if write else ALIGNMENT)
-            error = lib.aio_submit(ring, write, file.fd, file.plain_fd, 0, at, ALIGNMENT, 1, out)
-            if error < 0:
-                verdict = _describe(error)
-                break
-            ticket = ffi.gc(out[0], lib.aio_ticket_release)
-            while (state := lib.aio_wait(ticket, 100)) == lib.AIO_PENDING:
-                pass
-            if state != lib.AIO_DONE:
-                info = ffi.new("aio_ticket_info *")
-                lib.aio_ticket_describe(ticket, info)
-                verdict = f"a trial {'write' if write else 'read'} failed: {_describe(info.error)}"
-                break
-        if verdict == "ok" and memory[ALIGNMENT:] != pattern:
-            verdict = "a trial block came back different"
-        del view
-        return verdict
+    memory = mmap.mmap(-1, 2 * ALIGNMENT)  # goes with the last that refers to it, also in an interrupt
+    pattern = os.urandom(ALIGNMENT)
+    memory[:ALIGNMENT] = pattern
+    view = ffi.from_buffer(memory)
+    address = int(ffi.cast("uintptr_t", view))
+    verdict = "ok"
+    for write in (1, 0):
+        out = ffi.new("aio_ticket **")
+        at = address + (0 if write else ALIGNMENT)
+        error = lib.aio_submit(ring, write, file.fd, file.plain_fd, 0, at, ALIGNMENT, 1, out)
+        if error < 0:
+            verdict = _describe(error)
+            break
+        ticket = ffi.gc(out[0], lib.aio_ticket_release)
+        while (state := lib.aio_wait(ticket, 100)) == lib.AIO_PENDING:
+            pass
+        if state != lib.AIO_DONE:
+            info = ffi.new("aio_ticket_info *")
+            lib.aio_ticket_describe(ticket, info)
+            verdict = f"a trial {'write' if write else 'read'} failed: {_describe(info.error)}"
+            break
+    if verdict == "ok" and memory[ALIGNMENT:] != pattern:
+        verdict = "a trial block came back different"
+    return verdict
 
 
 def _why_not_direct(file: DirectFile) -> str | None:

@@ -74,10 +74,10 @@ class DirectFile:
         try:
             if dio_offset_align(fd) not in (None, *(1 << k for k in range(13))):
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            return cls(path, fd, owned=True)
         except BaseException:
             os.close(fd)
             raise
+        return cls(path, fd, owned=True)  # from here on it is the one that closes, also if this raises
 
     @property
     def size(self) -> int:
