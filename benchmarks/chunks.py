@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import statistics
 import threading
 import time
@@ -160,8 +161,12 @@ def sizes(directory: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of each size, and their ratio to the largest in the same round, by tier."""
     result: dict[str, Any] = {}
     for tier in ("host", "nvme"):
-        made = {size: Sized(directory, tier, size, args) for size in args.sizes}
+        made: dict[int, Sized] = {}
         try:
+            for size in args.sizes:
+                place = os.path.join(directory, f"{tier}-{size}")  # a run has its directory to itself
+                os.mkdir(place)
+                made[size] = Sized(place, tier, size, args)
             for name in ("update", "whole"):
                 calls = {str(size): getattr(m, name) for size, m in made.items()}
                 times = common.race(calls, args.warmup, args.rounds)

@@ -19,7 +19,7 @@ UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, Tru
 
 def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footprint:
     config = Config(nvme="somewhere", chunk_elements=NORM_BLOCK, **settings)  # type: ignore[arg-type]
-    layouts = partition(UNITS, config.chunk_elements)
+    layouts = partition(UNITS, config.elements_per_chunk)
     placements = config.placements
     assignment = assign(
         layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]

@@ -73,7 +73,7 @@ def test_durable_has_two_slots_of_all_but_gradients() -> None:
     }
 
 
-def test_accumulation_fetches_again_and_adds_in_fp32() -> None:
+def test_accumulation_loads_again_and_adds_in_fp32() -> None:
     once, four = (plan_of(config_of(dtype="bf16"), accumulation=a).traffic for a in (1, 4))
     assert four.nvme_read - once.nvme_read == 3 * (2 * 2 + 4) * PARAMETERS
     assert four.nvme_written - once.nvme_written == 3 * 4 * PARAMETERS
@@ -206,7 +206,7 @@ def test_a_full_drive_is_a_problem() -> None:
 @pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
 def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
     config = config_of(dtype="bf16", **changes)
-    layouts = partition(model_of(torch.bfloat16).units, config.chunk_elements)
+    layouts = partition(model_of(torch.bfloat16).units, config.elements_per_chunk)
     kinds = ("parameters", "optimizer_state", "gradients")
     assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
     plans = plan_chunks(layouts, assignment, staged=True, delayed=config.update == "delayed")

@@ -213,7 +213,7 @@ class Case:
 
     def _chunks(self) -> list[Change]:
         """Return the size of chunks as it is, and smaller ones."""
-        sizes = (self.config.chunk_elements // by // NORM_BLOCK * NORM_BLOCK for by in (4, 16))
+        sizes = (self.config.elements_per_chunk // by // NORM_BLOCK * NORM_BLOCK for by in (4, 16))
         return [{}, *({"chunk_elements": size} for size in sizes if self._few_enough(size))]
 
     def _few_enough(self, chunk_elements: float) -> bool:

@@ -81,7 +81,7 @@ class Config:
         prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
             `device_memory` leaves, or half of that where `device_memory` is None and the device has a
             memory of its own: the other half is for activations.
-        chunk_elements: elements of a chunk, a multiple of 65,536.
+        chunk_elements: elements of a chunk, a multiple of 65,536; None: as `elements_per_chunk` says.
         update_depth: chunks in the update pipeline at once (read, update, write).
         read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
             runs, as far as `host_memory` leaves room.
@@ -121,7 +121,7 @@ class Config:
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
     prefetch_memory: int | str | None = None
-    chunk_elements: int = 2 * MiB
+    chunk_elements: int | None = None
     update_depth: int = 3
     read_ahead_memory: int | str = GiB
     block_bytes: int | str | None = None
@@ -235,7 +235,7 @@ class Config:
             ("delay_warmup_steps", 0, 1, None),
         ):
             value = getattr(self, name)
-            if value is None and name in ("threads", "block_bytes", "queue_depth"):
+            if value is None and name in ("chunk_elements", "threads", "block_bytes", "queue_depth"):
                 continue
             if (
                 isinstance(value, bool)
@@ -266,6 +266,14 @@ class Config:
     def compute_dtype(self) -> torch.dtype:
         """`dtype`, parsed."""
         return self.dtype  # type: ignore[return-value]
+
+    @property
+    def elements_per_chunk(self) -> int:
+        """`chunk_elements`; where it is None, 2 Mi with anything on NVMe, else 4 Mi: drives are as fast with
+        smaller ones, which take smaller leases, and memory is not (benchmarks/chunks.py)."""
+        if self.chunk_elements is not None:
+            return self.chunk_elements
+        return (2 if any(tiers.get(Tier.NVME) for tiers in self.placements.values()) else 4) * MiB
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some settings changed, checked again."""

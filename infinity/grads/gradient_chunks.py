@@ -65,11 +65,11 @@ class ChunkGradients:
         self.writes: deque[tuple[Transfer, Lease]] = deque()
         self._pool = pool
         self._on_device: dict[tuple[int, Slot], torch.Tensor] = {}  # by chunk
-        self._pieces: dict[int, cpu_adam.Pieces] = {}
+        self.pieces: dict[int, cpu_adam.Pieces] = {}
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
                 self.entries[chunk.id] = ChunkGradient(len(chunk.norm_pieces))
-                self._pieces[chunk.id] = np.array(
+                self.pieces[chunk.id] = np.array(
                     [place for _, *place in chunk.norm_pieces], dtype=np.int64
                 ).reshape(-1, 2)
                 if plans[chunk.id].gradient_tier is Tier.DEVICE:
@@ -246,6 +246,9 @@ class GradientIO:
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the chunk's gradient as elements of `dtype`."""
+        if self._plan.gradient_tier is Tier.HOST:
+            store, numel = self._owner.store, self.chunk.numel
+            return store.view(self.chunk.id, "gradient", dtype, numel=numel, version=self._slot)
         return self._bytes[: self.chunk.numel * dtype.itemsize].view(dtype)
 
     def widen(self) -> None:
@@ -300,7 +303,7 @@ class GradientIO:
         owner, entry = self._owner, self._entry
         by_device = owner.by_device(self.chunk)
         squares = adam_reference.sum_of_squares_reference if by_device else cpu_adam.sum_of_squares
-        entry.squares[:] = squares(target, owner._pieces[self.chunk.id])
+        entry.squares[:] = squares(target, owner.pieces[self.chunk.id])
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
             transfer = owner.store.write(

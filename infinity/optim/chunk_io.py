@@ -44,6 +44,7 @@ class Tiers:
         self.device = device
         self.gradients = gradients
         self.on_device: dict[int, torch.Tensor] = {}
+        self.sections: dict[int, tuple[torch.Tensor, ...]] = {}  # of states that are worked on where they lie
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
                 self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
@@ -170,13 +171,16 @@ class ChunkIO:
         return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
     def _sections(self) -> tuple[torch.Tensor, ...]:
-        plan, chunk = self._plan, self.chunk
+        plan, chunk, tiers = self._plan, self.chunk, self._tiers
         flat = self._leased("state", torch.float32, plan.parts["state"].nbytes // 4)
-        if flat is None:
+        if flat is not None:
+            return flat.view(-1, chunk.numel).unbind()
+        if chunk.id not in tiers.sections:
             on_host = plan.state_tier is Tier.HOST
-            bytes_ = self._tiers.store.view(chunk.id, "state") if on_host else self._tiers.on_device[chunk.id]
-            flat = bytes_.view(torch.float32)
-        return flat.view(-1, chunk.numel).unbind()
+            bytes_ = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
+            with torch.inference_mode(False):
+                tiers.sections[chunk.id] = bytes_.view(torch.float32).view(-1, chunk.numel).unbind()
+        return tiers.sections[chunk.id]
 
     @property
     def copy_is_master(self) -> bool:
@@ -220,12 +224,12 @@ class ChunkIO:
         kind = dtype or chunk.dtype
         grad = self._leased("gradient", kind, chunk.numel)
         if grad is None:
-            flat = (
-                self._tiers.store.view(chunk.id, "gradient", version=self._gradient)
-                if plan.gradient_tier is Tier.HOST
-                else gradients.chunks.on_device(chunk, self._gradient)
-            )
-            grad = flat[: chunk.numel * kind.itemsize].view(kind)
+            if plan.gradient_tier is Tier.HOST:
+                store, version = self._tiers.store, self._gradient
+                grad = store.view(chunk.id, "gradient", kind, numel=chunk.numel, version=version)
+            else:
+                flat = gradients.chunks.on_device(chunk, self._gradient)
+                grad = flat[: chunk.numel * kind.itemsize].view(kind)
         return grad if dtype is not None else grad.zero_()
 
     def write(self, *, state: bool, copy: bool) -> None:

@@ -110,8 +110,8 @@ def of_config(config: Config) -> Iterator[Change]:
     if config.update == "delayed":  # it takes a second copy
         for placed in placements(config):
             yield {**placed, "update": "overlap"}
-    size = config.chunk_elements // 2 // NORM_BLOCK * NORM_BLOCK
-    while size >= max(NORM_BLOCK, config.chunk_elements >> _SMALLER):
+    size = config.elements_per_chunk // 2 // NORM_BLOCK * NORM_BLOCK
+    while size >= max(NORM_BLOCK, config.elements_per_chunk >> _SMALLER):
         # Many small chunks are slow to plan: with them only the two ends are tried.
         yield {"chunk_elements": size}
         yield {**dict.fromkeys(KINDS, Tier.NVME.value), "chunk_elements": size}

@@ -160,7 +160,7 @@ class Planner:
         """Return what a run of `config` takes, whatever its budgets are."""
         placed = tuple(tuple(config.placements[kind].items()) for kind in KINDS)
         weights = machine.weights if len(machine.drives) > 1 else ()
-        size = config.chunk_elements
+        size = config.elements_per_chunk
         depths = config.update_depth, config.read_ahead_memory
         key = (placed, size, config.update, machine.staged, weights, depths)
         if key not in self._demands:

@@ -89,6 +89,9 @@ class Store:
         self._closed = self._given_up = False
         self._moved = [[0, 0, 0, 0] for _ in directories]  # bytes read, written; reads, writes
         self._host: dict[tuple[int, str, int], torch.Tensor] = {}  # by chunk, part and slot
+        # Of these, by dtype and length too: a step asks for the same ones each time, and each one made anew
+        # costs more than all else that is done for its chunk.
+        self._views: dict[tuple[int, str, int, torch.dtype, int | None], torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self._rings: list[Ring] = []
         self._memory: HostMemory | None = None
@@ -140,14 +143,19 @@ class Store:
         part: str,
         dtype: torch.dtype = torch.uint8,
         *,
+        numel: int | None = None,
         version: Version | Slot = Version.FRONT,
     ) -> torch.Tensor:
-        """Return the memory of a version on the host tier as a 1-d tensor.
+        """Return the memory of a version on the host tier as a 1-d tensor, or its first `numel` elements.
 
         Raises:
             StorageError: it is on another tier.
         """
-        memory = self._host.get((chunk, part, self.versions.slot(chunk, part, version)))
+        slot = self.versions.slot(chunk, part, version)
+        key = chunk, part, slot, dtype, numel
+        if (known := self._views.get(key)) is not None:
+            return known
+        memory = self._host.get((chunk, part, slot))
         if memory is None:
             raise StorageError(
                 f"part {part!r} of chunk {chunk} has no memory",
@@ -155,7 +163,9 @@ class Store:
                 found=str(self.tier(chunk, part, version)),
                 cure="read it into a lease",
             )
-        return memory if dtype is torch.uint8 else memory.view(dtype)
+        with torch.inference_mode(False):
+            self._views[key] = memory.view(dtype)[:numel]
+        return self._views[key]
 
     # ------------------------------------------------------------------ transfers
 
