@@ -14,7 +14,7 @@ from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier
 from infinity.hardware.aio import available_backends
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Part, Store
+from infinity.storage.store import Part, Store, Transfer
 
 PAGE = 4096
 
@@ -43,6 +43,36 @@ def need_backend(backend: str, path: Path) -> None:
         if os.environ.get("CI"):
             pytest.fail(f"{backend} does not work here: {reason}")
         pytest.skip(f"{backend} does not work here: {reason}")
+
+
+class UnderWay:
+    """Transfers under way, with their leases and what the reads among them must bring."""
+
+    def __init__(self, pool: PinnedPool) -> None:
+        self._pool = pool
+        self._transfers: list[tuple[Transfer, Lease, bytes | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def lease(self) -> Lease:
+        while (lease := self._pool.try_lease("a", ROOM)) is None:
+            self.end(0)
+        return lease
+
+    def add(self, transfer: Transfer, lease: Lease, expected: bytes | None = None) -> None:
+        self._transfers.append((transfer, lease, expected))
+
+    def end(self, index: int) -> None:
+        transfer, lease, expected = self._transfers.pop(index)
+        transfer.wait(20)
+        if expected is not None:
+            assert bytes(lease.tensor()[: transfer.nbytes].numpy()) == expected, transfer
+        lease.release()
+
+    def end_all(self) -> None:
+        while self._transfers:
+            self.end(0)
 
 
 @contextlib.contextmanager

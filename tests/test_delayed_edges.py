@@ -119,7 +119,7 @@ def test_after_an_interrupted_wait_the_update_is_still_waited_for(
         assert task.done()
 
 
-def test_after_an_interrupted_release_a_fetch_is_still_waited_for(
+def test_after_an_interrupted_release_a_load_is_still_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this, model, adam = started(tmp_path, "nvme")

@@ -399,7 +399,7 @@ def test_adapters_are_merged_inside_gathered(tmp_path: Path) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_with_adapters_fetches_no_frozen_unit(tmp_path: Path) -> None:
+def test_a_run_with_adapters_loads_no_frozen_unit(tmp_path: Path) -> None:
     """With room on the device each unit that is frozen comes once; a step brings and reads adapters only."""
     wrap = Wrap(tmp_path)
     model = adapted("lora")

@@ -148,7 +148,7 @@ def test_a_backward_after_close_says_so(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_frozen_and_unchanged_units_are_not_fetched_again(tmp_path: Path) -> None:
+def test_frozen_and_unchanged_units_are_not_loaded_again(tmp_path: Path) -> None:
     model = Net()
     for block in list(model.blocks)[1:]:
         block.requires_grad_(False)

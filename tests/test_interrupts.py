@@ -174,7 +174,7 @@ def test_a_wait_for_an_update_may_be_interrupted_and_made_again(tmp_path: Path) 
     infinity.close(optimizer)
 
 
-def test_a_fetch_is_started_once(tmp_path: Path) -> None:
+def test_a_load_is_started_once(tmp_path: Path) -> None:
     this = case("gpt")
     adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path))

@@ -95,7 +95,7 @@ def test_eval_generation_and_inference_mode(wrapped: Wrapped) -> None:
     assert train(model, optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
 
 
-def test_what_a_forward_under_inference_mode_fetches_may_be_filled_by_another_thread(
+def test_what_a_forward_under_inference_mode_loads_may_be_filled_by_another_thread(
     wrapped: Wrapped,
 ) -> None:
     """torch forbids that for tensors that are made under inference_mode. A host device does not ask torch."""

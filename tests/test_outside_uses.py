@@ -221,7 +221,7 @@ def test_a_parameter_used_outside_its_own_module(name: str, budget: str, where: 
         infinity.close(model)
 
 
-def test_what_is_used_outside_its_module_is_fetched_ahead_from_the_second_round_on(tmp_path: Path) -> None:
+def test_what_is_used_outside_its_module_is_loaded_ahead_from_the_second_round_on(tmp_path: Path) -> None:
     """As often as in a model that calls its head."""
     missed = {}
     for make in (HeadModel, FusedModel, CutByAttributeModel):

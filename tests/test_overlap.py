@@ -317,7 +317,7 @@ _ORDERS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 @pytest.mark.parametrize("name", _ORDERS)
-def test_a_changed_order_costs_the_fetches_that_it_changes_and_no_more(
+def test_a_changed_order_costs_the_loads_that_it_changes_and_no_more(
     tmp_path: Path, name: str, pytestconfig: pytest.Config
 ) -> None:
     """Mixture of experts, early exit, skipped and shared layers: what was seen before is prefetched."""

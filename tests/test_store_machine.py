@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from infinity.core.sizes import Tier
-from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Part, Store, Transfer
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.store import Part, Store
 
-from .small_store import CHUNK, HOST, NVME, PAGE, ROOM
+from .small_store import CHUNK, HOST, NVME, PAGE, ROOM, UnderWay
 
 
 class Machine(RuleBasedStateMachine):
@@ -58,20 +58,8 @@ class Machine(RuleBasedStateMachine):
         self.model: dict[tuple[int, str], bytes] = {
             (c, p): bytes(s.nbytes) for c, spec in enumerate(chunks) for p, s in spec.items()
         }
-        self.under_way: list[tuple[Transfer, Lease, bytes | None]] = []
+        self.under_way = UnderWay(self.pool)
         self.turn = 0
-
-    def lease(self) -> Lease:
-        while (lease := self.pool.try_lease("a", ROOM)) is None:
-            self.end(0)
-        return lease
-
-    def end(self, index: int) -> None:
-        transfer, lease, expected = self.under_way.pop(index)
-        transfer.wait(20)
-        if expected is not None:
-            assert bytes(lease.tensor()[: transfer.nbytes].numpy()) == expected, transfer
-        lease.release()
 
     def content(self, nbytes: int) -> torch.Tensor:
         self.turn += 1
@@ -79,15 +67,15 @@ class Machine(RuleBasedStateMachine):
 
     def send(self, chunk: int, part: str, *, nbytes: int | None = None) -> None:
         size = self.chunks[chunk][part].nbytes if nbytes is None else nbytes
-        lease = self.lease()
+        lease = self.under_way.lease()
         data = self.content(size)
         lease.tensor()[:size].copy_(data)
         transfer = self.store.write(chunk, part, lease, nbytes=nbytes)
         self.model[chunk, part] = bytes(data.numpy())
         if self.turn % 3 == 0:  # let go at once: the store holds it
             lease.release()
-            lease = self.lease()
-        self.under_way.append((transfer, lease, None))
+            lease = self.under_way.lease()
+        self.under_way.add(transfer, lease)
 
     @rule(chunk=st.integers(0, 2), order=st.booleans())
     def write_chunk(self, chunk: int, order: bool) -> None:
@@ -97,14 +85,14 @@ class Machine(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 2), section=st.integers(0, 1))
     def write_section(self, chunk: int, section: int) -> None:
         size = self.chunks[chunk]["state"].sections[section]
-        lease = self.lease()
+        lease = self.under_way.lease()
         data = self.content(size)
         lease.tensor()[:size].copy_(data)
         transfer = self.store.write(chunk, "state", lease, sections=range(section, section + 1))
         old = self.model[chunk, "state"]
         piece = bytes(data.numpy())
         self.model[chunk, "state"] = piece + old[PAGE:] if section == 0 else old[:PAGE] + piece
-        self.under_way.append((transfer, lease, None))
+        self.under_way.add(transfer, lease)
 
     @rule(chunk=st.integers(0, 2), nbytes=st.sampled_from([0, 1, PAGE - 1, PAGE, 3 * PAGE + 5, 4 * PAGE]))
     def write_gradient(self, chunk: int, nbytes: int) -> None:
@@ -116,23 +104,23 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([(c, p) for c in range(3) for p in CHUNK] + [(3, "copy")]))
     def read(self, key: tuple[int, str]) -> None:
-        lease = self.lease()
+        lease = self.under_way.lease()
         expected = self.model[key]
         transfer = self.store.read(*key, lease)
         assert transfer.nbytes == len(expected)
-        self.under_way.append((transfer, lease, expected))
+        self.under_way.add(transfer, lease, expected)
 
     @rule(chunk=st.integers(0, 2), section=st.integers(0, 1))
     def read_section(self, chunk: int, section: int) -> None:
-        lease = self.lease()
+        lease = self.under_way.lease()
         transfer = self.store.read(chunk, "state", lease, sections=range(section, section + 1))
         whole = self.model[chunk, "state"]
-        self.under_way.append((transfer, lease, whole[PAGE:] if section else whole[:PAGE]))
+        self.under_way.add(transfer, lease, whole[PAGE:] if section else whole[:PAGE])
 
     @rule(index=st.integers(0, 63))
     def wait(self, index: int) -> None:
         if self.under_way:  # how many are depends on when leases come home
-            self.end(index % len(self.under_way))
+            self.under_way.end(index % len(self.under_way))
 
     @rule()
     def flush(self) -> None:
@@ -147,12 +135,10 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         try:
-            while self.under_way:
-                self.end(0)
+            self.under_way.end_all()
             for chunk, part in self.model:
                 self.read((chunk, part))
-            while self.under_way:
-                self.end(0)
+            self.under_way.end_all()
         finally:
             self.store.close()
             stats = self.pool.stats()["a"]

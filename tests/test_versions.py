@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from infinity.core.errors import CorruptionError, StorageError
 from infinity.core.sizes import Tier
-from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Part, Slot, Store, Transfer, Version
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.store import Part, Slot, Store, Version
 
-from .small_store import HOST, NVME, PAGE, ROOM, arena_file, bytes_of, fill, pool_of
+from .small_store import HOST, NVME, PAGE, ROOM, UnderWay, arena_file, bytes_of, fill, pool_of
 
 DEVICE = Tier.DEVICE
 FRONT, BACK, NEWEST = Version.FRONT, Version.BACK, Version.NEWEST
@@ -87,20 +87,8 @@ class Machine(RuleBasedStateMachine):
         self.device = {key: bytes(NBYTES) for key, of in self.tiers.items() if DEVICE in of}
         self.model = {key: Model() for key in KEYS}
         self.held: list[tuple[tuple[int, str], Slot, Cell]] = []
-        self.under_way: list[tuple[Transfer, Lease, bytes | None]] = []
+        self.under_way = UnderWay(self.pool)
         self.turn = 0
-
-    def lease(self) -> Lease:
-        while (lease := self.pool.try_lease("a", ROOM)) is None:
-            self.end(0)
-        return lease
-
-    def end(self, index: int) -> None:
-        transfer, lease, expected = self.under_way.pop(index)
-        transfer.wait(20)
-        if expected is not None:
-            assert bytes(lease.tensor()[: transfer.nbytes].numpy()) == expected, transfer
-        lease.release()
 
     def content(self, nbytes: int) -> bytes:
         self.turn += 1
@@ -116,10 +104,10 @@ class Machine(RuleBasedStateMachine):
         if self.store.tier(*key, version) is DEVICE:
             self.device[key] = cell.content
             return
-        lease = self.lease()
+        lease = self.under_way.lease()
         lease.tensor()[:nbytes].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         transfer = self.store.write(*key, lease, version=version, sections=range(begin, end))
-        self.under_way.append((transfer, lease, None))
+        self.under_way.add(transfer, lease)
 
     def look(self, key: tuple[int, str], version: Version | Slot, cell: Cell) -> None:
         tier = self.store.tier(*key, version)
@@ -128,8 +116,8 @@ class Machine(RuleBasedStateMachine):
             return
         if tier is HOST:
             assert bytes(self.store.view(*key, version=version).numpy()) == cell.content
-        lease = self.lease()
-        self.under_way.append((self.store.read(*key, lease, version=version), lease, cell.content))
+        lease = self.under_way.lease()
+        self.under_way.add(self.store.read(*key, lease, version=version), lease, cell.content)
 
     @rule(key=keys, version=versions, sections=st.sampled_from([(0, 1), (1, 2), (0, 2)]))
     def write(self, key: tuple[int, str], version: Version, sections: tuple[int, int]) -> None:
@@ -199,7 +187,7 @@ class Machine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 63))
     def wait(self, index: int) -> None:
         if self.under_way:
-            self.end(index % len(self.under_way))
+            self.under_way.end(index % len(self.under_way))
 
     @invariant()
     def what_is_newer_is_known(self) -> None:
@@ -221,8 +209,7 @@ class Machine(RuleBasedStateMachine):
             for key, model in self.model.items():
                 for version in Version:
                     self.look(key, version, model.of(version))
-            while self.under_way:
-                self.end(0)
+            self.under_way.end_all()
         finally:
             self.store.close()
             stats = self.pool.stats()["a"]

@@ -160,9 +160,12 @@ class PlainWorld(World):
     def clip(self, limit: float, *, torchs: bool) -> float:
         norm = self._norm()
         factor = min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
-        if torchs:  # in fp32, so that low precision rounds the same way after it
+        if torchs:
+            # Each gradient's norm is of squares summed in double, as ours is; what torch makes of these
+            # is its own, in fp32. A bit of the factor more or less would show in low precision.
             grads = [g for p in self.model.parameters() if (g := self.gradient(p)) is not None]
-            total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+            norms = [torch.linalg.vector_norm(g.double()).float() for g in grads]
+            total = torch.linalg.vector_norm(torch.stack(norms))
             norm, factor = float(total), float(torch.clamp(limit / (total + 1e-6), max=1.0))
         for p in self.learns:
             if self.raw(p) is not None:
