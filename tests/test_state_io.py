@@ -102,7 +102,8 @@ def test_segments_cover_every_element_once(dtype: str, tmp_path: Path) -> None:
             order.append((sharded.unit, sharded.index, segment.offset))
             assert all(t.numel() == segment.numel for t in tensors.values())
             assert set(tensors) == set(kinds) - ({"master"} if dtype == "fp32" else set())
-            assert engine.pool.stats()["update"].in_use == engine.footprint.quotas["update"].buffer_nbytes
+            # The one that is here, and the one that is read meanwhile.
+            assert engine.pool.stats()["update"].in_use <= 2 * engine.footprint.quotas["update"].buffer_nbytes
         assert all((count == 1).all() for count in seen.values())
         assert [unit for unit, *_ in order] == sorted(unit for unit, *_ in order)
         assert engine.pool.stats()["update"].in_use == 0

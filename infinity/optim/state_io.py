@@ -5,10 +5,11 @@ Everything here goes chunk by chunk through leases, so that its own host memory 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +29,7 @@ from .update import Updater
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
 _KINDS = ("copy", "master", *MOMENTS)
+_Segments: TypeAlias = Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -119,19 +121,23 @@ class States:
         *,
         written: Collection[str] = (),
         fresh: bool = False,
-    ) -> Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]:
-        """Go through the state of `params` chunk by chunk, each chunk once, through one lease.
+        version: Version = Version.NEWEST,
+    ) -> _Segments:
+        """Go through the state of `params` chunk by chunk, each chunk once, through one lease; where another
+        is free, the next chunk is read meanwhile.
 
         Yields each segment with flat tensors of its elements, by kind, which stay valid until the next one is
         asked for. The caller is sheltered, and no update is under way.
 
         Args:
             kinds: some of "copy" (compute dtype), "master" and `MOMENTS` (fp32). A frozen chunk
-                has a copy alone; where the copy is the master it stands for both ("master" is left out).
+                has a copy alone. Where the copy is the master and both are asked for, "master" is left out.
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
                 A unit that is not placed on the device must be off the device then.
-            fresh: nothing was ever written: everything begins as zeros.
+            fresh: every value of `params` is new: chunks that have no other parameters begin as zeros.
+            version: of copies, where nothing else is asked for. To write the back, which then is newer
+                than the front, name all parameters of each chunk.
 
         Raises:
             StorageError: a transfer failed.
@@ -140,78 +146,124 @@ class States:
         of: dict[int, set[int]] = {}
         for sharded in params:
             of.setdefault(sharded.unit, set()).add(sharded.index)
-        open_: deque[ChunkIO] = deque()
+        chunks = [
+            chunk
+            for index in sorted(of)
+            for chunk in self._tiers.units[index].layout.chunks
+            if (chunk.trainable or "copy" in kinds) and any(s.param in of[index] for s in chunk.segments)
+        ]
+        if written:
+            yield from self._written(chunks, of, kinds, written, fresh, version)
+        elif set(kinds) == {"copy"}:
+            for chunk in chunks:
+                with self._copy(chunk, version) as copy:
+                    yield from self._each(chunk, of, {"copy": copy})
+        else:
+            yield from self._read(chunks, of, kinds)
+
+    def _each(
+        self, chunk: Chunk, of: Mapping[int, set[int]], tensors: Mapping[str, torch.Tensor]
+    ) -> _Segments:
+        params = self._tiers.units[chunk.unit].params
+        for segment in chunk.segments:
+            if segment.param in of[chunk.unit]:
+                pieces = {kind: slice_of(tensor, segment) for kind, tensor in tensors.items()}
+                yield params[segment.param], segment, pieces
+
+    def _read(self, chunks: list[Chunk], of: Mapping[int, set[int]], kinds: Collection[str]) -> _Segments:
+        open_: deque[ChunkIO] = deque()  # the one that is yielded, and those that are being read
         try:
-            for index in sorted(of):
-                unit = self._tiers.units[index]
-                for chunk in unit.layout.chunks:
-                    segments = [s for s in chunk.segments if s.param in of[index]]
-                    if not segments or not (chunk.trainable or "copy" in kinds):
-                        continue
-                    if set(kinds) == {"copy"} and not written:
-                        with self._copy(unit, chunk) as copy:
-                            for segment in segments:
-                                yield unit.params[segment.param], segment, {"copy": slice_of(copy, segment)}
-                        continue
-                    io = self._open(chunk, "update" if chunk.trainable else "load", open_)
+            for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+                if not open_:
+                    open_.append(self._open(chunk, ()))
+                    open_[0].read(copy="copy" in kinds)
+                if following is not None and (io := self._try_open(following)) is not None:
                     open_.append(io)
-                    if fresh:
-                        for tensor in self._tensors(unit, io, _KINDS).values():
-                            tensor.zero_()
-                    else:
-                        io.read(copy="copy" in kinds)
-                        io.wait()
-                    tensors = self._tensors(unit, io, kinds)
-                    for segment in segments:
-                        yield (
-                            unit.params[segment.param],
-                            segment,
-                            {kind: slice_of(tensor, segment) for kind, tensor in tensors.items()},
-                        )
-                    if written:
-                        # What is on the device was written there; a lease has nothing for it.
-                        state = any(kind != "copy" and kind in tensors for kind in written)
-                        io.write(state=state, copy="copy" in written and not unit.on_device)
-                    else:
-                        open_.pop().close()
+                    io.read(copy="copy" in kinds)
+                open_[0].wait()
+                yield from self._each(chunk, of, self._tensors(open_[0], kinds))
+                open_.popleft().close()
         finally:
             while open_:
                 open_.popleft().close()
 
-    def _open(self, chunk: Chunk, quota: str, leaving: deque[ChunkIO]) -> ChunkIO:
-        nbytes = self._tiers.lease_nbytes(chunk)
-        while nbytes:
-            lease = self._tiers.pool.try_lease(quota, nbytes)
-            if lease is not None:
-                return ChunkIO(self._tiers, chunk, lease)
-            if not leaving:
-                return open_chunk(self._tiers, chunk, quota)
-            leaving.popleft().close()
-        return ChunkIO(self._tiers, chunk, None)
+    def _written(
+        self,
+        chunks: list[Chunk],
+        of: Mapping[int, set[int]],
+        kinds: Collection[str],
+        written: Collection[str],
+        fresh: bool,
+        version: Version,
+    ) -> _Segments:
+        back = version is Version.BACK
+        number = self._updater.next_number() if back else 0
+        open_: deque[ChunkIO] = deque()  # the one that is yielded, and those that are on their way
+        try:
+            for chunk in chunks:
+                io = self._open(chunk, open_)
+                open_.append(io)
+                if back:
+                    self._tiers.publisher.wait_published(chunk.id)
+                    io.delay()
+                tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
+                if fresh and all(s.param in of[chunk.unit] for s in chunk.segments):
+                    for tensor in (tensors if back else self._tensors(io, _KINDS)).values():
+                        tensor.zero_()
+                else:
+                    io.read(copy="copy" in kinds)
+                    io.wait()
+                yield from self._each(chunk, of, tensors)
+                # What is on the device was written there; a lease has nothing for it.
+                state = any(kind != "copy" and kind in tensors for kind in written)
+                io.write(state=state, copy="copy" in written and (back or not self._on_device(chunk)))
+                if back:
+                    self._tiers.store.versions.made(chunk.id, "copy", version, number)
+        finally:
+            while open_:
+                open_.popleft().close()
 
-    def _tensors(self, unit: ParamUnit, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
+    def _try_open(self, chunk: Chunk) -> ChunkIO | None:
+        """Return a chunk's I/O if it needs a lease and there is one."""
+        nbytes = self._tiers.lease_nbytes(chunk)
+        lease = self._tiers.pool.try_lease(_quota(chunk), nbytes) if nbytes else None
+        return None if lease is None else ChunkIO(self._tiers, chunk, lease)
+
+    def _open(self, chunk: Chunk, leaving: deque[ChunkIO] | tuple[()]) -> ChunkIO:
+        if not self._tiers.lease_nbytes(chunk):
+            return ChunkIO(self._tiers, chunk, None)
+        while (io := self._try_open(chunk)) is None:
+            if not leaving:
+                return open_chunk(self._tiers, chunk, _quota(chunk))
+            leaving.popleft().close()
+        return io
+
+    def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}
         if "copy" in kinds:
-            tensors["copy"] = io.device_copy if unit.on_device else io.copy
+            tensors["copy"] = io.device_copy if self._on_device(io.chunk) else io.copy
         if io.chunk.trainable:
-            if "master" in kinds and not io.copy_is_master:
+            if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
             tensors.update(zip(MOMENTS, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
+    def _on_device(self, chunk: Chunk) -> bool:
+        return self._tiers.units[chunk.unit].on_device
+
     @contextmanager
-    def _copy(self, unit: ParamUnit, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The newest copy of a chunk, to be read: without its state, which costs a read of its own."""
+    def _copy(self, chunk: Chunk, version: Version) -> Iterator[torch.Tensor]:
+        """A copy of a chunk, to be read: without its state, which costs a read of its own."""
         store = self._tiers.store
-        tier = store.tier(chunk.id, "copy", Version.NEWEST)
+        tier = store.tier(chunk.id, "copy", version)
         if tier is Tier.DEVICE:
-            yield unit.chunk_view(chunk)
+            yield self._tiers.units[chunk.unit].chunk_view(chunk)
         elif tier is Tier.HOST:
-            yield store.view(chunk.id, "copy", chunk.dtype, version=Version.NEWEST)
+            yield store.view(chunk.id, "copy", chunk.dtype, version=version)
         else:
             lease = self._tiers.pool.lease("load", chunk.copy_nbytes)
             try:
-                store.read(chunk.id, "copy", lease, version=Version.NEWEST).wait()
+                store.read(chunk.id, "copy", lease, version=version).wait()
                 yield lease.tensor(chunk.dtype, 0, chunk.numel)
             finally:
                 lease.release()
@@ -301,6 +353,10 @@ class States:
             if "master" in tensors:
                 follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
+
+
+def _quota(chunk: Chunk) -> str:
+    return "update" if chunk.trainable else "load"
 
 
 def bump(params: Sequence[ShardedParam]) -> None:

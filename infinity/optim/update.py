@@ -69,6 +69,11 @@ class Updater:
         self._posted = 0  # updates so far: the generation of what is made
         self.drift = Drift()
 
+    def next_number(self) -> int:
+        """Return the number of the next change of versions: the generation of what it makes."""
+        self._posted += 1
+        return self._posted
+
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
         """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; no back is newer than its front."""
@@ -79,7 +84,7 @@ class Updater:
         self._updates.post((u.chunk for u in work), blocks_loads=not delayed)
         self._unwritten = {u.chunk.id for u in work}
         self._tiers.gradients.reserve((u.chunk.id, u.gradient) for u in work)
-        self._posted += 1
+        self.next_number()
         self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 
     def wait(self) -> None:
