@@ -10,7 +10,9 @@ from .version import __version__
 if TYPE_CHECKING:
     from .api.gathered import gathered, gradient
     from .api.init import init
+    from .api.load import load
     from .api.metrics import metrics
+    from .api.save import save
     from .api.trace import trace
     from .api.wrap import close, flush, unwrap, wrap
     from .core.config import Config
@@ -25,7 +27,9 @@ __all__ = [
     "gathered",
     "gradient",
     "init",
+    "load",
     "metrics",
+    "save",
     "trace",
     "unwrap",
     "wrap",
@@ -40,6 +44,8 @@ _HOMES = {
     "trace": "api.trace",
     "metrics": "api.metrics",
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
+    "load": "api.load",
+    "save": "api.save",
     **dict.fromkeys(("wrap", "flush", "unwrap", "close"), "api.wrap"),
 }
 

@@ -36,17 +36,22 @@ def train_offloaded(
     config: infinity.Config,
     *,
     steps: int = 30,
+    begin: int = 0,
     accumulate: int = 1,
     groups: Groups = all_parameters,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    wrapped: Any = None,
     before_step: Any = None,
+    after_step: Any = None,
     **options: Any,
 ) -> Run:
-    """Train with the engine. Clipping is the configuration's `max_grad_norm`."""
+    """Train with the engine, from step `begin` on. Clipping is the configuration's `max_grad_norm`."""
     model, run = case.model, Run()
     model, adam = infinity.wrap(model, optimizer(groups(model), **{"lr": 1e-3, **options}), config)
     try:
-        for step in range(steps):
+        if wrapped is not None:
+            wrapped(adam)
+        for step in range(begin, steps):
             total = 0.0
             for batch in batches_of(case, step, accumulate):
                 loss = case.loss(model, batch) / accumulate
@@ -61,6 +66,8 @@ def train_offloaded(
             adam.zero_grad()
             run.losses.append(total)
             run.norms.append(infinity.metrics(adam)["grad_norm"])
+            if after_step is not None:
+                after_step(adam, step)
         engine = engine_of(model)
         run.buffers = {n: b.clone() for n, b in model.named_buffers()}
         for name, param in model.named_parameters():

@@ -75,7 +75,7 @@ class Engine:
         members, scopes = discover(model, config.units)
         specs = param_specs(model, members, groups, config.compute_dtype)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
-        layouts = partition(units, config.chunk_elements)
+        layouts = partition(units, config.elements_per_chunk)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
@@ -290,7 +290,7 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.residency.has_two_versions and not self.updates.failed and not self.phases.closed:
+                elif self.residency.has_two_versions and not self.updates.failed and self.phases.usable:
                     self.optimizer.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
@@ -340,10 +340,12 @@ def engine_of(thing: object) -> Engine:
     Raises:
         WrapError: it belongs to no wrapped model.
     """
+    inner = getattr(thing, "optimizer", None)  # accelerate gives its users one around ours
     for engine in _ENGINES:
         if (
             thing is engine.model()
             or thing is engine.optimizer
+            or inner is engine.optimizer
             or (isinstance(thing, nn.Parameter) and thing in engine.params)
         ):
             return engine

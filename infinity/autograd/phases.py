@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch.autograd.variable import Variable
 
-from infinity.core.errors import ClosedError
+from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of
 from infinity.core.turn import is_inside
@@ -100,6 +100,7 @@ class Phases:
         self.token = object()  # whose hooks on saved tensors are ours
         self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
+        self.partly = ""  # the checkpoint of which a load that failed has left a part
         self.newest = False  # the version that what is under way uses: [Note: two versions]
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
@@ -134,6 +135,11 @@ class Phases:
         """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
         return self.in_forward and is_inside()
 
+    @property
+    def usable(self) -> bool:
+        """Whether the engine is open, and its values are of one moment."""
+        return not self.closed and not self.partly
+
     @sheltered
     def check(self) -> None:
         """Raise what failed in the background, or that the engine is closed."""
@@ -143,6 +149,13 @@ class Phases:
                 expected="an open engine",
                 found=self.closed,
                 cure=_AFTER[self.closed],
+            )
+        if self.partly:
+            raise ParameterError(
+                "a part of the parameters and their state may be that of a checkpoint whose load ended early",
+                expected="a load that came to its end",
+                found=f"one of {self.partly} that raised, or was interrupted",
+                cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
             )
         self._updates.check()
         self._store.check()
@@ -241,9 +254,8 @@ class Phases:
         if any(f.scope is scope for f in self._forwards):
             return
         if in_backward() and torch.is_grad_enabled():
-            self.claims.keep_lazy(
-                scope
-            )  # recomputation: its backward follows at once, or another scope comes
+            # Recomputation: its backward follows at once, or another scope comes.
+            self.claims.keep_lazy(scope)
         else:
             self._residency.release(scope.units, scope)
 

@@ -394,10 +394,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
             state = super().state_dict()
         finally:
             dict.clear(self.state)
+        return {**state, OURS: self.counts()}
+
+    def counts(self) -> dict[str, float]:
+        """Return what torch's optimizers do not count: steps, those skipped, and with fp16 the loss scale and
+        the steps since it changed."""
         counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         if self._fp16:
             counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
-        return {**state, OURS: counts}
+        return counts
+
+    def set_counts(self, counts: Mapping[str, float]) -> None:
+        """Count on from `counts`; what is not in it stays."""
+        self._steps = int(counts.get("steps", self._steps))
+        self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
+        if self._fp16 and "loss_scale" in counts:
+            self._gradients.scale = float(counts["loss_scale"])
+            self._good_steps = int(counts.get("good_steps", 0))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
@@ -425,8 +438,4 @@ class OffloadOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self._states.write(pairs)
         self._residency.refresh()
-        self._steps = int(counts.get("steps", self._steps))
-        self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
-        if self._fp16 and "loss_scale" in counts:
-            self._gradients.scale = float(counts["loss_scale"])
-            self._good_steps = int(counts.get("good_steps", 0))
+        self.set_counts(counts)

@@ -1,0 +1,321 @@
+"""`load`: a checkpoint into a wrapped model and its optimizer, whatever their placement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, MutableMapping
+from os import PathLike
+from typing import Any, Final
+
+import torch
+
+from infinity.core.errors import CorruptionError, StateDictError, StorageError
+from infinity.hardware.aio import Ring
+from infinity.optim.loading import REFUSED, counts_of
+from infinity.optim.state_io import bump
+from infinity.params.param import ShardedParam
+from infinity.planning.parts import MOMENTS
+from infinity.storage.checkpoints import Found, find
+from infinity.storage.store import Version
+from infinity.storage.tensor_file import TensorFile, read_all
+
+from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring
+from .engine import Engine, engine_of
+from .random_state import set_random_state
+from .user_state import decode
+
+_SHOWN: Final = 20  # names in a message
+_ATTEMPTS: Final = 5  # where another process saves into the directory meanwhile
+
+
+def load(
+    optimizer: torch.optim.Optimizer,
+    path: str | PathLike[str],
+    *,
+    state: MutableMapping[str, Any] | None = None,
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a wrapped model and its optimizer: the run goes on where it was saved.
+
+    The model may be placed otherwise, cut into other chunks and have another compute dtype than the one that
+    was saved. Param groups get the options that were saved; the generators of random numbers go on from
+    where they were.
+
+    Args:
+        optimizer: as `wrap` returned it.
+        path: a checkpoint, or a directory of checkpoints: of these, the one that was completed last.
+        state: as for `save`. Objects that have a `load_state_dict` are given what was saved under their
+            name; other values are replaced by what was saved.
+        strict: whether parameters that only the model or only the checkpoint has, parameters in other groups,
+            and names of `state` that the checkpoint lacks, are errors. If not, what is in both is loaded.
+            Of a parameter that is in no group here, as one that is frozen, the values are loaded.
+        progress: called with the bytes read, and all bytes, on another thread. It may not use the model or
+            the optimizer.
+
+    Returns:
+        All that was saved as `state`, by name.
+
+    Raises:
+        DirectoryError: there is no checkpoint, or it cannot be looked at.
+        CorruptionError: it is not as it was saved.
+        StateDictError: it does not fit. Nothing was changed.
+        ParameterError: parameters that would change are inside a `gathered` block. Nothing was changed.
+
+    Gradients are forgotten. A load that ends early (bytes that are not what was saved, a `load_state_dict`
+    that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.
+    """
+    engine, name = engine_of(optimizer), path_of(path)
+    # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
+    loading, given = engine.shelter.run(
+        lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
+    )
+    engine.shelter.run(loading.run)
+    for name, thing in (state or {}).items():
+        if name in given:
+            if callable(getattr(thing, "load_state_dict", None)):
+                thing.load_state_dict(given[name])
+            else:
+                assert state is not None
+                state[name] = given[name]
+    loading.go_on()
+    return given
+
+
+def _prepare(
+    engine: Engine, path: str, state: Mapping[str, Any] | None, strict: bool, progress: Progress
+) -> tuple[_Loading, dict[str, Any]]:
+    """Return a load of what is at `path`, that fits, with its files open; and what was saved as `state`."""
+    for left in reversed(range(_ATTEMPTS)):
+        found = find(path)
+        loading = _Loading(engine, found, strict, progress)
+        try:
+            return loading, loading.check(state)
+        except StorageError:
+            # Perhaps a save of another process has just replaced or removed it.
+            if not left or find(path).counter == found.counter:
+                raise
+    raise AssertionError
+
+
+class _Loading:
+    """One load."""
+
+    def __init__(self, engine: Engine, found: Found, strict: bool, progress: Progress) -> None:
+        self._engine = engine
+        self._found = found
+        self._strict = strict
+        self._progress = progress
+        self._done = self._total = 0
+        self._names: dict[ShardedParam, str] = {}  # in the checkpoint
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._values: dict[str, torch.Tensor] = {}
+        self._random: Any = None
+        self._options: list[dict[str, Any]] = []
+        self._two: set[int] = set()  # units that get two versions
+        # Open from the comparison to the end, so that what was compared is what is loaded.
+        self._ring: Ring
+        self._files: dict[str, TensorFile] = {}
+        self._again: TensorFile | None = None
+        self._stack = contextlib.ExitStack()
+
+    def _read_all(self, stem: str) -> dict[str, torch.Tensor]:
+        path = self._found.file(stem)
+        return {} if path is None else read_all(path, self._ring, self._found.content["crcs"][stem])
+
+    def _open(self, stem: str) -> TensorFile | None:
+        path = self._found.file(stem)
+        if path is None:
+            return None
+        return TensorFile.open(path, self._ring, self._found.content["crcs"][stem])
+
+    # -- before anything is changed ---------------------------------------------------------
+
+    def check(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Compare everything with the model; return what was saved as `state`."""
+        try:
+            with contextlib.ExitStack() as stack:
+                self._ring = stack.enter_context(reading_ring())
+                given = self._compare(state)
+                for stem in ("parameters", *MOMENTS, "front"):
+                    if (file := self._open(stem)) is not None:
+                        self._files[stem] = stack.enter_context(file)
+                self._again = self._open("parameters")  # a tensor's bytes come in order, and once
+                if self._again is not None:
+                    stack.enter_context(self._again)
+                self._stack = stack.pop_all()
+            return given
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptionError(
+                f"the index of {self._found.path} is not one that any version of infinity has written",
+                path=self._found.path,
+                expected="its checksums, parameters, groups, counts and state",
+                found=repr(error),
+                cure="load another checkpoint",
+            ) from error
+
+    def _compare(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        index, engine = self._found.content, self._engine
+        self._values = self._read_all("values")
+        given: dict[str, Any] = decode(index["state"], self._values, self._found.path)
+        self._random = decode(index["random"], self._values, self._found.path)
+        counts_of({"infinity": index["counts"]})
+        saved = {name: name for name in index["parameters"]}
+        saved |= {tied: name for name, p in index["parameters"].items() for tied in p["tied"]}
+        model = engine.model()
+        assert model is not None
+        for name, param in model.named_parameters(remove_duplicate=False):
+            sharded = engine.params.get(param)
+            if sharded is not None and name in saved:
+                self._names.setdefault(sharded, saved[name])
+        missing = [n for s, n in names_of(engine).items() if s not in self._names]
+        unexpected = sorted(index["parameters"].keys() - set(self._names.values()))
+        self._buffers = self._read_all("buffers")
+        here = buffers_of(engine)
+        missing += [n for n in here if n not in self._buffers]
+        unexpected += [n for n in self._buffers if n not in here]
+        lacking = [f"state[{n!r}]" for n in state or {} if n not in given]
+        self._refuse("does not have all of the model", "it lacks", missing + lacking if self._strict else [])
+        self._refuse("has more than the model", "it alone has", unexpected if self._strict else [])
+        self._check_shapes(here)
+        self._check_groups()
+        return given
+
+    def _refuse(self, what: str, found: str, names: list[str]) -> None:
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise StateDictError(
+                f"the checkpoint {self._found.path} {what}",
+                expected="the parameters, buffers and state of the run that loads it; nothing was changed",
+                found=f"{found} {', '.join(names[:_SHOWN])}{more}",
+                cure="load it into the model that was saved; or with strict=False, to load what is in both",
+            )
+
+    def _check_shapes(self, here: Mapping[str, torch.Tensor]) -> None:
+        wrong = []
+        file = self._open("parameters")
+        if file is not None:
+            with file:
+                for sharded, name in self._names.items():
+                    shape = file.entries[name].shape
+                    self._total += file.entries[name].nbytes
+                    if shape != sharded.spec.shape:
+                        wrong.append(f"{name} {[*shape]}, of the model {[*sharded.spec.shape]}")
+        for name, buffer in here.items():
+            if name in self._buffers and self._buffers[name].shape != buffer.shape:
+                wrong.append(f"{name} {[*self._buffers[name].shape]}, of the model {[*buffer.shape]}")
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise StateDictError(
+                f"the checkpoint {self._found.path} has other shapes than the model",
+                expected="the shapes of the model; nothing was changed",
+                found=f"{'; '.join(wrong[:_SHOWN])}{more}",
+                cure="build the model as it was when it was saved",
+            )
+
+    def _check_groups(self) -> None:
+        groups = self._engine.optimizer.param_groups
+        saved = self._found.content["groups"]
+        params = self._engine.params
+        here = [{self._names.get(params[p]) for p in g["params"] if p in params} - {None} for g in groups]
+        both = set().union(*here) if here else set()
+        there = [set(g["params"]) & both for g in saved]
+        if here != there:
+            if not self._strict:
+                return  # the groups of the optimizer keep their options
+            places = [{n: i for i, g in enumerate(groups_) for n in g} for groups_ in (here, there)]
+            name = next((n for n in places[0] if places[0][n] != places[1].get(n)), None)
+            raise StateDictError(
+                f"the checkpoint {self._found.path} has other param groups than the optimizer",
+                expected=f"{len(here)} groups" + (f", {name!r} in group {places[0][name]}" if name else ""),
+                found=f"{len(there)} groups" + (f", it in group {places[1].get(name)}" if name else ""),
+                cure="build the optimizer with the groups that were saved; or load with strict=False, and "
+                "the groups keep the options that they have. Nothing was changed",
+            )
+        self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
+        for options in self._options:
+            for name in REFUSED:
+                if options.get(name):
+                    raise StateDictError(
+                        f"the checkpoint was saved with {name}=True",
+                        expected=f"{name}=False",
+                        found=f"{name}=True",
+                    )
+
+    # -- the change -------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Change everything."""
+        engine, index = self._engine, self._found.content
+        with self._stack:
+            before, engine.phases.partly = engine.phases.partly, ""
+            try:
+                engine.optimizer.publish()
+                engine.edits.adopt_all()
+                engine.residency.reshard_all({s.unit for s in self._names})
+            except BaseException:
+                engine.phases.partly = before
+                raise
+            engine.phases.partly = self._found.path
+            self._two = self._with_two(self._files.get("front"))
+            self._fill(self._files)
+            if self._two and self._again is not None:
+                self._fill_backs(self._again)
+        for sharded, name in self._names.items():
+            sharded.step = int(index["parameters"][name]["step"])
+        for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
+            group.update(options)
+        engine.optimizer.set_counts(index["counts"])
+        changed = list(self._names)
+        for unit in {engine.units[s.unit] for s in changed}:
+            if unit.on_device:
+                unit.looked({s.index for s in changed if s.unit == unit.index})
+        bump(changed)
+        engine.edits.given.forget(changed)
+        engine.residency.refresh()
+        for name, buffer in buffers_of(engine).items():
+            if name in self._buffers:
+                buffer.copy_(self._buffers[name])
+
+    def _with_two(self, front: TensorFile | None) -> set[int]:
+        """Return the units that get two versions: those of which one was saved, if all of them is loaded."""
+        if front is None or not self._engine.store.versions.has_two("copy"):
+            return set()
+        units = {self._engine.units[s.unit] for s, name in self._names.items() if name in front.entries}
+        return {u.index for u in units if all(s in self._names for s in u.params if s.spec.trainable)}
+
+    def _fill(self, files: Mapping[str, TensorFile]) -> None:
+        names, segments, front = self._names, self._engine.states.segments, files.get("front")
+        for sharded, segment, pieces in segments(KINDS, names, written=KINDS, fresh=True):
+            name = names[sharded]
+            source, copy = files["parameters"], pieces["copy"]
+            older = front is not None and sharded.unit in self._two and name in front.entries
+            if front is not None and older:
+                front.read(name, segment.offset, copy)
+            if "master" in pieces:
+                source.read(name, segment.offset, pieces["master"])
+                if not older:
+                    copy.copy_(pieces["master"])
+            elif not older:
+                source.read(name, segment.offset, copy)
+            for kind in MOMENTS if sharded.spec.trainable else ():
+                if kind in files and name in files[kind].entries:
+                    files[kind].read(name, segment.offset, pieces[kind])
+                else:
+                    pieces[kind].zero_()
+            self._done += copy.numel() * source.entries[name].dtype.itemsize
+            self._progress(self._done, self._total)
+
+    def _fill_backs(self, source: TensorFile) -> None:
+        """Write the newest values of units that have two versions: [Note: two versions]."""
+        params = [s for s in self._names if s.unit in self._two and s.spec.trainable]
+        for sharded, segment, pieces in self._engine.states.segments(
+            ("copy",), params, written=("copy",), fresh=True, version=Version.BACK
+        ):
+            source.read(self._names[sharded], segment.offset, pieces["copy"])
+
+    def go_on(self) -> None:
+        """Let the run go on: all of it is what was saved."""
+        set_random_state(self._random, self._engine.device.torch_device)
+        self._engine.phases.partly = ""
+        self._engine.optimizer.zero_grad()

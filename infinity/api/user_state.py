@@ -1,0 +1,133 @@
+"""Users' values as JSON and tensors, and back: what a checkpoint has beside the parameters.
+
+Nothing in it is code, and nothing is guessed: what is not one of these values is an error that names it. What
+JSON has no word for is a mapping of one key that begins with ``$``.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from infinity.core.errors import CorruptionError, StateDictError
+from infinity.storage.tensor_file import DTYPES
+
+_KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples and dicts of these; "
+_DEPTH: Final = 100
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", depth: int = 0) -> Any:
+    """Return `value` as JSON has it, with its tensors in `tensors` (on the host, by their place).
+
+    Raises:
+        StateDictError: something in it is no value that can be kept.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if depth > _DEPTH:
+        raise _refused(where, "values nested more than a hundred deep, or in themselves")
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _keep(value.detach(), tensors, where)}
+    if isinstance(value, np.ndarray):
+        try:
+            tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+        except (TypeError, ValueError):
+            raise _refused(where, f"a numpy array of {value.dtype}") from None
+        return {"$array": _keep(tensor, tensors, where)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": _keep(torch.from_numpy(np.frombuffer(value, np.uint8).copy()), tensors, where)}
+    if isinstance(value, np.generic):
+        return encode(value.item(), tensors, where, depth + 1)
+    if isinstance(value, (bool, int, float, str)):  # of a class of its own: an enum of ints, numpy's float
+        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, where, depth)
+    if isinstance(value, (list, collections.deque)):
+        return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if type(value) is tuple or isinstance(value, (set, frozenset)):
+        kind = "$tuple" if isinstance(value, tuple) else "$set"
+        return {kind: [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return encode(value.state_dict(), tensors, f"{where}.state_dict()", depth + 1)
+    raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str, depth: int
+) -> Any:
+    plain = all(type(k) is str and not k.startswith("$") for k in value)
+    if plain and not isinstance(value, collections.Counter):
+        return {k: encode(v, tensors, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+    pairs = [
+        [encode(k, tensors, f"a key of {where}", depth + 1), encode(v, tensors, f"{where}[{k!r}]", depth + 1)]
+        for k, v in value.items()
+    ]
+    return {"$counter" if isinstance(value, collections.Counter) else "$dict": pairs}
+
+
+def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+    if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise _refused(where, f"a tensor of {tensor.dtype}, {tensor.layout}")
+    if tensor.device.type == "meta":
+        raise _refused(where, "a tensor on the meta device, which has no values")
+    name, number = where, 1
+    while name in tensors:
+        number += 1
+        name = f"{where} ({number})"
+    tensors[name] = tensor.to("cpu", copy=True).contiguous()
+    return name
+
+
+def _refused(where: str, found: str) -> StateDictError:
+    return StateDictError(
+        f"{where} cannot be saved",
+        expected=f"{_KINDS}objects with a `state_dict` of these",
+        found=found,
+        cure="put the values that you need of it into `state`, or give it a `state_dict` and a "
+        "`load_state_dict`",
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
+    """Return what `encode` was given; `path`, of the checkpoint, is for messages.
+
+    Raises:
+        CorruptionError: it is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(v, tensors, path) for v in value]
+    if not isinstance(value, dict):
+        return value
+    special = [k for k in value if k.startswith("$")]
+    if not special:
+        return {k: decode(v, tensors, path) for k, v in value.items()}
+    kind, inner = special[0], value[special[0]]
+    try:
+        if kind in _TENSORS:
+            return _TENSORS[kind](tensors[inner])
+        return _LISTS[kind](decode(inner, tensors, path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"the checkpoint {path} has a value that no version of infinity has saved",
+            path=path,
+            expected=f"one of {', '.join(sorted([*_TENSORS, *_LISTS]))}",
+            found=f"{kind}",
+            cure="load another checkpoint",
+        ) from error
+
+
+_TENSORS: Final[dict[str, Callable[[torch.Tensor], Any]]] = {
+    "$tensor": lambda t: t,
+    "$array": lambda t: t.numpy(),
+    "$bytes": lambda t: bytes(t.numpy()),
+}
+_LISTS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$dict": lambda pairs: {k: v for k, v in pairs},
+    "$counter": lambda pairs: collections.Counter({k: v for k, v in pairs}),
+}

@@ -1,0 +1,354 @@
+"""Checkpoints in a directory: which are whole, and how one becomes whole at one moment.
+
+`root/step-<n>/` is a checkpoint when it has an index, which names its files. Each save gives its files names
+of its own (a random word is part of them), and puts the index in place last, by a rename, when every other
+byte would survive a power failure. So a directory has the checkpoint from before, or the new one, and never a
+part of either; and a save that was killed leaves files that no index names.
+
+[Note: whose a file is] While a save is under way its directory has a mark, an empty file whose name has the
+save's word. Only files with the word of a mark, or that an index of ours named, are ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from typing import Any, Final, NamedTuple
+
+from infinity.core.errors import CorruptionError, DirectoryError
+from infinity.core.sizes import format_size
+from infinity.hardware.aio import crc32c
+
+from .tensor_file import pwrite
+
+INDEX: Final = "index.json"
+FORMAT: Final = 1
+_INDEX_LIMIT: Final = 1 << 30
+_STEP: Final = re.compile(r"step-(\d{1,15})")
+_FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
+_MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
+_TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
+
+
+class Found(NamedTuple):
+    """A whole checkpoint. `counter` is higher the later it was saved, `content` is its index."""
+
+    path: str
+    step: int
+    counter: int
+    content: dict[str, Any]
+
+    def file(self, stem: str) -> str | None:
+        """Return the path of the file that the index names `stem`."""
+        name = self.content["files"].get(stem)
+        return None if name is None else os.path.join(self.path, name)
+
+
+def find(path: str) -> Found:
+    """Return the checkpoint at `path`, or of those below it the one that was completed last.
+
+    Raises:
+        DirectoryError: there is none.
+        CorruptionError: its index cannot be used.
+    """
+    if _has_index(path):
+        return _read(path)
+    found = list_checkpoints(path)
+    if not found:
+        there = _listing(path)
+        raise DirectoryError(
+            f"no checkpoint in {path}",
+            path=path,
+            expected=f"a directory with {INDEX}, or one with such directories, step-<n>",
+            found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
+            cure="name the directory that `infinity.save` was given; one that was being written when its run "
+            "was killed is no checkpoint",
+        )
+    return found[-1]
+
+
+def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
+    """Return the whole checkpoints below `root`, the one that was completed last at the end.
+
+    Raises:
+        DirectoryError, CorruptionError: one cannot be looked at, or its index cannot be used; not if such
+            are left out (`damaged`).
+    """
+    found = []
+    for name in _listing(root):
+        path = os.path.join(root, name)
+        if _STEP.fullmatch(name):
+            with (
+                contextlib.nullcontext() if damaged else contextlib.suppress(CorruptionError, DirectoryError)
+            ):
+                if _has_index(path):
+                    found.append(_read(path))
+    return sorted(found, key=lambda f: f.counter)
+
+
+def _has_index(path: str) -> bool:
+    try:
+        os.lstat(os.path.join(path, INDEX))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # it may be the newest: to go on from another would lose steps
+        raise _failed("look into", path, error) from error
+    return True
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _failed("list", path, error) from error
+
+
+def _read(path: str) -> Found:
+    """Read and check an index."""
+    name = os.path.join(path, INDEX)
+
+    def wrong(expected: str, found: object) -> CorruptionError:
+        return CorruptionError(
+            f"{name} is no index of a checkpoint that can be read",
+            path=name,
+            expected=expected,
+            found=found,
+            cure="load another checkpoint of that directory by its name, or bring this one again from where "
+            "it was copied",
+        )
+
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _INDEX_LIMIT:
+                raise wrong(f"a file of at most {format_size(_INDEX_LIMIT)}", f"{status.st_size} bytes")
+            with open(fd, "rb", closefd=False) as file:
+                text = file.read(status.st_size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, CorruptionError):
+            raise
+        raise _failed("read", name, error) from error
+    outer: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        outer = json.loads(text)
+    if not isinstance(outer, dict) or not isinstance(outer.get("index"), dict) or len(outer) != 2:
+        raise wrong("JSON with crc32c and index", "something else")
+    found = _crc(_dump(outer["index"]))
+    if outer.get("crc32c") != found:
+        raise wrong(f"CRC-32C {outer.get('crc32c')}", found)
+    index = outer["index"]
+    if index.get("format") != FORMAT:
+        raise wrong(
+            f"format {FORMAT}", f"format {index.get('format')!r}, of infinity {index.get('infinity')!r}"
+        )
+    numbers = all(type(index.get(key)) is int for key in ("step", "counter"))
+    if not numbers or not isinstance(index.get("files"), dict):
+        raise wrong("a step, a counter and files", "something else")
+    for file in index["files"].values():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise wrong("names of files of its own", repr(file))
+    return Found(path, index["step"], index["counter"], index)
+
+
+def _dump(index: dict[str, Any]) -> bytes:
+    return json.dumps(index, separators=(",", ":"), allow_nan=True).encode()
+
+
+def _crc(text: bytes) -> str:
+    memory = ctypes.create_string_buffer(text, len(text))
+    return f"{crc32c(ctypes.addressof(memory), len(text)):08x}"
+
+
+class Save:
+    """One save under way: a `with` block, which ends in `commit` or leaves nothing."""
+
+    def __init__(self, root: str, step: int) -> None:
+        self.root = root
+        self.step = step
+        self.path = os.path.join(root, f"step-{step}")
+        self.counter = 0
+        self._word = secrets.token_hex(4)
+        self._files: dict[str, str] = {}
+        self._lock = -1
+        self._done = False
+
+    def __enter__(self) -> Save:
+        """Take the root for this save, and remove what killed ones have left in it.
+
+        Raises:
+            DirectoryError: the directory cannot be made or written, or another process saves into it.
+        """
+        try:
+            os.makedirs(self.root, exist_ok=True)
+            self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise DirectoryError(
+                        f"another save into {self.root} is under way",
+                        errno=error.errno,
+                        path=self.root,
+                        expected="one process at a time that saves into a directory",
+                        found="one that holds its lock",
+                        cure="wait for it, or give each run a directory of its own",
+                    ) from error
+            self._clear()
+            # Of the clock, so that a checkpoint of another root counts as what it is; but never back.
+            last = max((f.counter for f in list_checkpoints(self.root, damaged=False)), default=0)
+            self.counter = max(last + 1, time.time_ns() // 1_000_000)
+            os.makedirs(self.path, exist_ok=True)
+            _mark(self.path, {self._word, *_words_at(self.path)})
+            _sync(self.path)
+            _sync(self.root)
+        except BaseException as error:
+            self._end()
+            if isinstance(error, OSError) and not isinstance(error, (DirectoryError, CorruptionError)):
+                raise _failed("write", self.path, error) from error
+            raise
+        return self
+
+    def file(self, stem: str) -> str:
+        """Return the path of a file of this checkpoint, which the index will name `stem`."""
+        self._files[stem] = f"{stem}-{self._word}.safetensors"
+        return os.path.join(self.path, self._files[stem])
+
+    def commit(self, index: dict[str, Any]) -> None:
+        """Make the checkpoint whole: every file of it is complete, and synced.
+
+        Raises:
+            DirectoryError: the index cannot be written; the checkpoint from before, if any, stays.
+        """
+        head = {"format": FORMAT, "step": self.step, "counter": self.counter, "files": self._files}
+        inner = _dump({**index, **head})
+        text = b'{"crc32c":"' + _crc(inner).encode() + b'","index":' + inner + b"}\n"
+        temporary = os.path.join(self.path, f"index-{self._word}.tmp")
+        try:
+            _sync(self.path)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                pwrite(fd, text, 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, os.path.join(self.path, INDEX))
+            self._done = True
+            _sync(self.path)
+            _sync(self.root)
+            self._clear_one(self.path)
+        except OSError as error:
+            raise _failed("write", self.path, error) from error
+
+    def prune(self, keep_last: int) -> list[OSError]:
+        """Remove all checkpoints of the root but the `keep_last` that were completed last; return why some
+        could not be removed."""
+        errors = []
+        for old in list_checkpoints(self.root, damaged=False)[:-keep_last]:
+            try:
+                _mark(old.path, _words_at(old.path))
+                # Without its index it is no checkpoint, and what is left of it is marked.
+                os.unlink(os.path.join(old.path, INDEX))
+                _sync(old.path)
+                self._clear_one(old.path)
+            except OSError as error:
+                errors.append(error)
+        return errors
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._done:
+                with contextlib.suppress(OSError):  # what raised is told; the next save clears this up
+                    self._clear_one(self.path)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _clear(self) -> None:
+        for name in _listing(self.root):
+            if _STEP.fullmatch(name):
+                with contextlib.suppress(OSError):  # somebody else's
+                    self._clear_one(os.path.join(self.root, name))
+
+    def _clear_one(self, path: str) -> None:
+        """Remove from a checkpoint's directory what saves that are over left: [Note: whose a file is]."""
+        names = _listing(path)
+        marks = {m[1]: name for name in names if (m := _MARK.fullmatch(name))}
+        if not marks:
+            return
+        whole = _has_index(path)
+        try:
+            kept = set(_read(path).content["files"].values()) if whole else set()
+        except CorruptionError:
+            return  # nobody knows which files it names
+        for name in names:
+            ours = _FILE.fullmatch(name) or _TEMPORARY.fullmatch(name)
+            if ours and ours[1] in marks and name not in kept:
+                os.unlink(os.path.join(path, name))
+        for name in marks.values():
+            os.unlink(os.path.join(path, name))
+        if not whole:
+            with contextlib.suppress(OSError):  # something else is in it
+                os.rmdir(path)
+
+
+def _words_at(path: str) -> set[str]:
+    """Return the words of the files of the checkpoint at `path`; none, if there is none."""
+    if not _has_index(path):
+        return set()
+    try:
+        names = _read(path).content["files"].values()
+    except CorruptionError:
+        return set()
+    return {m[1] for name in names if (m := _FILE.fullmatch(name))}
+
+
+def _mark(path: str, words: set[str]) -> None:
+    for word in words:
+        os.close(os.open(os.path.join(path, f"incomplete-{word}"), os.O_WRONLY | os.O_CREAT, 0o666))
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system on which directories are not synced
+            raise
+    finally:
+        os.close(fd)
+
+
+_OF_PATHS: Final = {
+    errno.EEXIST: "name a directory: a file has this name",
+    errno.ENOTDIR: "name a directory: a file has this name, or that of a folder above",
+    errno.ELOOP: "name a directory, not links that lead in a circle",
+    errno.ENAMETOOLONG: "choose a shorter path",
+}
+
+
+def _failed(what: str, path: str, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"cannot {what} {path}",
+        errno=error.errno,
+        path=path,
+        found=error.strerror or str(error),
+        cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
+    )

@@ -1,0 +1,400 @@
+"""Tensors in one safetensors file, written and read piece by piece, with a checksum of every range.
+
+The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes, little endian, with the length of
+a header; the header, JSON of {name: {"dtype", "shape", "data_offsets": [begin, end]}} that may end in spaces;
+the bytes of the tensors, without holes. Nothing in such a file is code.
+
+[Note: ranges] A tensor's bytes are cut into ranges of `RANGE_NBYTES` from its beginning, each with a CRC-32C
+of its own. They do not depend on how a run is cut into chunks, so that one may be saved in one way and loaded
+in another. The pieces of a tensor come in order, so a range is checked as its last byte comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from infinity.core.errors import CorruptionError, DirectoryError
+from infinity.core.sizes import ALIGNMENT, ceil_to
+from infinity.hardware.aio import DirectFile, Ring, crc32c
+
+#: Bytes of a tensor that one checksum covers: [Note: ranges].
+RANGE_NBYTES: Final = 16 << 20
+#: The longest header that is read: what the safetensors library reads, too.
+HEADER_LIMIT: Final = 100_000_000
+_BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """Where a tensor is in its file: `begin` in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+class _Sums:
+    """The checksums of tensors whose pieces come in order."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, list[int]] = {}
+        self._open: dict[str, tuple[int, int]] = {}  # bytes so far, and the CRC of the range they end in
+
+    def add(self, name: str, begin: int, address: int, nbytes: int) -> range:
+        """Take `nbytes` at `address`, which are the tensor's from byte `begin` on; return which ranges they
+        complete."""
+        at, crc = self._open.get(name, (0, 0))
+        assert at == begin, (name, at, begin)
+        done = self._done.setdefault(name, [])
+        first = len(done)
+        end = at + nbytes
+        while at < end:
+            upto = min(end, (at // RANGE_NBYTES + 1) * RANGE_NBYTES)
+            crc = crc32c(address + at - begin, upto - at, crc)
+            at = upto
+            if at % RANGE_NBYTES == 0:
+                done.append(crc)
+                crc = 0
+        self._open[name] = at, crc
+        return range(first, len(done))
+
+    def close(self, name: str) -> list[int]:
+        """Return the checksums of a tensor that is complete."""
+        at, crc = self._open.pop(name, (0, 0))
+        return self._done.pop(name, []) + ([crc] if at % RANGE_NBYTES else [])
+
+
+class TensorFile:
+    """Tensors by name, in a file. Made by `create` or `open`."""
+
+    def __init__(self, file: DirectFile, ring: Ring, entries: Mapping[str, Entry]) -> None:
+        self.entries = entries
+        self._file = file
+        self._ring = ring
+        self._sums = _Sums()
+        self._expected: Mapping[str, Sequence[int]] = {}
+
+    @classmethod
+    def create(
+        cls, path: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], ring: Ring
+    ) -> TensorFile:
+        """Make a file for `tensors`, which `write` fills; there must be none of that name.
+
+        Raises:
+            DirectoryError: it cannot be made; `errno` says why.
+        """
+        entries, header, at = {}, {}, 0
+        for name, (dtype, shape) in tensors.items():
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
+            entries[name] = Entry(dtype, tuple(shape), at, nbytes)
+            at += nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # Aligned, so that whole blocks of the first tensors are written directly.
+        data = ceil_to(8 + len(text), ALIGNMENT)
+        text = text.ljust(data - 8)
+        entries = {name: e._replace(begin=e.begin + data) for name, e in entries.items()}
+        file = DirectFile.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.ftruncate(file.plain_fd, data + at)
+            pwrite(file.plain_fd, len(text).to_bytes(8, "little") + text, 0)
+        except OSError as error:
+            file.close()
+            raise _failed(path, error) from error
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, ring, entries)
+
+    @classmethod
+    def open(cls, path: str, ring: Ring, expected: Mapping[str, Sequence[int]] | None = None) -> TensorFile:
+        """Open a file to read it. `expected`: the checksums of each tensor's ranges.
+
+        Raises:
+            DirectoryError: it cannot be opened.
+            CorruptionError: it is no safetensors file, or not all of one, or does not have the tensors of
+                `expected`.
+        """
+        try:
+            regular = stat.S_ISREG(os.stat(path).st_mode)
+        except OSError:
+            regular = False
+        if not regular:  # and a pipe is not waited for
+            raise CorruptionError(
+                f"{path} is no file that can be read",
+                path=path,
+                expected="the file that the index of the checkpoint names",
+                found="something else" if os.path.lexists(path) else "nothing",
+                cure="load another checkpoint; or bring this one again from where it was copied",
+            )
+        file = DirectFile.open(path, os.O_RDONLY)
+        try:
+            opened = cls(file, ring, _entries(path, file))
+            if expected is not None:
+                opened._expect(expected)
+        except BaseException:
+            file.close()
+            raise
+        return opened
+
+    def _expect(self, expected: Mapping[str, Sequence[int]]) -> None:
+        for name in expected.keys() | self.entries.keys():
+            entry = self.entries.get(name)
+            count = None if entry is None else -(-entry.nbytes // RANGE_NBYTES)
+            wanted = len(expected[name]) if name in expected else None
+            if count != wanted:
+                raise CorruptionError(
+                    f"{self._file.path} is not the file that belongs here",
+                    path=self._file.path,
+                    expected=f"{wanted} ranges of {name!r}" if wanted is not None else f"no {name!r}",
+                    found=f"{count}" if count is not None else "no such tensor",
+                    cure="load another checkpoint; or bring this one again from where it was copied",
+                )
+        self._expected = expected
+
+    @property
+    def path(self) -> str:
+        """The file's path."""
+        return self._file.path
+
+    def write(self, name: str, first: int, tensor: torch.Tensor) -> None:
+        """Write the elements of `tensor` (contiguous, of the dtype of the file), the tensor's from element
+        `first` on. The pieces of a tensor come in order.
+
+        Raises:
+            TransferError: the drive does not take them; `errno` says why.
+        """
+        entry = self.entries[name]
+        assert tensor.dtype is entry.dtype, (name, tensor.dtype)
+        flat = tensor.reshape(-1)
+        for begin, piece in _on_host(flat):
+            at = (first + begin) * entry.dtype.itemsize
+            ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
+            try:
+                self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
+            finally:
+                ticket.wait()
+
+    def read(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Read the tensor's elements from element `first` on into `out`, of whichever dtype and device; the
+        pieces of a tensor come in order.
+
+        Raises:
+            CorruptionError: they are not those that were written. They are in `out` all the same.
+            TransferError: the drive does not give them.
+        """
+        entry = self.entries[name]
+        flat = out.view(-1)
+        if flat.dtype is entry.dtype and flat.device.type == "cpu":
+            self._read(name, entry, first, flat)
+            return
+        count = _BOUNCE // entry.dtype.itemsize
+        bounce = torch.empty(min(count, flat.numel()), dtype=entry.dtype)
+        for begin in range(0, flat.numel(), count):
+            piece = bounce[: flat.numel() - begin]
+            self._read(name, entry, first + begin, piece)
+            flat[begin : begin + piece.numel()].copy_(piece)
+
+    def _read(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
+        if not out.numel():
+            return
+        at = first * entry.dtype.itemsize
+        self._ring.read(self._file, entry.begin + at, out.data_ptr(), out.nbytes).wait()
+        complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
+        expected = self._expected.get(name)
+        if expected is None:
+            return
+        found = self._sums._done[name]
+        for index in complete:
+            self._compare(name, index, expected[index], found[index])
+        if at + out.nbytes == entry.nbytes:
+            found = self._sums.close(name)
+            if len(found) > complete.stop:
+                self._compare(name, complete.stop, expected[-1], found[-1])
+
+    def _compare(self, name: str, index: int, expected: int, found: int) -> None:
+        if expected == found:
+            return
+        entry = self.entries[name]
+        begin = index * RANGE_NBYTES
+        raise CorruptionError(
+            f"{name!r} in {self.path} is not what was saved",
+            path=self.path,
+            offset=entry.begin + begin,
+            nbytes=min(RANGE_NBYTES, entry.nbytes - begin),
+            expected=f"CRC-32C {expected:08x} of bytes {begin}…{min(begin + RANGE_NBYTES, entry.nbytes)}",
+            found=f"{found:08x}",
+            cure="load another checkpoint; or bring this one again from where it was copied",
+        )
+
+    def checksums(self) -> dict[str, list[int]]:
+        """Return the checksums of the ranges of each tensor, once every one is written."""
+        return {name: self._sums.close(name) for name in self.entries}
+
+    def sync(self) -> None:
+        """Block until every byte that was written survives a power failure.
+
+        Raises:
+            DirectoryError: the drive reports a failure.
+        """
+        try:
+            os.fsync(self._file.plain_fd)
+        except OSError as error:
+            raise _failed(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file. Nothing may be under way."""
+        self._file.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_all(path: str, tensors: Mapping[str, torch.Tensor], ring: Ring) -> dict[str, list[int]]:
+    """Write a file of `tensors`, and wait until it would survive a power failure; return the checksums."""
+    specs = {name: (t.dtype, t.shape) for name, t in tensors.items()}
+    with TensorFile.create(path, specs, ring) as file:
+        for name, tensor in tensors.items():
+            file.write(name, 0, tensor)
+        file.sync()
+        return file.checksums()
+
+
+def read_all(path: str, ring: Ring, expected: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Return every tensor of a file, checked."""
+    with TensorFile.open(path, ring, expected) as file:
+        tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in file.entries.items()}
+        for name, tensor in tensors.items():
+            file.read(name, 0, tensor)
+    return tensors
+
+
+def _on_host(flat: torch.Tensor) -> Any:
+    """Yield the pieces of `flat`, as (first element, tensor on the host)."""
+    if not flat.numel():
+        return
+    if flat.device.type == "cpu":
+        yield 0, flat
+        return
+    count = _BOUNCE // flat.dtype.itemsize
+    for begin in range(0, flat.numel(), count):
+        yield begin, flat[begin : begin + count].cpu()
+
+
+def pwrite(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _failed(path: str, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"cannot write {path}",
+        errno=error.errno,
+        path=path,
+        found=error.strerror,
+        cure="make room on the drive, or save elsewhere",
+    )
+
+
+def _entries(path: str, file: DirectFile) -> dict[str, Entry]:
+    """Read and check a file's header."""
+
+    def wrong(expected: str, found: object) -> CorruptionError:
+        return CorruptionError(
+            f"{path} is no safetensors file that can be read",
+            path=path,
+            expected=expected,
+            found=found,
+            cure="load another checkpoint; or bring this one again from where it was copied",
+        )
+
+    size = file.size
+    length = int.from_bytes(os.pread(file.plain_fd, 8, 0), "little") if size >= 8 else 0
+    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+        raise wrong(f"a header of 2 to {HEADER_LIMIT} bytes in a file that holds it", f"{length} of {size}")
+    text = b""
+    while len(text) < length:
+        piece = os.pread(file.plain_fd, length - len(text), 8 + len(text))
+        if not piece:
+            raise wrong("a file that keeps its size", "one that became shorter")
+        text += piece
+    header: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+    if not isinstance(header, dict):
+        raise wrong("a header of JSON with one entry for each tensor", "something else")
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, value in header.items():
+        entry = _entry(value)
+        if entry is None:
+            raise wrong(
+                "a dtype, a shape, and offsets that hold just so many bytes", f"{name!r}: {value!r:.200}"
+            )
+        entries[name] = entry
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        if entry.begin != at:
+            raise wrong("tensors without holes that do not overlap", f"{name!r} at {entry.begin}, not {at}")
+        at += entry.nbytes
+    if 8 + length + at != size:
+        raise wrong(f"{8 + length + at} bytes", f"{size} bytes")
+    return {name: e._replace(begin=e.begin + 8 + length) for name, e in entries.items()}
+
+
+def _entry(value: Any) -> Entry | None:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        return None
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES or not _counts(shape) or not _counts(offsets):
+        return None
+    if len(shape) > 64 or len(offsets) != 2:
+        return None
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        return None
+    return Entry(DTYPES[dtype], tuple(shape), offsets[0], nbytes)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key that comes twice")
+    return made

@@ -1,0 +1,64 @@
+"""Saving and loading stay within what the run has, whatever the model's size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+
+#: Saves and loads a model of so many layers, and prints what each took in anonymous memory beyond the run.
+RUN = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from torch import nn
+import infinity
+from infinity.cli.measure import Peak
+
+folder, layers, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+config = infinity.Config(
+    nvme=folder, device="cpu", dtype=dtype, device_memory="24MiB", host_memory="24MiB",
+    parameters="nvme", optimizer_state="nvme", gradients="nvme", chunk_elements=262144, threads=1,
+)
+with infinity.init(config):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
+numel = sum(p.numel() for p in model.parameters())
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+model(torch.randn(2, 1024)).square().mean().backward()
+adam.step()
+adam.zero_grad()
+infinity.save(adam, folder + "/warm")
+found = {"numel": numel}
+with Peak(interval=0.002) as peak:
+    infinity.save(adam, folder + "/saved")
+    found["save"] = peak.nbytes
+with Peak(interval=0.002) as peak:
+    infinity.load(adam, folder + "/saved")
+    found["load"] = peak.nbytes
+infinity.close(adam)
+print(json.dumps(found))
+"""
+
+
+def measure(folder: Path, layers: int, dtype: str) -> dict[str, Any]:
+    folder.mkdir()
+    command = [sys.executable, "-c", RUN, str(folder), str(layers), dtype]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_of_a_save_and_a_load_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
+    found = [measure(tmp_path / str(layers), layers, dtype) for layers in (8, 24, 72)]
+    for name in ("save", "load"):
+        assert all(f[name] <= 4 * MIB for f in found), found
+        slope = (found[-1][name] - found[0][name]) / (found[-1]["numel"] - found[0]["numel"])
+        assert slope < 0.1, found

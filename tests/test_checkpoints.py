@@ -1,0 +1,281 @@
+"""What is saved and loaded goes on as if nothing had happened: onto other tiers, chunks and dtypes."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import StateDictError
+
+from .models import case
+from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .quick import quick
+from .reference import Run, two_groups
+
+STEPS, SAVED = 9, 4
+
+#: where a run is saved, and where it goes on: each with everything that Config names
+PLACES: dict[str, dict[str, Any]] = {
+    "host": dict(ON_HOST),
+    "nvme": {**ON_NVME, "chunk_elements": 131072},
+    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "state on nvme": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
+    "split": {
+        "parameters": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        "optimizer_state": {"host": 0.5, "nvme": 0.5},
+        "gradients": {"device": 0.2, "host": 0.3, "nvme": 0.5},
+    },
+}
+
+#: model, training settings
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-fp32": ("gpt", {"model": {"tied": True}, "groups": True}),
+    "gpt-bf16": ("gpt", {"dtype": "bf16"}),
+    "gpt-fp16": ("gpt", {"dtype": "fp16", "loss_scale_window": 2}),
+    "cnn-fp32": ("cnn", {}),
+    "lstm-fp32": ("lstm", {}),
+    "moe-bf16": ("moe", {"dtype": "bf16"}),
+    "gpt2-fp16": ("gpt2", {"dtype": "fp16"}),
+    "llama-bf16": ("llama", {"dtype": "bf16"}),
+    "qwen2-fp32": ("qwen2", {"model": {"tied": True}}),
+}
+
+
+def trained(name: str, folder: Path, settings: dict[str, Any], *, strange: bool = False, **more: Any) -> Run:
+    folder.mkdir(exist_ok=True)
+    kind, training = CASES[name]
+    training = dict(training)
+    model = training.pop("model", {})
+    if training.pop("groups", False):
+        more["groups"] = two_groups
+    run = case(kind, **model)
+    if strange:  # values that a load must replace
+        with torch.no_grad():
+            for value in run.model.state_dict().values():
+                value.copy_(torch.randint(1, 9, value.shape))
+    return train_offloaded(run, config_for(folder, **training, **settings), **more)
+
+
+def tail(run: Run) -> Run:
+    """The steps after the one that is saved."""
+    rest = copy.copy(run)
+    rest.losses, rest.norms, rest.scales = run.losses[-4:], run.norms[-4:], run.scales[-4:]
+    return rest
+
+
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("name", quick(CASES, ["gpt-fp32", "gpt-fp16", "cnn-fp32"]))
+def test_a_run_that_was_saved_goes_on_bit_for_bit(name: str, update: str, tmp_path: Path) -> None:
+    def save(adam: Any, step: int) -> None:
+        if step == SAVED:
+            infinity.save(adam, tmp_path / "saved")
+
+    whole = trained(name, tmp_path / "a", {**ON_HOST, "update": update}, steps=STEPS)
+    for i, (place, settings) in enumerate(PLACES.items()):
+        settings = {**settings, "update": update}
+        assert_same(trained(name, tmp_path / f"b{i}", settings, steps=STEPS, after_step=save), whole)
+        other = {**list(PLACES.values())[i - 2], "update": update}
+        gone_on = trained(
+            name,
+            tmp_path / f"c{i}",
+            other,
+            strange=True,
+            begin=SAVED + 1,
+            steps=STEPS,
+            wrapped=lambda adam: infinity.load(adam, tmp_path / "saved"),
+        )
+        assert_same(tail(gone_on), tail(whole)), place
+
+
+def small(folder: Path, **settings: Any) -> tuple[nn.Module, Any]:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
+    return infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(folder, **settings))
+
+
+def step(model: nn.Module, adam: Any) -> float:
+    loss = model(torch.randn(8, 64)).float().square().mean()
+    loss.backward()
+    adam.step()
+    adam.zero_grad()
+    return float(loss.detach())
+
+
+def test_generators_schedulers_and_values_go_on(tmp_path: Path) -> None:
+    model, adam = small(tmp_path / "a")
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(adam, [2, 3]),
+        torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (step + 1)),
+    ]
+    values = {
+        "none": None, "count": 3, "rate": 0.1, "name": "ü", "flags": (True, False), "bytes": b"\0\1",
+        "empty": b"", "list": [1, [2.5]], "by number": {1: "one", (2, 3): "two"}, "$odd": {"$tuple": 1},
+        "tensor": torch.arange(5).bfloat16(), "array": np.arange(6).reshape(2, 3), "nan": float("inf"),
+        "scalar": np.float32(2), "empty tensor": torch.zeros(0, 3),
+    }  # fmt: skip
+    for _ in range(3):
+        step(model, adam)
+        for scheduler in schedulers:
+            scheduler.step()
+    state = {"schedulers": schedulers[0], "second": schedulers[1], "values": values}
+    infinity.save(adam, tmp_path / "saved", state=state)
+    drawn = [torch.rand(3), random.random(), np.random.rand()]
+    losses = [step(model, adam) for _ in range(2)]
+    infinity.close(adam)
+
+    model, adam = small(tmp_path / "b", **ON_HOST)
+    again: dict[str, Any] = {
+        "schedulers": torch.optim.lr_scheduler.MultiStepLR(adam, [7]),
+        "second": torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (step + 1)),
+        "values": None,
+    }
+    given = infinity.load(adam, tmp_path / "saved", state=again)
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert [random.random(), np.random.rand()] == drawn[1:]
+    found = again["values"]
+    assert found.keys() == values.keys() == given["values"].keys()
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value)
+            assert found[name].dtype is value.dtype
+        elif isinstance(value, np.ndarray):
+            assert np.array_equal(found[name], value)
+            assert found[name].dtype == value.dtype
+        else:
+            assert found[name] == value, name
+    assert again["schedulers"].milestones == schedulers[0].milestones
+    assert again["schedulers"].last_epoch == again["second"].last_epoch == 3
+
+    assert [step(model, adam) for _ in range(2)] == losses
+    infinity.close(adam)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_masters_and_moments_go_into_another_dtype(dtype: str, tmp_path: Path) -> None:
+    model, adam = small(tmp_path / "a", dtype="bf16")
+    for _ in range(2):
+        step(model, adam)
+    state = adam.state_dict()["state"]
+    infinity.save(adam, tmp_path / "saved")
+    infinity.close(adam)
+    model, adam = small(tmp_path / "b", dtype=dtype, parameters="device", optimizer_state="host")
+    infinity.load(adam, tmp_path / "saved")
+    found = adam.state_dict()["state"]
+    values = dict(enumerate(model.state_dict(keep_vars=False)[n] for n, _ in model.named_parameters()))
+    for index, one in state.items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[index][name], one[name])
+        if "master" in one:  # BatchNorm's parameters stay fp32
+            assert torch.equal(found[index].get("master", values[index]), one["master"])
+            assert torch.equal(values[index], one["master"].to(values[index].dtype))
+    infinity.close(adam)
+
+
+def test_what_does_not_fit_is_listed_before_anything_is_changed(tmp_path: Path) -> None:
+    model, adam = small(tmp_path / "a")
+    step(model, adam)
+    infinity.save(adam, tmp_path / "saved", state={"here": 1})
+    infinity.close(adam)
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64), nn.Linear(64, 3))
+    (tmp_path / "b").mkdir()
+    other, adam = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config_for(tmp_path / "b"))
+    before = {n: v.clone() for n, v in other.state_dict().items()}
+    with pytest.raises(StateDictError, match=r"it lacks 3\.weight, 3\.bias, state\['there'\]"):
+        infinity.load(adam, tmp_path / "saved", state={"there": 0})
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    infinity.load(adam, tmp_path / "saved", strict=False)
+    assert not torch.equal(other.state_dict()["0.weight"], before["0.weight"])
+    assert torch.equal(other.state_dict()["3.weight"], before["3.weight"])
+    infinity.close(adam)
+    wrong = nn.Sequential(nn.Linear(64, 255), nn.BatchNorm1d(255), nn.Linear(255, 64))
+    wrong, adam = infinity.wrap(wrong, torch.optim.AdamW(wrong.parameters()), config_for(tmp_path / "b"))
+    for strict in (True, False):
+        with pytest.raises(StateDictError, match=r"0\.weight \[256, 64\], of the model \[255, 64\]"):
+            infinity.load(adam, tmp_path / "saved", strict=strict)
+    infinity.close(adam)
+
+
+def test_what_was_saved_keeps_its_order_and_goes_through_a_wrapper_of_the_optimizer(tmp_path: Path) -> None:
+    _, adam = small(tmp_path / "a")
+
+    class Around:
+        optimizer = adam
+
+    state = {"z": {"b": 1, "a": {"d": 2, "c": 3}}, "x": collections.OrderedDict(y=1, x=2)}
+    infinity.save(Around, tmp_path / "saved", state=state)  # type: ignore[arg-type]
+    given = infinity.load(Around, tmp_path / "saved")  # type: ignore[arg-type]
+    assert json.dumps(given) == json.dumps(state)
+    infinity.close(adam)
+
+
+def test_param_groups_must_be_those_that_were_saved(tmp_path: Path) -> None:
+    def wrapped(*orders: int) -> Any:
+        folder = tmp_path / "".join(map(str, orders))
+        folder.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        layers = [{"params": list(model[i].parameters()), "lr": 0.1 * i} for i in orders]
+        return infinity.wrap(model, torch.optim.AdamW(layers), config_for(folder))[1]
+
+    adam = wrapped(0, 1)
+    infinity.save(adam, tmp_path / "saved")
+    infinity.close(adam)
+    adam = wrapped(1, 0)
+    with pytest.raises(StateDictError, match=r"'1\.\w+' in group 0[^$]*it in group 1"):
+        infinity.load(adam, tmp_path / "saved")
+    infinity.load(adam, tmp_path / "saved", strict=False)
+    assert [g["lr"] for g in adam.param_groups] == [0.1, 0.0]
+    infinity.close(adam)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    _, adam = small(tmp_path / "a")
+    loop: list[Any] = []
+    loop.append(loop)
+    for value, place in [
+        (object(), r"state\['x'\]"),
+        ({"deep": [1, print]}, r"state\['x'\]\['deep'\]\[1\]"),
+        (loop, "nested"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (torch.zeros(2, 2).to_sparse(), "sparse"),
+        (np.arange(3, dtype=">i4"), "numpy array of >i4"),
+        (torch.Size([1]), "Size"),
+    ]:
+        with pytest.raises(StateDictError, match=place):
+            infinity.save(adam, tmp_path / "saved", state={"x": value})
+    assert not (tmp_path / "saved").exists()
+    infinity.close(adam)
+
+
+def test_keep_last_and_the_newest(tmp_path: Path) -> None:
+    model, adam = small(tmp_path / "a")
+    root = tmp_path / "saved"
+    names = []
+    for _ in range(4):
+        step(model, adam)
+        names.append(Path(infinity.save(adam, root, keep_last=2)).name)
+    assert names == [f"step-{n}" for n in (1, 2, 3, 4)]
+    assert sorted(p.name for p in root.iterdir()) == ["step-3", "step-4"]
+    infinity.load(adam, root / "step-3")
+    assert adam.steps == 3
+    step(model, adam)
+    assert Path(infinity.save(adam, root)).name == "step-4"  # replaced, and the newest
+    assert len(list((root / "step-4").iterdir())) == len(list((root / "step-3").iterdir()))
+    step(model, adam)
+    infinity.load(adam, root)
+    assert adam.steps == 4
+
+    infinity.close(adam)
