@@ -16,7 +16,8 @@ import torch
 
 from infinity.cli.main import VERBS, cli, run
 from infinity.cli.model import GPTShape
-from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement, read_run
+from infinity.cli.output import read_run
+from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
 from infinity.cli.shown import show_error
 from infinity.core.errors import ConfigError
 from infinity.version import __version__

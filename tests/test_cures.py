@@ -31,7 +31,7 @@ EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 TEXT = "def f(x):\n    return x + 1\n\n" * 2000
 #: 0.5 M parameters: 2 MB as it is built, 9 MB on NVMe.
 SMALL = ["--device", "cpu", "--dtype", "bf16", "--layers", "2", "--width", "128", "--heads", "4"]
-SHORT = ["--batch", "2", "--sequence", "32", "--steps", "2", "--sample-tokens", "0"]
+SHORT = ["--batch", "2", "--sequence", "32", "--steps", "2", "--sample-tokens", "0", "--no-save"]
 ON_NVME = ["--parameters", "nvme", "--optimizer-state", "nvme", "--gradients", "nvme"]
 CHUNKS = ["--chunk-elements", "65536"]
 

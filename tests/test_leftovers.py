@@ -27,7 +27,7 @@ def test_a_killed_run_and_the_same_command_again(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with small_drive(tmp_path, 48 * MiB) as drive:
-        command = words(text, drive, width=256)
+        command = words(text, drive, "--no-save", width=256)
         with started("-m", "infinity", "train", *command, "--steps", "100000") as child:
             wait_for_line(child, "step 2/")
             child.send_signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_run_like_an_interrupt(number: int, text: str, nvme: str) -> None:
-    with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000")) as child:
+    with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000", "--no-save")) as child:
         wait_for_line(child, "step 3/")
         child.send_signal(number)
         child.send_signal(signal.SIGTERM)  # a second one does not disturb the closing
@@ -32,8 +32,9 @@ def test_a_signal_ends_a_run_like_an_interrupt(number: int, text: str, nvme: str
 
 
 def test_a_signal_at_any_moment_leaves_nothing(text: str, nvme: str) -> None:
+    command = words(text, nvme, "--steps", "100000", "--no-save")
     for seconds in (0.3, 1.5, 3.0, 5.0):
-        with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000")) as child:
+        with started("-m", "infinity", "train", *command) as child:
             time.sleep(seconds)
             child.send_signal(signal.SIGTERM)
             _, err = child.communicate(timeout=60)

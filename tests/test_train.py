@@ -21,7 +21,7 @@ import torch
 
 from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
 from infinity.cli.main import run
-from infinity.cli.settings import read_run
+from infinity.cli.output import read_run
 from infinity.cli.train import train
 from infinity.cli.workload import generate
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError

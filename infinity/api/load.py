@@ -22,7 +22,7 @@ from infinity.storage.tensor_file import TensorFile, read_all
 from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring
 from .engine import Engine, engine_of
 from .random_state import set_random_state
-from .user_state import decode
+from .user_state import decode, is_tokenizer
 
 _SHOWN: Final = 20  # names in a message
 _ATTEMPTS: Final = 5  # where another process saves into the directory meanwhile
@@ -46,7 +46,7 @@ def load(
         optimizer: as `wrap` returned it.
         path: a checkpoint, or a directory of checkpoints: of these, the one that was completed last.
         state: as for `save`. Objects that have a `load_state_dict` are given what was saved under their
-            name; other values are replaced by what was saved.
+            name; other values are replaced by what was saved, tokenizers stay as they are.
         strict: whether parameters that only the model or only the checkpoint has, parameters in other groups,
             and names of `state` that the checkpoint lacks, are errors. If not, what is in both is loaded.
             Of a parameter that is in no group here, as one that is frozen, the values are loaded.
@@ -174,7 +174,9 @@ class _Loading:
         here = buffers_of(engine)
         missing += [n for n in here if n not in self._buffers]
         unexpected += [n for n in self._buffers if n not in here]
-        lacking = [f"state[{n!r}]" for n in state or {} if n not in given]
+        lacking = [
+            f"state[{n!r}]" for n, v in (state or {}).items() if n not in given and not is_tokenizer(v)
+        ]
         self._refuse("does not have all of the model", "it lacks", missing + lacking if self._strict else [])
         self._refuse("has more than the model", "it alone has", unexpected if self._strict else [])
         self._check_shapes(here)

@@ -24,7 +24,7 @@ from infinity.version import __version__
 from .checkpoint import Progress, buffers_of, names_of, path_of, writing_ring
 from .engine import Engine, engine_of
 from .random_state import random_state
-from .user_state import encode
+from .user_state import encode, files_of, is_tokenizer
 
 
 class _Stopped(Exception):
@@ -51,7 +51,8 @@ def save(
         optimizer: as `wrap` returned it.
         path: a directory of checkpoints, made if there is none.
         state: more to be saved, by name: JSON values, tensors, numpy arrays, tuples, sets, and objects whose
-            `state_dict` consists of these (schedulers, samplers). Mappings come back as dicts.
+            `state_dict` consists of these (schedulers, samplers). Mappings come back as dicts. A tokenizer of
+            transformers is saved as the files that it is read from.
         keep_last: remove all of its checkpoints then but the so many that were completed last, this one
             among them, whatever their steps. None: remove none.
         progress: called with the bytes written, and all bytes, on another thread. It may not use the model or
@@ -76,7 +77,10 @@ def save(
     engine.phases.check()
     root = os.path.abspath(path_of(path))
     tensors: dict[str, torch.Tensor] = {}
-    values = encode(dict(state or {}), tensors)
+    texts: dict[str, str] = {}
+    for thing in filter(is_tokenizer, (state or {}).values()):
+        texts |= files_of(thing)
+    values = encode({k: v for k, v in (state or {}).items() if not is_tokenizer(v)}, tensors)
     own = encode(random_state(engine.device.torch_device), tensors, "random")
     stop = threading.Event()
 
@@ -88,7 +92,7 @@ def save(
 
     def write() -> str:
         saving = _Saving(engine, root, told)
-        return saving.run(values, own, tensors, keep_last)
+        return saving.run(values, own, tensors, texts, keep_last)
 
     try:
         with engine.shelter.turn.hold():
@@ -116,7 +120,14 @@ class _Saving:
         self._progress = progress
         self._done = self._total = 0
 
-    def run(self, values: Any, own: Any, tensors: dict[str, torch.Tensor], keep_last: int | None) -> str:
+    def run(
+        self,
+        values: Any,
+        own: Any,
+        tensors: dict[str, torch.Tensor],
+        texts: dict[str, str],
+        keep_last: int | None,
+    ) -> str:
         engine = self._engine
         engine.phases.finish()
         _check_blocks(engine)
@@ -178,7 +189,7 @@ class _Saving:
                     "parameters": self._described(names),
                     "groups": groups,
                     "counts": optimizer.counts(),
-                    "texts": self._texts(),
+                    "texts": {**self._texts(), **texts},
                     "state": values,
                     "random": own,
                 }

@@ -7,7 +7,9 @@ JSON has no word for is a mapping of one key that begins with ``$``.
 from __future__ import annotations
 
 import collections
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +20,10 @@ from infinity.storage.tensor_file import DTYPES
 
 _KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples and dicts of these; "
 _DEPTH: Final = 100
+_TOKENIZERS: Final = {
+    "transformers.tokenization_utils_base.PreTrainedTokenizerBase",
+    "transformers.processing_utils.ProcessorMixin",
+}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", depth: int = 0) -> Any:
@@ -90,6 +96,29 @@ def _refused(where: str, found: str) -> StateDictError:
         cure="put the values that you need of it into `state`, or give it a `state_dict` and a "
         "`load_state_dict`",
     )
+
+
+def is_tokenizer(value: Any) -> bool:
+    """Return whether `value` is a tokenizer or processor of transformers."""
+    kinds = {f"{k.__module__}.{k.__qualname__}" for k in type(value).__mro__}
+    return bool(kinds & _TOKENIZERS)
+
+
+def files_of(tokenizer: Any) -> dict[str, str]:
+    """Return what `save_pretrained` writes for a tokenizer, by the name of the file.
+
+    Raises:
+        StateDictError: a file is not text.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [p for p in sorted(Path(folder).rglob("*")) if p.is_file()]
+        try:
+            return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in paths}
+        except UnicodeDecodeError as error:
+            raise _refused(
+                "a tokenizer", f"files that are not text, of {type(tokenizer).__name__}"
+            ) from error
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:

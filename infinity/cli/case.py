@@ -27,10 +27,11 @@ from infinity.planning.cures import (
 )
 from infinity.planning.footprint import whole_mebibytes
 from infinity.planning.machine import Drive, Machine
-from infinity.planning.planner import Bandwidths, Plan, Planner, step_bounds
+from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
 
 from .machine import described, here
 from .model import Activations
+from .output import drive_of, further, place_of
 from .settings import OPTIONS, Run, TrainSettings
 from .workload import workload_of
 
@@ -62,6 +63,9 @@ class Case:
             self.machine = here(self.config, unnamed=self.unnamed, planning=planning)
         else:
             self.machine = described(machine, self.config, unnamed=self.unnamed)
+        self.place = place_of(run, () if self.unnamed else self.config.directories)
+        if self.place is not None:
+            self.machine = dataclasses.replace(self.machine, output=drive_of(self.place, machine))
         self.planner = Planner(self.workload.planned(self.config), self.workload.scratch())
 
     # -- one plan ---------------------------------------------------------------------------
@@ -71,7 +75,9 @@ class Case:
         plan = self._plan(self.run, self.config, self.machine)
         if plan.fits:
             return plan
-        text = cure(plan.problems, list(self._changes()), self.judge, as_options, self._room_needed)
+        text = self._save_less()
+        if not text:
+            text = cure(plan.problems, list(self._changes()), self.judge, as_options, self._room_needed)
         if self.unnamed:
             where = f"in {DIRECTORY}"
             problems = [
@@ -81,6 +87,28 @@ class Case:
         else:
             problems = list(plan.problems)
         return dataclasses.replace(plan, problems=tuple(dataclasses.replace(p, cure=text) for p in problems))
+
+    def checkpoints(self, train: TrainSettings) -> int:
+        """Return how many checkpoints come to stand at once, beside those that are there."""
+        if self.place is None or not train.save:
+            return 0
+        return further(train, self.place, here=self.described is None)
+
+    def _save_less(self) -> str:
+        """Return what to change about the checkpoints, where all else fits; "" where it does not."""
+        without = self.judge({"save": False, "output": None, "save_every": None})
+        if without is None or not without.fits or self.place is None:
+            return ""
+        found = []
+        fewer = {"keep_last": 1}
+        plan = self.judge(fewer) if self.run.train.keep_last > 1 else None
+        if plan is not None and plan.fits:
+            found.append(as_options(fewer))
+        room = self.checkpoints(self.run.train) * checkpoint_nbytes(self.planner.model, self.config)
+        found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {whole_mebibytes(room)} free)")
+        if self.run.train.output is None and self.run.train.save_every is None:
+            found.append(as_options({"save": False}))
+        return ", or ".join(found)
 
     def activations(self, run: Run, config: Config, room: int) -> Activations:
         """Return the activations that are on the device, where the host has `room` bytes for some."""
@@ -100,6 +128,7 @@ class Case:
             accumulation=train.accumulation,
             inputs=made.inputs,
             activations=lambda room: self.activations(run, config, room).peak,
+            checkpoints=self.checkpoints(train),
         )
 
     # -- changes ----------------------------------------------------------------------------
@@ -129,7 +158,10 @@ class Case:
                 drive = Drive(directory=directory, free=free, system=directory)
             # A drive that `infinity tune` has not measured makes all of them count alike.
             drives.append(dataclasses.replace(drive, weight=1.0) if strange else drive)
-        return self.machine.with_drives(drives)
+        train, machine = self.run.train, self.machine.with_drives(drives)
+        if train.save and train.output is None and drives:  # checkpoints go where the first directory is
+            machine = dataclasses.replace(machine, output=drives[0])
+        return machine
 
     def _offered(self) -> tuple[Drive, ...]:
         """Drives of the description that the run does not name."""

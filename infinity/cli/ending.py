@@ -1,6 +1,7 @@
 """How a command ends when somebody ends it, and how it speaks on a terminal that has few characters.
 
-SIGTERM and SIGHUP end a command as Ctrl-C does: what it has open is closed, and nothing stays behind.
+SIGTERM and SIGHUP end a command as Ctrl-C does: what it has open is closed, and nothing stays behind. Where
+there is something to be saved first (`AfterThis`), the first SIGTERM only asks for it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import io
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+#: Exit code of a run that SIGTERM has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
+SAVED: Final = 75
 #: What stands for the characters that we print, where the terminal has them not.
 _PLAIN: Final = str.maketrans(
     {"×": "x", "–": "-", "−": "-", "÷": "/", "µ": "u", "≥": ">=", "…": "...", "→": "->", "█": "#", "•": "*"}
@@ -63,6 +67,30 @@ def _end(number: int, frame: FrameType | None) -> None:
             signal.signal(other, _ignore)
     _came.append(Ended(number))
     raise _came[0]
+
+
+class AfterThis:
+    """A `with` block in which the first SIGTERM only sets `asked`, if it is `wanted`; the second one ends the
+    command."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.asked = False
+        self._wanted = wanted
+
+    def __enter__(self) -> AfterThis:
+        here = threading.current_thread() is threading.main_thread()
+        self._wanted = self._wanted and here and signal.getsignal(signal.SIGTERM) is _end
+        if self._wanted:
+            signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._wanted and signal.getsignal(signal.SIGTERM) == self._ask:
+            signal.signal(signal.SIGTERM, _end)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signal.SIGTERM, _end)
 
 
 def ended() -> Ended | None:

@@ -19,7 +19,8 @@ from .case import Case, changed, command
 from .console import finish, table_of
 from .machine import FIGURE, is_figure, load_machine
 from .options import json_option
-from .settings import RunCommand, read_run, run_options
+from .output import read_run
+from .settings import RunCommand, run_options
 
 #: TB that a drive is rated for where nobody says.
 _ENDURANCE = 600.0
@@ -76,6 +77,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "nvme": dict(taken.nvme),
         "nvme_durable": dict(plan.durable_nvme),
         "activations": activations._asdict(),
+        "checkpoints": case.checkpoints(run.train),
         "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
         "per_step": {"tokens": tokens, **dataclasses.asdict(plan.traffic)},
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
@@ -168,6 +170,10 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         if there["scratch"]:
             what = f"the model as it is built, in {there['directory']}"
             table.add_row("disk", what, f"{there['scratch']:,}", format_size(there["scratch"]))
+    for there in result["standing"]:
+        if there["checkpoints"]:
+            what = f"{result['checkpoints']} checkpoint(s), in {there['directory']}"
+            table.add_row("disk", what, f"{there['checkpoints']:,}", format_size(there["checkpoints"]))
     console.print(table)
     inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
     if case.config.activations == "host" and not inputs:
@@ -196,6 +202,8 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         slowest = max(bounds, key=lambda k: bounds[k])
         parts = ", ".join(f"{k} {v:.3g} s" for k, v in sorted(bounds.items(), key=lambda kv: -kv[1]))
         console.print(f"A step takes at least {bounds[slowest]:.3g} s, for {slowest} ({parts}).")
+    if result["checkpoints"] and not any(there["checkpoints"] for there in result["standing"]):
+        console.print("Where checkpoints go (--output) is not described: not checked.")
     if case.described is not None and not result["standing"]:
         console.print(
             f"Where the model is built ({format_size(sum(case.workload.scratch()))}) is not described: "

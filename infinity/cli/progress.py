@@ -42,6 +42,7 @@ class Reporter:
         self._log: BinaryIO | None = None
         self._logged, self._logged_nbytes = 0, 0  # steps whose lines are in the log, and their bytes
         self._live: Live | None = None
+        self._text = ""  # of the last step
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
         )
@@ -64,14 +65,14 @@ class Reporter:
         for error in self.incomplete:
             show_error(error)
 
-    def open_log(self, path: str) -> None:
-        """Write each step from now on to a file, one JSON object per line. What it holds by now is lost:
-        see `check_outputs`.
+    def open_log(self, path: str, after: int = 0) -> None:
+        """Write each step from now on to a file, one JSON object per line. What it holds by now is lost (see
+        `check_outputs`), but for the lines of the first `after` steps.
 
         Raises:
             DataError: the log cannot be written, or another run has made it meanwhile.
         """
-        self._log = _open_log(os.path.expanduser(path))
+        self._log, self._logged_nbytes = _open_log(os.path.expanduser(path), after)
 
     def end_log(self) -> None:
         """Close the log. Some file systems say only now that they had no room."""
@@ -81,6 +82,12 @@ class Reporter:
             except OSError as error:
                 self._lose_log(self._log, error)
             self._log = None
+
+    def saving(self, done: int, total: int) -> None:
+        """Show how far a save has come; another thread may call it."""
+        if self._live is not None and total:
+            share = f"\nsaving: {done * 100 // total} %" if done < total else ""
+            self._live.update(Group(self._progress, Text(self._text + share)))
 
     def pause(self) -> None:
         """End the bar; lines still work."""
@@ -113,7 +120,7 @@ class Reporter:
             else:
                 self._logged += 1
                 self._logged_nbytes += len(line)
-        text = step_text(record)
+        text = self._text = step_text(record)
         if self._live is not None:
             self._progress.update(self._task, completed=record["step"])
             self._live.update(Group(self._progress, Text(text)))
@@ -158,9 +165,21 @@ def step_text(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _open_log(path: str) -> BinaryIO:
+def _open_log(path: str, after: int) -> tuple[BinaryIO, int]:
+    """Return the log, open behind the lines of the first `after` steps, and the bytes of these."""
     try:
-        return open(path, "wb" if os.path.exists(path) else "xb", buffering=0)
+        if not os.path.exists(path):
+            return open(path, "xb", buffering=0), 0
+        if not after or not os.path.isfile(path):
+            return open(path, "wb", buffering=0), 0
+        kept = 0
+        with open(path, "rb") as lines, contextlib.suppress(ValueError, KeyError):
+            for line in lines:  # the last one may be a part of a line
+                if json.loads(line)["step"] > after or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
+        os.truncate(path, kept)
+        return open(path, "ab", buffering=0), kept
     except OSError as error:
         raise DataError(
             f"the log {path!r} cannot be written",

@@ -1,4 +1,4 @@
-"""What `train` and `plan` are told, by options, by a YAML file, or both; errors in the words of options.
+"""What `train` and `plan` are told, by options, by a YAML file, or both.
 
 A file has the sections ``model``, ``data``, ``train`` and ``engine``; its names are those of the
 options with underscores, and an option on the command line wins. The defaults of the first three
@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, InfinityError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
@@ -92,6 +91,16 @@ class TrainSettings:
     log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
     json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
     trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
+    output: str | None = _setting(
+        None,
+        "A directory for checkpoints; default: a new one in runs/, in the first directory of --nvme or here.",
+    )
+    save: bool = _setting(True, "Keep what is trained, at least at the end.", "--save/--no-save")
+    save_every: int | None = _setting(None, "Steps between checkpoints; default: one at the end.")
+    keep_last: int = _setting(2, "Checkpoints that are kept; older ones are removed.")
+    resume: bool = _setting(
+        False, "Go on from the newest checkpoint in --output, bit for bit.", "--resume/--no-resume"
+    )
     overwrite: bool = _setting(
         False, "Replace these two files if an earlier run wrote them.", "--overwrite/--no-overwrite"
     )
@@ -103,7 +112,17 @@ class TrainSettings:
             _wrong("train", "prompt", "text in UTF-8", self.prompt)
         if not self.seed < 1 << 64:  # what torch's generators take
             _wrong("train", "seed", "at least 0, and below 2^64", self.seed)
+        if self.output == "":
+            _wrong("train", "output", "a directory", self.output)
+        for name, told in {
+            "output": self.output,
+            "save_every": self.save_every,
+            "resume": self.resume,
+        }.items():
+            if told and not self.save:
+                _wrong("train", name, "a run that saves (without --no-save)", told)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
+        least |= {"save_every": 1, "keep_last": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
@@ -264,8 +283,11 @@ class RunCommand(click.Command):
                     formatter.write_dl(rows[name])
 
 
-def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
-    """Return the run that a file and options describe.
+Values: TypeAlias = dict[str, dict[str, Any]]
+
+
+def read_values(config_file: str | None, given: Mapping[str, Any]) -> Values:
+    """Return the settings that a file and options name, by section.
 
     Args:
         given: the parameters of a command that `run_options` decorated.
@@ -273,7 +295,7 @@ def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or wrong.
     """
-    values: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "train": {}, "engine": {}}
+    values: Values = {"model": {}, "data": {}, "train": {}, "engine": {}}
     if config_file is not None:
         for section, content in _load(config_file).items():
             values[section].update(content)
@@ -286,6 +308,15 @@ def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
         settings = values[option.section]
         if option.name in settings:
             settings[option.name] = _coerce(option, settings[option.name])
+    return values
+
+
+def run_of(values: Values) -> Run:
+    """Return the run that settings describe.
+
+    Raises:
+        ConfigError: one of them is wrong, or they contradict each other.
+    """
     run = Run(
         ModelSettings(**values["model"]),
         DataSettings(**values["data"]),
@@ -405,46 +436,3 @@ def _unknown(what: str, found: str, known: Any) -> None:
         found=repr(found),
         cure=f"did you mean {close[0]!r}?" if close else "remove it",
     )
-
-
-# -- errors in the words of the command line: --nvme DIR where a program writes nvme="…" ------
-
-_OF_ENGINE: Final = {option.name: option for option in OPTIONS if option.section == "engine"}
-_NAMES: Final = "|".join(sorted(_OF_ENGINE, key=len, reverse=True))
-_VALUE: Final = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|[\w.+-]+|"
-#: ``name=value``; ``the setting name``; or a name that is no English word.
-_SETTING: Final = re.compile(
-    rf"(?<![\w./-])(?:(?:the )?setting (?P<called>{_NAMES})\b|(?P<name>{_NAMES})=(?P<value>{_VALUE})"
-    rf"|(?P<alone>{'|'.join(name for name in _OF_ENGINE if '_' in name)})\b(?!=))"
-)
-
-
-def in_options(text: str) -> str:
-    """Return `text` with each setting of the engine named as an option."""
-    return _SETTING.sub(_as_option, text)
-
-
-def say_in_options(error: InfinityError) -> None:
-    """Have an error name settings as options."""
-    for part in ("what", "expected", "found", "cure"):
-        text = getattr(error, part)
-        if isinstance(text, str):
-            setattr(error, part, in_options(text))
-
-
-def _as_option(match: re.Match[str]) -> str:
-    option = _OF_ENGINE[match["called"] or match["name"] or match["alone"]]
-    value = match["value"]
-    if value == "None":
-        return f"no {option.flags}"
-    if option.kind == "dirs" and value is not None:
-        return f"{option.flags} DIR"
-    return f"{option.flags} {_as_argument(option, value)}" if value else option.flags
-
-
-def _as_argument(option: Option, value: str) -> str:
-    if value.startswith("{"):
-        return re.sub(r"[\s\"'{}]", "", value)
-    if option.kind == "names":
-        return re.sub(r"[\s\"'\[\]]", "", value).strip(".") or "NAME"
-    return value.strip("\"'")

@@ -30,8 +30,8 @@ def as_options(change: Change) -> str:
     words: list[str] = []
     for name, value in change.items():
         flag = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(flag)
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
             continue
         for one in value if isinstance(value, (tuple, list)) else (value,):
             words += [flag, shlex.quote(str(placement_text(one)))]

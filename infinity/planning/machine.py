@@ -3,7 +3,8 @@
 [Note: one verdict] What the engine places on the device and the activations beside it are one sum, held
 to what the device has; with a device that has no memory of its own the host's part is in it, too. Drives
 are held to what stands there at once: when `wrap` begins, the arenas are taken while the model still
-stands in scratch ([Note: scratch]).
+stands in scratch ([Note: scratch]). Where a run keeps checkpoints, these and what stands in scratch are never
+there at once: room is needed for the larger.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Machine:
         device_memory: bytes of a device with memory of its own; None: it shares the host's.
         drives: the directories of `nvme`, in that order.
         temporary: where a model is built when no directory is named; None: not known.
+        output: where checkpoints go; None: not known, or there are none.
         name: a file that describes it; "": the machine that this runs on.
         link, dram, tflops: GB/s between host and device and of host memory, TFLOP/s; None: not known.
     """
@@ -63,6 +65,7 @@ class Machine:
     device_memory: int | None
     drives: tuple[Drive, ...] = ()
     temporary: Drive | None = None
+    output: Drive | None = None
     name: str = ""
     link: float | None = None
     dram: float | None = None
@@ -111,25 +114,29 @@ def roomiest(free: Sequence[float], weights: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """What stands on one file system at once. Bytes; `free` None: not known."""
+    """What comes to stand on one file system. Bytes; `free` None: not known."""
 
     directory: str
     arenas: int
     scratch: int
     free: int | None
+    checkpoints: int = 0
 
     @property
     def needed(self) -> int:
-        """Bytes of arenas and scratch."""
-        return self.arenas + self.scratch
+        """Bytes that stand there at once, at most."""
+        return self.arenas + max(self.scratch, self.checkpoints)
 
 
-def on_drives(machine: Machine, arenas: Sequence[int], scratch: Sequence[int]) -> list[Standing]:
-    """Return what stands on each file system when `wrap` begins.
+def on_drives(
+    machine: Machine, arenas: Sequence[int], scratch: Sequence[int], checkpoints: int = 0
+) -> list[Standing]:
+    """Return what comes to stand on each file system.
 
     Args:
         arenas: bytes of each drive's arena.
         scratch: bytes of each parameter as it is built, in that order.
+        checkpoints: bytes of all that are there at once, beside those that are there already.
     """
     drives = machine.drives or ((machine.temporary,) if machine.temporary else ())
     systems: dict[Hashable, list[int]] = {}
@@ -148,7 +155,17 @@ def on_drives(machine: Machine, arenas: Sequence[int], scratch: Sequence[int]) -
     whole = [0] * len(drives)
     if any(arenas):  # each directory has an arena then
         whole = [ceil_to(nbytes, ALIGNMENT) + BESIDE for nbytes in arenas]
-    return [
-        Standing(d.directory, sum(whole[i] for i in g), t, d.free)
+    output = machine.output if checkpoints else None
+    there = [
+        Standing(
+            d.directory,
+            sum(whole[i] for i in g),
+            t,
+            d.free,
+            checkpoints if output is not None and d.system == output.system else 0,
+        )
         for d, g, t in zip(firsts, groups, taken, strict=True)
     ]
+    if output is not None and output.system not in systems:
+        there.append(Standing(output.directory, 0, 0, output.free, checkpoints))
+    return there

@@ -17,7 +17,7 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import plan_chunks
+from .parts import MOMENTS, plan_chunks
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
@@ -122,7 +122,7 @@ class Plan:
     activations: int  # bytes on the device, beside what the engine places there
     least: Budget  # the smallest with which it can begin
     room: Budget  # what the machine leaves the engine for each, beside all else
-    standing: tuple[Standing, ...]  # on drives, when `wrap` begins
+    standing: tuple[Standing, ...]  # on drives
 
     @property
     def fits(self) -> bool:
@@ -183,6 +183,7 @@ class Planner:
         accumulation: int = 1,
         inputs: int = 0,
         activations: Callable[[int], int] = lambda _: 0,
+        checkpoints: int = 0,
     ) -> Plan:
         """Plan a run. See [Note: one verdict].
 
@@ -192,6 +193,7 @@ class Planner:
             inputs: bytes of the inputs of checkpointed layers in one forward.
             activations: returns the bytes of activations on the device, given those that may wait on
                 the host.
+            checkpoints: how many come to stand at once, in the machine's `output`.
         """
         wanted = self.demand(config, machine)
         budget, least = machine.budget(config), wanted.least_budget(config)
@@ -228,14 +230,14 @@ class Planner:
             room = Budget(machine.device_memory - beside, machine.host_memory)
         if not problems:
             problems = [Problem(t, n, a, what) for t, n, a, what in memories if n > a]
-        standing = on_drives(machine, wanted.arenas, self._scratch)
+        kept = checkpoints * checkpoint_nbytes(self.model, config)
+        standing = on_drives(machine, wanted.arenas, self._scratch, kept)
         problems += [
             Problem(
                 Tier.NVME,
                 there.needed,
                 there.free,
-                f"in {there.directory}, arenas {format_size(there.arenas)}"
-                + (f" and the model as it is built {format_size(there.scratch)}" if there.scratch else ""),
+                f"in {there.directory}, " + _standing(there, checkpoints),
             )
             for there in standing
             if there.free is not None and there.needed > there.free
@@ -263,6 +265,24 @@ class Planner:
             room=room,
             standing=tuple(standing),
         )
+
+
+def _standing(there: Standing, checkpoints: int) -> str:
+    parts = []
+    if there.arenas:
+        parts.append(f"arenas {format_size(there.arenas)}")
+    if there.checkpoints > there.scratch:
+        parts.append(f"{checkpoints} checkpoint(s) {format_size(there.checkpoints)}")
+    elif there.scratch:
+        parts.append(f"the model as it is built {format_size(there.scratch)}")
+    return " and ".join(parts)
+
+
+def checkpoint_nbytes(model: Model, config: Config) -> int:
+    """Return the bytes of a checkpoint's parameters and moments, with both versions where there are two."""
+    frozen = sum(p.numel * p.dtype.itemsize for _, params in model.units for p in params if not p.trainable)
+    front = config.compute_dtype.itemsize if config.update == "delayed" else 0
+    return model.trainable * (4 * (1 + len(MOMENTS)) + front) + frozen
 
 
 def wear(traffic: Traffic, *, steps: int, tbw: float, drives: int) -> Wear:

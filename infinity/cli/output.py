@@ -1,0 +1,204 @@
+"""Where `infinity train` keeps what it trains: the directory, the room that it takes, and how a run goes on.
+
+A new run has a directory of checkpoints of its own; only one that goes on writes into one that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from infinity.api.this_machine import drive_here
+from infinity.api.user_state import decode
+from infinity.core.errors import ConfigError, DirectoryError
+from infinity.planning.machine import Drive, Machine
+from infinity.storage.checkpoints import Found, find, list_checkpoints
+
+from .settings import Run, TrainSettings, Values, read_values, run_of
+
+#: The folder of directories that nobody named.
+_RUNS: Final = "runs"
+#: What every step depends on, beside the model and the text: a run that goes on has it as it began.
+_FIXED: Final = ("batch", "sequence", "accumulation", "seed", "lr", "schedule", "warmup_steps", "min_lr")
+_OF_ADAM: Final = ("weight_decay", "beta1", "beta2")
+#: What belongs to one process.
+_OWN: Final = ("output", "resume", "trace", "overwrite")
+
+
+def place_of(run: Run, directories: Sequence[str]) -> str | None:
+    """Return the directory of checkpoints, or the one in which a new one is made; None if nothing is kept."""
+    if not run.train.save:
+        return None
+    if run.train.output is not None:
+        return os.path.abspath(os.path.expanduser(run.train.output))
+    return os.path.abspath(os.path.join(directories[0] if directories else ".", _RUNS))
+
+
+def drive_of(path: str, machine: Machine | None) -> Drive | None:
+    """Return the drive that `path` is on, or will be: of a described machine (None if it has none such), or
+    of this one.
+
+    Raises:
+        DirectoryError: nothing can be made there.
+    """
+    if machine is not None:
+        above = [d for d in machine.drives if os.path.commonpath([d.directory, path]) == d.directory]
+        return max(above, key=lambda d: len(d.directory), default=None)
+    there = path
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    try:
+        return drive_here(there)
+    except DirectoryError as error:
+        error.cure = "--output DIR, a directory that this user may write to; or --no-save"
+        raise
+
+
+def further(train: TrainSettings, path: str, *, here: bool) -> int:
+    """Return how many checkpoints come to stand at `path` at once, beside those that are there. One is
+    removed when a newer one is whole: that is one more than are kept. `here`: `path` is of this machine."""
+    there = list_checkpoints(path, damaged=False) if here and train.output is not None else []
+    begin = there[-1].step if there and train.resume else 0
+    every = train.save_every or train.steps
+    saves = -(-train.steps // every) - begin // every
+    return max(1, min(train.keep_last + 1 - len(there), saves))
+
+
+def check_unused(path: str) -> None:
+    """Raise `ConfigError` where another run keeps its checkpoints."""
+    there = list_checkpoints(path, damaged=False)
+    if there:
+        raise ConfigError(
+            f"{path} has the checkpoints of another run",
+            expected="a directory of its own for each run, so that none is mixed up or removed",
+            found=os.path.basename(there[-1].path),
+            cure="--resume to go on with that run, or another --output",
+        )
+
+
+def new_directory(path: str) -> str:
+    """Return a new directory in `path`.
+
+    Raises:
+        DirectoryError: it cannot be made.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 1000))):
+        try:
+            os.makedirs(os.path.join(path, name))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise DirectoryError(
+                f"no directory for checkpoints can be made in {path}",
+                errno=error.errno,
+                path=path,
+                expected="a directory that this user may write to",
+                found=os.strerror(error.errno or 0),
+                cure="--output DIR, or --no-save",
+            ) from error
+        return os.path.join(path, name)
+    raise AssertionError
+
+
+def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
+    """Return the newest checkpoint in ``output``, and the settings of the run that made it, without those
+    that are defaults or belong to one process.
+
+    Raises:
+        ConfigError: no directory is named, or the checkpoint is not of `infinity train`.
+        DirectoryError, CorruptionError: there is no checkpoint, or it cannot be read.
+    """
+    output = train.get("output")
+    if not output:
+        raise ConfigError(
+            "nobody says which run is to go on",
+            expected="the directory of its checkpoints",
+            found="--resume alone",
+            cure="--resume --output DIR; a run says at its end where its checkpoints are",
+        )
+    try:
+        found = find(os.path.abspath(os.path.expanduser(str(output))))
+    except DirectoryError as error:
+        error.cure = "name the directory that the run said; without --resume a new run begins"
+        raise
+    made = found.content.get("state")
+    made = made.get("train") if isinstance(made, dict) else None
+    run = decode(made.get("run"), {}, found.path) if isinstance(made, dict) else None
+    if not isinstance(run, dict):
+        raise ConfigError(
+            f"{found.path} was not saved by `infinity train`",
+            expected="a checkpoint with the settings of its run",
+            found="one of another program",
+            cure="load it in Python with `infinity.load`; or `infinity export` it and begin with --init-from",
+        )
+    usual = Run.default().as_dict()
+    kept = {
+        section: {
+            k: v
+            for k, v in (run.get(section) or {}).items()
+            if (section == "engine" or v != usual[section].get(k)) and (section != "train" or k not in _OWN)
+        }
+        for section in usual
+    }
+    return found, kept
+
+
+def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
+    """Return the run that a file and options describe. One that goes on is as it was saved, but for what they
+    name.
+
+    Args:
+        given: the parameters of a command that `run_options` decorated.
+
+    Raises:
+        ConfigError: the file cannot be read, a setting is unknown or wrong, or a run that goes on is told to
+            become another.
+        DirectoryError, CorruptionError: there is no checkpoint to go on from, or it cannot be read.
+    """
+    values = read_values(config_file, given)
+    if not values["train"].get("resume"):
+        return run_of(values)
+    found, kept = _saved_run(values["train"])
+    told = {s: {k: v for k, v in values[s].items() if v is not None} for s in values}
+    saved = run_of(kept)
+    kept["train"]["warmup"] = saved.train.warmup_steps  # of the steps that were planned then
+    run = run_of({s: {**kept[s], **told[s]} for s in values})
+    _check_goes_on(run, saved, found)
+    return run
+
+
+def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
+    changed = [
+        (name, getattr(ours, name), getattr(theirs, name))
+        for ours, theirs, names in (
+            (run.model, saved.model, _names(run.model)),
+            (run.data, saved.data, _names(run.data)),
+            (run.train, saved.train, (*_FIXED, *_OF_ADAM)),
+        )
+        for name in names
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    if changed:
+        name, here, there = changed[0]
+        flag = "--data" if name == "path" else "--" + name.replace("_steps", "").replace("_", "-")
+        raise ConfigError(
+            f"a run that goes on cannot change its {name}",
+            expected=f"{there!r}, as in {found.path}",
+            found=repr(here),
+            cure=f"leave {flag} out; or `infinity export` the checkpoint, and begin anew with --init-from",
+        )
+    if found.step >= run.train.steps:
+        raise ConfigError(
+            "the run is at its end",
+            expected=f"more than the {found.step} steps that were made",
+            found=f"--steps {run.train.steps}",
+            cure=f"--steps {2 * found.step}, or another number above {found.step}",
+        )
+
+
+def _names(settings: Any) -> Iterable[str]:
+    return (f.name for f in dataclasses.fields(settings))

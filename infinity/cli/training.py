@@ -1,0 +1,323 @@
+"""The run of `infinity train`: the loop that a user would write, its checkpoints, and what comes of it."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import itertools
+import math
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.api.engine import engine_of
+from infinity.api.load import load
+from infinity.api.metrics import metrics
+from infinity.api.save import save
+from infinity.core.errors import DataError, DirectoryError, TransferError
+from infinity.core.sizes import GiB, Tier
+from infinity.optim.optimizer import OffloadOptimizer
+from infinity.planning.planner import Plan
+from infinity.storage.checkpoints import find
+
+from .data import Corpus
+from .ending import AfterThis
+from .measure import Peak
+from .progress import Reporter
+from .settings import Run
+from .workload import Workload, generate
+
+_VALIDATION_BATCHES = 4
+_PROMPT = "def "
+_DIVERGED = " [no more: the model's outputs are not finite numbers]"
+#: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
+PROCESS = ("process: device + host + activations", "device, with activations", "process: host")
+
+
+def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, int]:
+    """Return the bytes read from and written to NVMe between two `metrics`."""
+    factors = {"read": ("nvme/read(GiB)", GiB), "written": ("nvme/written(TB)", 1e12)}
+    return {
+        f"nvme_{way}": round(now[name] * factor) - round(before[name] * factor)
+        for way, (name, factor) in factors.items()
+    }
+
+
+@dataclass
+class Training:
+    """The loop that a user would write, and what it leaves behind; `complete`: it came to its end, `stopped`:
+    SIGTERM did that. `root`: where checkpoints go; `saved`: the last one; `begin`: steps made before."""
+
+    run: Run
+    workload: Workload
+    corpus: Corpus
+    model: nn.Module
+    optimizer: OffloadOptimizer
+    report: Reporter
+    root: str | None
+    saved: str | None = None
+    stopped: bool = False
+    begin: int = 0
+    losses: list[float] = field(default_factory=list)
+    validation: float = math.nan
+    seconds: float = 0.0
+    moved: dict[str, int] = field(default_factory=dict)  #: bytes of all steps, without those of saves
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        self._by_saves: Counter[str] = Counter()  # bytes
+        self.engine = engine_of(self.optimizer)
+        self.device = self.engine.device.torch_device
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.run.train.lr_factor)
+
+    @property
+    def made(self) -> int:
+        """Steps that this process has made."""
+        return len(self.losses) - self.begin
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint in `root`.
+
+        Raises:
+            DataError: the text is not the one of before.
+            StorageError, StateDictError: it cannot be loaded.
+        """
+        assert self.root is not None
+        found = find(self.root)
+        given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
+        text = self.corpus.fingerprint()
+        if given["train"]["text"] != text:
+            raise DataError(
+                "the text is not the one that the run began with, so its batches would be others",
+                expected=given["train"]["text"],
+                found=text,
+                cure="bring it back as it was (--data); or `infinity export` the checkpoint, and begin a new "
+                "run with --init-from",
+            )
+        self.losses = given["train"]["losses"].tolist()
+        self.begin = len(self.losses)
+        self.saved = found.path
+        self.report.line(f"goes on from {found.path}, after {self.begin} steps")
+
+    def save(self) -> None:
+        """Save everything that another process needs to go on."""
+        assert self.root is not None
+        began = time.perf_counter()
+        state: dict[str, Any] = {
+            "scheduler": self.scheduler,
+            "train": {
+                "run": self.run.as_dict(),
+                "text": self.corpus.fingerprint(),
+                "losses": torch.tensor(self.losses, dtype=torch.float64),
+            },
+        }
+        if self.workload.tokenizer is not None:
+            state["tokenizer"] = self.workload.tokenizer
+        keep_last = self.run.train.keep_last
+        before = metrics(self.optimizer)
+        self.saved = save(
+            self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
+        )
+        self._by_saves.update(_bytes(metrics(self.optimizer), before))
+        self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
+
+    def _save_after(self, made: int, stop: AfterThis) -> None:
+        """Save after step `made`, where it is time to. One on the way that fails is told, and the run goes
+        on."""
+        train = self.run.train
+        if self.root is None:
+            return
+        last = made == train.steps
+        if train.save_every and made % train.save_every == 0 and not last and not stop.asked:
+            try:
+                self.save()
+                return
+            except (DirectoryError, TransferError) as error:
+                self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
+                self.report.incomplete.append(error)
+        if last or stop.asked:
+            self.save()
+
+    def say_saved(self) -> None:
+        """Say where what was trained is, and how to use it."""
+        if self.saved is None or self.root is None:
+            return
+        self.report.line()
+        self.report.line(f"What was trained is in {self.saved}. To use it:")
+        root = shlex.quote(self.root)
+        more = "" if len(self.losses) < self.run.train.steps else " --steps N"
+        self.report.line(f"  infinity train --resume --output {root}{more}    goes on")
+        self.report.line(f'  infinity.load(optimizer, "{self.saved}")    loads it in Python')
+
+    def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:
+        tokens, targets = self.corpus.batch(size, step, micro, part=part)
+        return self.workload.loss(self.model, tokens.to(self.device), targets.to(self.device))
+
+    def loop(self) -> None:
+        """Train, and validate."""
+        start = metrics(self.optimizer)
+        began = time.perf_counter()
+        with AfterThis(self.root is not None) as stop:
+            self._steps(stop)
+        # The update that may still be under way behind the last step: its bytes count.
+        self.engine.states.quiesce()
+        moved = _bytes(metrics(self.optimizer), start)
+        self.moved = {way: nbytes - self._by_saves[way] for way, nbytes in moved.items()}
+        self.seconds = time.perf_counter() - began
+        if self.run.data.validation and not self.stopped:  # the mean loss of batches that were not trained on
+            self.model.eval()
+            with torch.no_grad():
+                losses = [
+                    self._loss(self.run.train.batch, index, part="validation").item()
+                    for index in range(_VALIDATION_BATCHES)
+                ]
+            self.model.train()
+            self.validation = sum(losses) / len(losses)
+        self.complete = True
+
+    def _steps(self, stop: AfterThis) -> None:
+        train, optimizer = self.run.train, self.optimizer
+        try:
+            for step in range(self.begin, train.steps):
+                step_began, step_start = time.perf_counter(), metrics(optimizer)
+                total = 0.0
+                for micro in range(train.accumulation):
+                    loss = self._loss(train.batch, step, micro) / train.accumulation
+                    optimizer.scale(loss).backward()
+                    total += loss.item()
+                lr = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                self.scheduler.step()
+                optimizer.zero_grad()
+                self.losses.append(total)
+                now = metrics(optimizer)
+                seconds = time.perf_counter() - step_began
+                self.report.step(
+                    {
+                        "step": step + 1,
+                        "loss": total,
+                        "grad_norm": now["grad_norm"],
+                        "lr": lr,
+                        "tokens": train.tokens_per_step * (step + 1),
+                        "seconds": seconds,
+                        "update_seconds": now["time_metrics/update(s)"],
+                        "tokens_per_second": train.tokens_per_step / seconds,
+                        "memory": {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier},
+                        **_bytes(now, step_start),
+                        "loss_scale": now["loss_scale"],
+                        "skipped": now["skipped_steps"] > step_start["skipped_steps"],
+                    }
+                )
+                self._save_after(step + 1, stop)
+                if stop.asked and step + 1 < train.steps:
+                    self.stopped = True
+                    self.report.pause()
+                    text = f"SIGTERM: ended after {step + 1} of {train.steps} steps"
+                    self.report.line(text, style="yellow")
+                    return
+        except KeyboardInterrupt:
+            self.report.pause()
+            last = f", last loss {self.losses[-1]:.4f}" if self.losses else ""
+            text = f"interrupted after {len(self.losses)} of {train.steps} steps{last}"
+            text += f"; saved: {self.saved}" if self.saved else ""
+            with contextlib.suppress(OSError):  # the terminal may be what has gone
+                self.report.line(text, style="yellow")
+            raise
+
+    def say_losses(self) -> tuple[float, float]:
+        """Say whether the loss fell; return the mean of the first and of the last losses: a tenth of the
+        steps, at most 10."""
+        window = max(1, min(10, len(self.losses) // 10))
+        first, last = sum(self.losses[:window]) / window, sum(self.losses[-window:]) / window
+        validation = "" if math.isnan(self.validation) else f"; on text not trained on: {self.validation:.4f}"
+        self.report.line()
+        if last < first:
+            self.report.line(f"The loss fell from {first:.4f} to {last:.4f}{validation}.", style="green")
+        else:
+            self.report.line(
+                f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{validation}. "
+                "Train for more steps, or try another --lr.",
+                style="bold yellow",
+            )
+        return first, last
+
+    def measure(self, plan: Plan, peak: Peak, on_disk: int) -> list[dict[str, Any]]:
+        """Return rows of what was planned and measured, in bytes; `at_most`: whether the plan is a promise.
+
+        It is none for what the process takes as a whole: torch's kernels generate code and keep workspaces
+        (some MiB, more in half precision), Python has objects, a trace spans. Nor on the drive, where a file
+        system has blocks of its own.
+        """
+        taken = plan.footprint
+        figures = metrics(self.optimizer)
+        device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
+
+        def peak_of(name: str) -> int:
+            return round(figures[f"{name}(GiB)"] * GiB)
+
+        if self.engine.device.staged:
+            rows = [(PROCESS[1], device + plan.activations, peak.device_nbytes or 0)]
+            rows.append((PROCESS[2], host, peak.nbytes))
+        else:
+            rows = [(PROCESS[0], device + host + plan.activations, peak.nbytes)]
+        ahead = taken.working_nbytes + taken.prefetch_nbytes
+        leases = sum(q.nbytes for q in taken.quotas.values())
+        rows.append(("device: units in use and ahead", ahead, peak_of("memory/device_units_peak")))
+        rows.append(("host: leases", leases, peak_of("memory/host_leases_peak")))
+        if taken.activation_nbytes:
+            rows.append(("host: activations", taken.activation_nbytes, peak_of("activations/host")))
+        if self.engine.config.directories:
+            steps, moved = self.made, plan.traffic
+            rows.append(("nvme", taken.total(Tier.NVME), on_disk))
+            rows.append(("nvme: read per step", moved.nvme_read, self.moved["nvme_read"] // steps))
+            rows.append(("nvme: written per step", moved.nvme_written, self.moved["nvme_written"] // steps))
+        no_promise = (*PROCESS, "nvme")
+        return [
+            {"what": what, "planned": planned, "measured": measured, "at_most": what not in no_promise}
+            for what, planned, measured in rows
+        ]
+
+    def sample(self) -> str:
+        """Generate text, shown as it comes; return it with its prompt."""
+        train, tokenizer = self.run.train, self.workload.tokenizer
+        if not train.sample_tokens:
+            return ""
+        prompt = train.prompt if train.prompt is not None else _PROMPT
+        ids = tokenizer(prompt)["input_ids"] if tokenizer is not None else list(prompt.encode())
+        if not ids:
+            ids = [int(self.corpus.batch(1, 0, part="train")[0][0, 0])]
+        self.model.eval()
+        made = generate(
+            lambda tokens: self.workload.logits(self.model, tokens),
+            torch.tensor(ids, device=self.device),
+            train.sample_tokens,
+            context=min(train.sequence, self.workload.context),
+            seed=train.seed,
+        )
+        self.report.line()
+        self.report.line(f"A sample ({train.sample_tokens} tokens; each loads the whole model once):")
+        shown = []
+        if tokenizer is not None:
+            shown = [*ids, *made]
+            text = str(tokenizer.decode(shown))
+            self.report.write(text)
+        else:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            text = ""
+            for token in itertools.chain(ids, made):
+                shown.append(token)
+                piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
+                self.report.write(piece)
+                text += piece
+        if len(shown) < len(ids) + train.sample_tokens:
+            self.report.write(_DIVERGED)
+            text += _DIVERGED
+        self.report.line()
+        self.model.train()
+        return text

@@ -1,0 +1,338 @@
+"""What `infinity train` keeps: checkpoints on the way and at the end, and runs that go on from one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infinity.cli.case import Case
+from infinity.cli.main import run
+from infinity.cli.output import read_run
+from infinity.cli.train import train
+from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
+from infinity.core.sizes import MiB
+from infinity.planning.planner import checkpoint_nbytes
+from infinity.storage.checkpoints import find, list_checkpoints
+
+from .command_line import small_drive, started, wait_for_line, words
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+
+def trained(text: str, nvme: str, *more: str) -> list[str]:
+    """The words of a run of a tiny model, with dropout's like in its batches: each step has its own."""
+    kept = [w for w in words(text, nvme) if w not in ("--sample-tokens", "0")]
+    return [*kept, "--sample-tokens", "8", "--max-grad-norm", "1", *more]
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["train", "--json", *arguments]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def losses(log: Path) -> list[Any]:
+    return [(s["step"], s["loss"], s["grad_norm"], s["lr"]) for s in map(json.loads, log.open())]
+
+
+def tensors(path: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = find(path)
+    return {stem: load_file(Path(found.path, name)) for stem, name in found.content["files"].items()}
+
+
+def assert_equal(one: str, other: str) -> None:
+    """Two checkpoints have the same bits, losses and torch's generator among them. Nothing draws from that of
+    numpy, which each process seeds in its own way."""
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    for stem in ours:
+        assert ours[stem].keys() == theirs[stem].keys()
+        for name, tensor in ours[stem].items():
+            assert "numpy" in name or torch.equal(tensor, theirs[stem][name]), (stem, name)
+
+
+@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_a_run_that_goes_on_is_the_run_that_nobody_disturbed(
+    update: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses, parameters, moments, generators, the log and the sample."""
+    common = trained(text, nvme, "--steps", "7", "--update", update, "--delay-warmup-steps", "1")
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
+    first = result_of(capsys, *common, "--output", whole, "--json-log", str(logs[0]))
+    assert first["checkpoint"] == os.path.join(whole, "step-7")
+    result_of(capsys, *common, "--output", parts, "--save-every", "2", "--json-log", str(logs[1]))
+    assert [c.step for c in list_checkpoints(parts)] == [6, 7], "two are kept"
+    assert_equal(whole, parts)
+    shutil.rmtree(os.path.join(parts, "step-7"))
+    with logs[1].open("a") as log:
+        log.write('{"step": 8, "lo')  # as a run that was killed leaves it
+    again = result_of(capsys, "--resume", "--output", parts)
+    assert losses(logs[0]) == losses(logs[1])
+    assert_equal(whole, parts)
+    for name in ("sample", "first_loss", "last_loss", "validation_loss", "steps"):
+        assert first[name] == again[name], name
+    assert first["sample"]
+    assert again["run"]["train"]["save_every"] == 2, "what nobody changes is as it was"
+
+
+def killed_and_resumed(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int, seed: int
+) -> None:
+    steps = 60
+    common = trained(text, nvme, "--steps", str(steps), "--save-every", "3")
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
+    first = result_of(capsys, *common, "--output", whole, "--json-log", str(logs[0]))
+    chance = random.Random(seed)
+    begin = [*common, "--output", parts, "--json-log", str(logs[1]), "--overwrite"]
+    done = 0
+    while done < kills:
+        resumed = bool(list_checkpoints(parts))
+        arguments = ["--resume", "--output", parts] if resumed else begin
+        with started("-m", "infinity", "train", *arguments) as child:
+            wait_for_line(child, "step " if resumed else "saved ")
+            time.sleep(chance.uniform(0, 0.4))
+            child.send_signal(signal.SIGKILL)
+            ended = child.wait(30)
+        done += 1
+        assert ended == -signal.SIGKILL, "it was to be killed on its way"
+    last = result_of(capsys, "--resume", "--output", parts)
+    assert losses(logs[0]) == losses(logs[1])
+    assert_equal(whole, parts)
+    assert first["sample"] == last["sample"]
+
+
+def test_a_run_that_is_killed_and_resumed(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_and_resumed(text, nvme, tmp_path, capsys, kills=2, seed=0)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ten_times(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_and_resumed(text, nvme, tmp_path, capsys, kills=10, seed=1)
+
+
+def test_sigterm_saves_after_the_step_and_the_run_goes_on(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "out")
+    with started(
+        "-m", "infinity", "train", *trained(text, nvme, "--steps", "5000", "--output", root)
+    ) as child:
+        wait_for_line(child, "step 3/")
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 75, err
+    assert "Traceback" not in err
+    (there,) = list_checkpoints(root)
+    assert f"saved {there.path}" in out
+    assert f"SIGTERM: ended after {there.step} of 5000 steps" in out
+    assert f"infinity train --resume --output {root} " in out
+    again = result_of(capsys, "--resume", "--output", root, "--steps", str(there.step + 1))
+    assert again["steps"] == there.step + 1
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(second: int, text: str, nvme: str, tmp_path: Path) -> None:
+    """Also amid the save that the first one asked for: what was saved before stays."""
+    root = str(tmp_path / "out")
+    common = trained(text, nvme, "--steps", "5000", "--save-every", "1", "--output", root)
+    with started("-m", "infinity", "train", *common) as child:
+        wait_for_line(child, "saved ")
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(second)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode in (128 + second, 75), err  # 75: the second one came too late
+    assert "Traceback" not in err
+    assert list_checkpoints(root)
+
+
+def test_what_is_trained_is_kept_beside_the_run_unless_told(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = words(text, nvme, "--steps", "1")
+    paths = [result_of(capsys, *common)["checkpoint"] for _ in range(2)]
+    assert len({os.path.dirname(p) for p in paths}) == 2, "a directory for each"
+    assert all(os.path.dirname(os.path.dirname(p)) == os.path.join(nvme, "runs") for p in paths)
+    assert result_of(capsys, *common, "--no-save")["checkpoint"] is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    elsewhere = ["--parameters=host", "--optimizer-state=host", "--gradients=host", "--device=cpu"]
+    size = ["--layers", "1", "--width", "32", "--heads", "1", "--batch", "1", "--sequence", "16"]
+    path = result_of(capsys, *size, *elsewhere, "--data", text, "--steps", "1", "--sample-tokens", "0")
+    assert path["checkpoint"].startswith(str(tmp_path / "runs") + "/")
+
+
+def test_a_run_that_ends_before_anything_is_saved_leaves_no_directory(
+    text: str, nvme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("infinity.cli.training.Training.loop", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(read_run(None, {"steps": 1, **_given(text, nvme)}))
+    assert os.listdir(os.path.join(nvme, "runs")) == []
+
+
+def _given(text: str, nvme: str) -> dict[str, Any]:
+    size = {"layers": 1, "width": 32, "heads": 1, "batch": 1, "sequence": 16, "sample_tokens": 0}
+    places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
+    return {**size, **places, "data_path": text, "nvme": (nvme,), "device": "cpu", "chunk_elements": 65536}
+
+
+def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "out")
+    train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
+    there = {"resume": True, "output": root}
+    for change in ({"lr": 1.0}, {"batch": 2}, {"width": 64}, {"seed": 3}, {"preset": "10m"}, {"warmup": 1}):
+        with pytest.raises(ConfigError, match="cannot change its"):
+            read_run(None, {**there, "steps": 4, **change})
+    with pytest.raises(ConfigError, match="at its end"):
+        read_run(None, there)
+    with pytest.raises(ConfigError, match="another run"):
+        train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
+    with pytest.raises(ConfigError, match="which run"):
+        read_run(None, {"resume": True})
+    with pytest.raises(DirectoryError, match="no checkpoint"):
+        read_run(None, {"resume": True, "output": str(tmp_path / "elsewhere")})
+    for change in ({"output": root}, {"save_every": 2}):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            read_run(None, {"save": False, **change})
+    # Where the bytes lie may change, and how many steps there are.
+    result = train(read_run(None, {**there, "steps": 3, "parameters": "host", "optimizer_state": "host"}))
+    assert result["steps"] == 3
+    Path(text).write_text(Path(text).read_text().replace("return", "retorn"))
+    with pytest.raises(DataError, match="not the one that the run began with"):
+        train(read_run(None, {**there, "steps": 4}))
+
+
+def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> None:
+    import infinity
+
+    model = torch.nn.Linear(4, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+    infinity.save(adam, tmp_path)
+    infinity.close(adam)
+    with pytest.raises(ConfigError, match="not saved by `infinity train`"):
+        read_run(None, {"resume": True, "output": str(tmp_path)})
+
+
+@pytest.mark.parametrize("changes", [{}, {"update": "delayed", "delay_warmup_steps": 0}, {"dtype": "bf16"}])
+def test_the_planned_bytes_of_a_checkpoint(
+    changes: dict[str, Any], text: str, nvme: str, tmp_path: Path
+) -> None:
+    run_ = read_run(None, {**_given(text, nvme), "steps": 2, "output": str(tmp_path / "out"), **changes})
+    case = Case(run_)
+    planned = checkpoint_nbytes(case.planner.model, case.config)
+    path = train(run_)["checkpoint"]
+    taken = sum(entry.stat().st_size for entry in os.scandir(path))
+    assert planned <= taken <= planned + 64 * 1024
+
+
+def test_plan_counts_those_that_come_to_stand_at_once(text: str, nvme: str, tmp_path: Path) -> None:
+    def count(**changes: Any) -> int:
+        case = Case(read_run(None, {**_given(text, nvme), "steps": 10, **changes}))
+        (there,) = case.plan().standing
+        one = checkpoint_nbytes(case.planner.model, case.config)
+        assert there.checkpoints % one == 0
+        return there.checkpoints // one
+
+    root = str(tmp_path / "out")
+    assert count() == 1
+    assert count(save=False) == 0
+    assert count(save_every=1) == 3
+    assert count(save_every=1, keep_last=5, output=root) == 6
+    assert count(save_every=5) == 2
+    train(read_run(None, {**_given(text, nvme), "steps": 4, "save_every": 1, "output": root}))
+    assert count(save_every=1, output=root, resume=True) == 1, "two are there already"
+
+
+@pytest.mark.root
+def test_a_drive_without_room_for_the_checkpoints(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said before the run, and each cure works."""
+    size = {"layers": 4, "width": 128, "heads": 2}
+    with small_drive(tmp_path, 28 * MiB) as drive:
+        given = {**_given(text, nvme), **size, "steps": 4, "save_every": 1, "output": f"{drive}/out"}
+        run_ = read_run(None, given)
+        with pytest.raises(BudgetError, match=r"checkpoint\(s\)") as caught:
+            train(run_)
+        assert caught.value.cure.startswith("--keep-last 1, or --output DIR")
+        assert not os.path.exists(f"{drive}/out")
+        plan = Case(run_).plan()
+        assert not plan.fits
+        assert train(read_run(None, {**given, "keep_last": 1}))["checkpoint"]
+        assert train(read_run(None, {**given, "output": str(tmp_path / "large")}))["checkpoint"]
+    with small_drive(tmp_path, 20 * MiB) as drive:
+        given = {**_given(text, nvme), **size, "steps": 4, "output": f"{drive}/out", "nvme": (nvme,)}
+        with pytest.raises(BudgetError) as caught:
+            train(read_run(None, {**given, "layers": 12}))
+        assert caught.value.cure.startswith("--output DIR")
+
+
+@pytest.mark.root
+def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, tmp_path: Path) -> None:
+    """Somebody fills the drive meanwhile; it has room again at the end."""
+    with small_drive(tmp_path, 40 * MiB) as drive:
+        command = trained(text, nvme, "--steps", "60", "--save-every", "4", "--output", f"{drive}/out")
+        with started("-m", "infinity", "train", *command) as child:
+            wait_for_line(child, "saved ")
+            status = os.statvfs(drive)
+            with open(f"{drive}/theirs", "wb") as file, contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - 64 * 1024)
+            wait_for_line(child, "no checkpoint of step")
+            os.unlink(f"{drive}/theirs")
+            out, err = child.communicate(timeout=100)
+        assert child.returncode == 1, err
+        assert "no room for a checkpoint" in err
+        assert find(f"{drive}/out").step == 60
+        assert "The loss" in out
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
+    """Its files are in the index, so that text can be made from the checkpoint alone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    import infinity
+
+    words_ = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words_.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_, unk_token="[UNK]")
+    model = torch.nn.Linear(4, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+    path = infinity.save(adam, tmp_path / "out", state={"tokenizer": tokenizer, "n": 3})
+    assert infinity.load(adam, path, state={"tokenizer": tokenizer, "n": 0}) == {"n": 3}
+    infinity.close(adam)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    for name, content in find(path).content["texts"].items():
+        (folder / name).write_text(content)
+    assert PreTrainedTokenizerFast.from_pretrained(folder)("a b")["input_ids"] == [0, 1]
+
+
+def test_help_of_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for word in ("--resume", "--save-every", "--keep-last", "--output", "75 when SIGTERM"):
+        assert word in said
