@@ -23,7 +23,6 @@ import os
 import shutil
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -80,24 +79,7 @@ class Engine:
 
     def merely(self) -> None:
         """Read the state of each chunk and write it back, as many at once as the update's depth."""
-        store = self.engine.store
-        todo = deque(zip(self.chunks, self.sizes, strict=True))
-        under_way: deque[tuple[Any, Any, Any, bool]] = deque()
-        while todo or under_way:
-            lease = None
-            if todo and len(under_way) < self.depth:
-                lease = self.engine.pool.try_lease("update", todo[0][1])
-            if lease is not None:
-                chunk, _ = todo.popleft()
-                under_way.append((chunk, lease, store.read(chunk.id, "state", lease), False))
-                continue
-            chunk, lease, transfer, written = under_way.popleft()
-            transfer.wait()
-            if written:
-                lease.release()
-            else:
-                under_way.append((chunk, lease, store.write(chunk.id, "state", lease), True))
-        store.wait_written()
+        common.read_and_write(self.engine, self.chunks, self.sizes, self.depth)
 
 
 def timed(call: Callable[[], None]) -> float:

@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,6 +135,29 @@ def step_arguments(description: str | None) -> argparse.ArgumentParser:
 def model_of(args: argparse.Namespace) -> GPT2:
     """Return the model that the options describe."""
     return GPT2(**{name: getattr(args, name) for name in ("layers", "width", "vocabulary", "positions")})
+
+
+def read_and_write(engine: Any, chunks: Sequence[Any], sizes: Sequence[int], depth: int) -> None:
+    """Read each chunk's state by the engine's store and write it back, `depth` at once; `sizes`: of their
+    leases. What was begun first is waited for first."""
+    store = engine.store
+    todo = deque(zip(chunks, sizes, strict=True))
+    under_way: deque[tuple[Any, Any, Any, bool]] = deque()
+    while todo or under_way:
+        lease = None
+        if todo and len(under_way) < depth:
+            lease = engine.pool.try_lease("update", todo[0][1])
+        if lease is not None:
+            chunk, _ = todo.popleft()
+            under_way.append((chunk, lease, store.read(chunk.id, "state", lease), False))
+            continue
+        chunk, lease, transfer, written = under_way.popleft()
+        transfer.wait()
+        if written:
+            lease.release()
+        else:
+            under_way.append((chunk, lease, store.write(chunk.id, "state", lease), True))
+    store.wait_written()
 
 
 def publish(path: Path | None, result: dict[str, Any]) -> None:

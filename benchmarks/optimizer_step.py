@@ -24,7 +24,6 @@ import json
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,24 +73,7 @@ class Engine:
     def merely(self) -> None:
         """Read each chunk's state through the store and write it back: as many at once as the engine's
         depth, in its order; what was begun first is waited for first."""
-        store = self.engine.store
-        todo = deque(zip(self.chunks, self.sizes, strict=True))
-        under_way: deque[tuple[Any, Any, Any, bool]] = deque()
-        while todo or under_way:
-            lease = None
-            if todo and len(under_way) < self.depth:
-                lease = self.engine.pool.try_lease("update", todo[0][1])
-            if lease is not None:
-                chunk, _ = todo.popleft()
-                under_way.append((chunk, lease, store.read(chunk.id, "state", lease), False))
-                continue
-            chunk, lease, transfer, written = under_way.popleft()
-            transfer.wait()
-            if written:
-                lease.release()
-            else:
-                under_way.append((chunk, lease, store.write(chunk.id, "state", lease), True))
-        store.wait_written()
+        common.read_and_write(self.engine, self.chunks, self.sizes, self.depth)
 
 
 def timed(call: Callable[[], None]) -> dict[str, Any]:

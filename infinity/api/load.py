@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from os import PathLike
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import torch
 
 from infinity.core.errors import CorruptionError, StateDictError, StorageError
 from infinity.hardware.aio import Ring
-from infinity.optim.loading import REFUSED, counts_of
+from infinity.optim.loading import check_saved_options, counts_of
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
@@ -96,6 +96,11 @@ def _prepare(
             if not left or find(path).counter == found.counter:
                 raise
     raise AssertionError
+
+
+def _listed(names: Sequence[str], separator: str) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return separator.join(names[:_SHOWN]) + more
 
 
 class _Loading:
@@ -185,11 +190,10 @@ class _Loading:
 
     def _refuse(self, what: str, found: str, names: list[str]) -> None:
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise StateDictError(
                 f"the checkpoint {self._found.path} {what}",
                 expected="the parameters, buffers and state of the run that loads it; nothing was changed",
-                found=f"{found} {', '.join(names[:_SHOWN])}{more}",
+                found=f"{found} {_listed(names, ', ')}",
                 cure="load it into the model that was saved; or with strict=False, to load what is in both",
             )
 
@@ -207,11 +211,10 @@ class _Loading:
             if name in self._buffers and self._buffers[name].shape != buffer.shape:
                 wrong.append(f"{name} {[*self._buffers[name].shape]}, of the model {[*buffer.shape]}")
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise StateDictError(
                 f"the checkpoint {self._found.path} has other shapes than the model",
                 expected="the shapes of the model; nothing was changed",
-                found=f"{'; '.join(wrong[:_SHOWN])}{more}",
+                found=_listed(wrong, "; "),
                 cure="build the model as it was when it was saved",
             )
 
@@ -236,13 +239,7 @@ class _Loading:
             )
         self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
         for options in self._options:
-            for name in REFUSED:
-                if options.get(name):
-                    raise StateDictError(
-                        f"the checkpoint was saved with {name}=True",
-                        expected=f"{name}=False",
-                        found=f"{name}=True",
-                    )
+            check_saved_options(options, f"the checkpoint {self._found.path}")
 
     # -- the change -------------------------------------------------------------------------
 

@@ -184,9 +184,7 @@ class GradientIO:
             if self._entry.dtype is not None:
                 self._reading = owner.store.read(chunk.id, "gradient", self._lease, version=self._slot)
             self._bytes = self._lease.tensor(torch.uint8, 0, plan.gradient_lease)
-        elif plan.gradient_tier is Tier.HOST:
-            self._bytes = owner.store.view(chunk.id, "gradient", version=self._slot)
-        else:
+        elif plan.gradient_tier is Tier.DEVICE:
             owner.device.wait_on_device(leaving.after if leaving is not None else None)
             self._bytes = owner.on_device(chunk, self._slot)
         if leaving is not None and owner.crosses(chunk, leaving.arrivals):
@@ -246,7 +244,7 @@ class GradientIO:
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the chunk's gradient as elements of `dtype`."""
-        if self._plan.gradient_tier is Tier.HOST:
+        if self._plan.gradient_tier is Tier.HOST:  # the store keeps such views
             store, numel = self._owner.store, self.chunk.numel
             return store.view(self.chunk.id, "gradient", dtype, numel=numel, version=self._slot)
         return self._bytes[: self.chunk.numel * dtype.itemsize].view(dtype)

@@ -272,6 +272,13 @@ class ChunkIO:
                 self._lease = None
 
 
+def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO | None:
+    """Return the I/O of a chunk with its lease, if it needs none or one is free."""
+    nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
+    lease = tiers.pool.try_lease(quota, nbytes) if nbytes else None
+    return None if lease is None and nbytes else ChunkIO(tiers, chunk, lease)
+
+
 def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO:
     """Return the I/O of a chunk with its lease; blocks until one is free."""
     nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)

@@ -15,7 +15,7 @@ from infinity.core.errors import OptimizerTypeError, StateDictError
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 
-REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
+_REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
 OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
@@ -66,13 +66,25 @@ def check_optimizer(optimizer: object) -> bool:
 
 def check_options(group: Mapping[str, Any], found: str) -> None:
     """Raise `OptimizerTypeError` for an option that is not supported."""
-    for option in REFUSED:
+    for option in _REFUSED:
         if group.get(option):
             raise OptimizerTypeError(
                 f"the option {option!r} is not supported",
                 expected=f"{option}=False",
                 found=f"{option}=True in {found}",
                 cure=f"leave {option} out",
+            )
+
+
+def check_saved_options(group: Mapping[str, Any], saved: str) -> None:
+    """Raise `StateDictError` for an option that is not supported; `saved` is what has it."""
+    for option in _REFUSED:
+        if group.get(option):
+            raise StateDictError(
+                f"{saved} was saved with {option}=True",
+                expected=f"{option}=False",
+                found=f"{option}=True",
+                cure="load one of a plain Adam or AdamW",
             )
 
 
@@ -113,14 +125,7 @@ def match(
             cure="build the same groups as those that were saved",
         )
     for group in groups or ():
-        for option in REFUSED:
-            if group.get(option):
-                raise StateDictError(
-                    f"the state dict was saved with {option}=True",
-                    expected=f"{option}=False",
-                    found=f"{option}=True",
-                    cure="only plain Adam and AdamW states can be loaded",
-                )
+        check_saved_options(group, "the state dict")
     ids = [i for g in groups or () for i in g["params"]]
     params = [p for g in param_groups for p in g["params"]]
     pairs = []

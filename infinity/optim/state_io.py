@@ -24,7 +24,7 @@ from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import MOMENTS
 from infinity.storage.store import Version
 
-from .chunk_io import ChunkIO, Tiers, open_chunk
+from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .update import Updater
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
@@ -177,9 +177,11 @@ class States:
                 if not open_:
                     open_.append(self._open(chunk, ()))
                     open_[0].read(copy="copy" in kinds)
-                if following is not None and (io := self._try_open(following)) is not None:
-                    open_.append(io)
-                    io.read(copy="copy" in kinds)
+                if following is not None and self._tiers.lease_nbytes(following):
+                    io = try_open_chunk(self._tiers, following, _quota(following))
+                    if io is not None:
+                        open_.append(io)
+                        io.read(copy="copy" in kinds)
                 open_[0].wait()
                 yield from self._each(chunk, of, self._tensors(open_[0], kinds))
                 open_.popleft().close()
@@ -223,16 +225,8 @@ class States:
             while open_:
                 open_.popleft().close()
 
-    def _try_open(self, chunk: Chunk) -> ChunkIO | None:
-        """Return a chunk's I/O if it needs a lease and there is one."""
-        nbytes = self._tiers.lease_nbytes(chunk)
-        lease = self._tiers.pool.try_lease(_quota(chunk), nbytes) if nbytes else None
-        return None if lease is None else ChunkIO(self._tiers, chunk, lease)
-
     def _open(self, chunk: Chunk, leaving: deque[ChunkIO] | tuple[()]) -> ChunkIO:
-        if not self._tiers.lease_nbytes(chunk):
-            return ChunkIO(self._tiers, chunk, None)
-        while (io := self._try_open(chunk)) is None:
+        while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None:
             if not leaving:
                 return open_chunk(self._tiers, chunk, _quota(chunk))
             leaving.popleft().close()

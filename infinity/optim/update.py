@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import NORM_BLOCK, Tier, ceil_to
+from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Event, HostStream, Task
@@ -23,7 +23,7 @@ from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot, Version
 
-from .chunk_io import ChunkIO, Tiers, open_chunk
+from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 
 
 class ParamUpdate(NamedTuple):
@@ -114,7 +114,7 @@ class Updater:
             nbytes = self._tiers.lease_nbytes(chunk)
             if not nbytes or chunk.id in self._unwritten:
                 return
-            io = _try_open(self._tiers, chunk)
+            io = try_open_chunk(self._tiers, chunk)
             if io is None:
                 return
             self._ahead.append(io)
@@ -207,7 +207,7 @@ def _run(
                 writing.popleft().close()
             while todo:
                 chunk = todo[0].chunk
-                io = early.pop(chunk.id, None) or _try_open(tiers, chunk)
+                io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
                 if io is None:
                     if reading:
                         break
@@ -253,14 +253,6 @@ def _run(
         # Only after an error is anything left; leases go home when their transfers are over.
         for io in [*writing, *(v for _, v in reading), *early.values()]:
             _abandon(io)
-
-
-def _try_open(tiers: Tiers, chunk: Chunk) -> ChunkIO | None:
-    nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
-    if not nbytes:
-        return ChunkIO(tiers, chunk, None)
-    lease = tiers.pool.try_lease("update", nbytes)
-    return None if lease is None else ChunkIO(tiers, chunk, lease)
 
 
 def _abandon(io: ChunkIO) -> None:

@@ -27,7 +27,7 @@ from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import crc32c
 
-from .tensor_file import pwrite
+from .tensor_file import failed, pwrite
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
@@ -84,12 +84,11 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
             are left out (`damaged`).
     """
     found = []
+    left_out = () if damaged else (CorruptionError, DirectoryError)
     for name in _listing(root):
         path = os.path.join(root, name)
         if _STEP.fullmatch(name):
-            with (
-                contextlib.nullcontext() if damaged else contextlib.suppress(CorruptionError, DirectoryError)
-            ):
+            with contextlib.suppress(*left_out):
                 if _has_index(path):
                     found.append(_read(path))
     return sorted(found, key=lambda f: f.counter)
@@ -101,7 +100,7 @@ def _has_index(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:  # it may be the newest: to go on from another would lose steps
-        raise _failed("look into", path, error) from error
+        raise failed("look into", path, error) from error
     return True
 
 
@@ -111,7 +110,7 @@ def _listing(path: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise _failed("list", path, error) from error
+        raise failed("list", path, error) from error
 
 
 def _read(path: str) -> Found:
@@ -141,7 +140,7 @@ def _read(path: str) -> Found:
     except OSError as error:
         if isinstance(error, CorruptionError):
             raise
-        raise _failed("read", name, error) from error
+        raise failed("read", name, error) from error
     outer: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         outer = json.loads(text)
@@ -218,7 +217,7 @@ class Save:
         except BaseException as error:
             self._end()
             if isinstance(error, OSError) and not isinstance(error, (DirectoryError, CorruptionError)):
-                raise _failed("write", self.path, error) from error
+                raise failed("write", self.path, error) from error
             raise
         return self
 
@@ -251,7 +250,7 @@ class Save:
             _sync(self.root)
             self._clear_one(self.path)
         except OSError as error:
-            raise _failed("write", self.path, error) from error
+            raise failed("write", self.path, error) from error
 
     def prune(self, keep_last: int) -> list[OSError]:
         """Remove all checkpoints of the root but the `keep_last` that were completed last; return why some
@@ -334,21 +333,3 @@ def _sync(path: str) -> None:
             raise
     finally:
         os.close(fd)
-
-
-_OF_PATHS: Final = {
-    errno.EEXIST: "name a directory: a file has this name",
-    errno.ENOTDIR: "name a directory: a file has this name, or that of a folder above",
-    errno.ELOOP: "name a directory, not links that lead in a circle",
-    errno.ENAMETOOLONG: "choose a shorter path",
-}
-
-
-def _failed(what: str, path: str, error: OSError) -> DirectoryError:
-    return DirectoryError(
-        f"cannot {what} {path}",
-        errno=error.errno,
-        path=path,
-        found=error.strerror or str(error),
-        cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
-    )

@@ -419,6 +419,7 @@ class Store:
         return None
 
     def _release_all(self) -> None:
+        self._views.clear()
         with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
             if self._memory is not None:
                 stack.callback(self._memory.close)

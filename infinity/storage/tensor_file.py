@@ -12,6 +12,7 @@ in another. The pieces of a tensor come in order, so a range is checked as its l
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -128,7 +129,7 @@ class TensorFile:
             pwrite(file.plain_fd, len(text).to_bytes(8, "little") + text, 0)
         except OSError as error:
             file.close()
-            raise _failed(path, error) from error
+            raise failed("write", path, error) from error
         except BaseException:
             file.close()
             raise
@@ -268,7 +269,7 @@ class TensorFile:
         try:
             os.fsync(self._file.plain_fd)
         except OSError as error:
-            raise _failed(self.path, error) from error
+            raise failed("write", self.path, error) from error
 
     def close(self) -> None:
         """Close the file. Nothing may be under way."""
@@ -319,13 +320,23 @@ def pwrite(fd: int, data: bytes, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _failed(path: str, error: OSError) -> DirectoryError:
+_OF_PATHS: Final = {
+    errno.EEXIST: "name a directory: a file has this name",
+    errno.ENOTDIR: "name a directory: a file has this name, or that of a folder above",
+    errno.ELOOP: "name a directory, not links that lead in a circle",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOSPC: "make room on the drive, or save elsewhere",
+}
+
+
+def failed(what: str, path: str, error: OSError) -> DirectoryError:
+    """Return what the system said against a file or directory of a checkpoint."""
     return DirectoryError(
-        f"cannot write {path}",
+        f"cannot {what} {path}",
         errno=error.errno,
         path=path,
-        found=error.strerror,
-        cure="make room on the drive, or save elsewhere",
+        found=error.strerror or str(error),
+        cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
     )
 
 
