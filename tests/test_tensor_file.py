@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from infinity.core.errors import CorruptionError
 from infinity.hardware.aio import Ring
 from infinity.storage import tensor_file
-from infinity.storage.tensor_file import DTYPES, TensorFile, read_all, write_all
+from infinity.storage.tensor_file import TensorFile, read_all, write_all
+from infinity.storage.tensor_header import DTYPES
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
+from infinity.storage.under_way import UnderWay
 
 from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring
 from .engine import Engine, engine_of
@@ -285,21 +287,24 @@ class _Loading:
 
     def _fill(self, files: Mapping[str, TensorFile]) -> None:
         names, segments, front = self._names, self._engine.states.segments, files.get("front")
-        for sharded, segment, pieces in segments(KINDS, names, written=KINDS, fresh=True):
+        under_way = UnderWay()
+        for sharded, segment, pieces in segments(
+            KINDS, names, written=KINDS, fresh=True, under_way=under_way
+        ):
             name = names[sharded]
             source, copy = files["parameters"], pieces["copy"]
             older = front is not None and sharded.unit in self._two and name in front.entries
             if front is not None and older:
-                front.read(name, segment.offset, copy)
+                front.read(name, segment.offset, copy, under_way)
             if "master" in pieces:
-                source.read(name, segment.offset, pieces["master"])
-                if not older:
-                    copy.copy_(pieces["master"])
+                master = pieces["master"]
+                follow = (lambda: None) if older else partial(copy.copy_, master)
+                source.read(name, segment.offset, master, under_way, follow)
             elif not older:
-                source.read(name, segment.offset, copy)
+                source.read(name, segment.offset, copy, under_way)
             for kind in MOMENTS if sharded.spec.trainable else ():
                 if kind in files and name in files[kind].entries:
-                    files[kind].read(name, segment.offset, pieces[kind])
+                    files[kind].read(name, segment.offset, pieces[kind], under_way)
                 else:
                     pieces[kind].zero_()
             self._done += copy.numel() * source.entries[name].dtype.itemsize
@@ -308,10 +313,11 @@ class _Loading:
     def _fill_backs(self, source: TensorFile) -> None:
         """Write the newest values of units that have two versions: [Note: two versions]."""
         params = [s for s in self._names if s.unit in self._two and s.spec.trainable]
+        under_way = UnderWay()
         for sharded, segment, pieces in self._engine.states.segments(
-            ("copy",), params, written=("copy",), fresh=True, version=Version.BACK
+            ("copy",), params, written=("copy",), fresh=True, version=Version.BACK, under_way=under_way
         ):
-            source.read(self._names[sharded], segment.offset, pieces["copy"])
+            source.read(self._names[sharded], segment.offset, pieces["copy"], under_way)
 
     def go_on(self) -> None:
         """Let the run go on: all of it is what was saved."""

@@ -19,6 +19,7 @@ from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Save
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
+from infinity.storage.under_way import UnderWay
 from infinity.version import __version__
 
 from .checkpoint import Progress, buffers_of, names_of, path_of, writing_ring
@@ -164,19 +165,22 @@ class _Saving:
                     for stem, kind in specs.items()
                     if kind
                 }
-                for sharded, segment, pieces in engine.states.segments(("master", *MOMENTS), trainable):
+                under_way = UnderWay()
+                for sharded, segment, pieces in engine.states.segments(
+                    ("master", *MOMENTS), trainable, under_way=under_way
+                ):
                     for kind_, piece in pieces.items():
                         file = files["parameters" if kind_ == "master" else kind_]
-                        file.write(names[sharded], segment.offset, piece)
+                        file.write(names[sharded], segment.offset, piece, under_way)
                     self._tell(sum(p.nbytes for p in pieces.values()))
                 for params, stem, version in (
                     (frozen, "parameters", Version.NEWEST),
                     (newer, "front", Version.FRONT),
                 ):
                     for sharded, segment, pieces in engine.states.segments(
-                        ("copy",), params, version=version
+                        ("copy",), params, version=version, under_way=under_way
                     ):
-                        files[stem].write(names[sharded], segment.offset, pieces["copy"])
+                        files[stem].write(names[sharded], segment.offset, pieces["copy"], under_way)
                         self._tell(pieces["copy"].nbytes)
                 for stem, file in files.items():
                     file.sync()

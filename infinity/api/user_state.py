@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from infinity.core.errors import CorruptionError, StateDictError
-from infinity.storage.tensor_file import DTYPES
+from infinity.storage.tensor_header import DTYPES
 
 _KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples and dicts of these; "
 _DEPTH: Final = 100

@@ -232,6 +232,10 @@ class ChunkIO:
                 grad = flat[: chunk.numel * kind.itemsize].view(kind)
         return grad if dtype is not None else grad.zero_()
 
+    def made(self, version: Version, generation: int) -> None:
+        """Have a version of the copy count as made, in an update's place."""
+        self._tiers.store.versions.made(self.chunk.id, "copy", version, generation)
+
     def write(self, *, state: bool, copy: bool) -> None:
         """Start sending back what changed; `close` waits for it."""
         plan, store, lease = self._plan, self._tiers.store, self._lease

@@ -23,13 +23,16 @@ from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import MOMENTS
 from infinity.storage.store import Version
+from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
+from .leaving import Leaving, give_up
 from .update import Updater
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
 _KINDS = ("copy", "master", *MOMENTS)
 _Segments: TypeAlias = Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]
+_MOST_LEAVING = 2  # chunks whose tensors are on their way while others are yielded
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
@@ -122,6 +125,7 @@ class States:
         written: Collection[str] = (),
         fresh: bool = False,
         version: Version = Version.NEWEST,
+        under_way: UnderWay | None = None,
     ) -> _Segments:
         """Go through the state of `params` chunk by chunk, each chunk once, through one lease; where another
         is free, the next chunk is read meanwhile.
@@ -138,6 +142,8 @@ class States:
             fresh: every value of `params` is new: chunks that have no other parameters begin as zeros.
             version: of copies, where nothing else is asked for. To write the back, which then is newer
                 than the front, name all parameters of each chunk.
+            under_way: what the caller has under way from or into the tensors that it is given: it is waited
+                for before a chunk's become invalid.
 
         Raises:
             StorageError: a transfer failed.
@@ -152,14 +158,19 @@ class States:
             for chunk in self._tiers.units[index].layout.chunks
             if (chunk.trainable or "copy" in kinds) and any(s.param in of[index] for s in chunk.segments)
         ]
+        under_way = UnderWay() if under_way is None else under_way
         if written:
-            yield from self._written(chunks, of, kinds, written, fresh, version)
+            yield from self._written(chunks, of, kinds, written, fresh, version, under_way)
         elif set(kinds) == {"copy"}:
             for chunk in chunks:
                 with self._copy(chunk, version) as copy:
-                    yield from self._each(chunk, of, {"copy": copy})
+                    try:
+                        yield from self._each(chunk, of, {"copy": copy})
+                        under_way.wait()
+                    finally:
+                        under_way.drop()
         else:
-            yield from self._read(chunks, of, kinds)
+            yield from self._read(chunks, of, kinds, under_way)
 
     def _each(
         self, chunk: Chunk, of: Mapping[int, set[int]], tensors: Mapping[str, torch.Tensor]
@@ -170,24 +181,34 @@ class States:
                 pieces = {kind: slice_of(tensor, segment) for kind, tensor in tensors.items()}
                 yield params[segment.param], segment, pieces
 
-    def _read(self, chunks: list[Chunk], of: Mapping[int, set[int]], kinds: Collection[str]) -> _Segments:
-        open_: deque[ChunkIO] = deque()  # the one that is yielded, and those that are being read
+    def _read(
+        self,
+        chunks: list[Chunk],
+        of: Mapping[int, set[int]],
+        kinds: Collection[str],
+        under_way: UnderWay,
+    ) -> _Segments:
+        reading: deque[ChunkIO] = deque()  # the one that is yielded, and the next
+        leaving: deque[Leaving] = deque()
         try:
             for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
-                if not open_:
-                    open_.append(self._open(chunk, ()))
-                    open_[0].read(copy="copy" in kinds)
+                if not reading:
+                    reading.append(self._open(chunk, leaving))
+                    reading[0].read(copy="copy" in kinds)
                 if following is not None and self._tiers.lease_nbytes(following):
-                    io = try_open_chunk(self._tiers, following, _quota(following))
+                    io = self._try_open(following, leaving)
                     if io is not None:
-                        open_.append(io)
+                        reading.append(io)
                         io.read(copy="copy" in kinds)
-                open_[0].wait()
-                yield from self._each(chunk, of, self._tensors(open_[0], kinds))
-                open_.popleft().close()
+                reading[0].wait()
+                yield from self._each(chunk, of, self._tensors(reading[0], kinds))
+                leaving.append(Leaving(reading.popleft(), under_way.take()))
+                while leaving and (len(leaving) > _MOST_LEAVING or leaving[0].idle):
+                    leaving.popleft().close()
+            while leaving:
+                leaving.popleft().close()
         finally:
-            while open_:
-                open_.popleft().close()
+            give_up(under_way, leaving, reading)
 
     def _written(
         self,
@@ -197,14 +218,17 @@ class States:
         written: Collection[str],
         fresh: bool,
         version: Version,
+        under_way: UnderWay,
     ) -> _Segments:
         back = version is Version.BACK
         number = self._updater.next_number() if back else 0
-        open_: deque[ChunkIO] = deque()  # the one that is yielded, and those that are on their way
+
+        now: deque[ChunkIO] = deque()  # the one that is yielded
+        leaving: deque[Leaving] = deque()
         try:
             for chunk in chunks:
-                io = self._open(chunk, open_)
-                open_.append(io)
+                io = self._open(chunk, leaving)
+                now.append(io)
                 if back:
                     self._tiers.publisher.wait_published(chunk.id)
                     io.delay()
@@ -216,21 +240,33 @@ class States:
                     io.read(copy="copy" in kinds)
                     io.wait()
                 yield from self._each(chunk, of, tensors)
-                # What is on the device was written there; a lease has nothing for it.
-                state = any(kind != "copy" and kind in tensors for kind in written)
-                io.write(state=state, copy="copy" in written and (back or not self._on_device(chunk)))
-                if back:
-                    self._tiers.store.versions.made(chunk.id, "copy", version, number)
+                # While its values are on their way, the next chunk's begin.
+                for one in leaving:
+                    one.send()
+                leaving.append(
+                    Leaving(
+                        now.popleft(),
+                        under_way.take(),
+                        state=any(kind != "copy" and kind in tensors for kind in written),
+                        # What is on the device was written there; a lease has nothing for it.
+                        copy="copy" in written and (back or not self._on_device(chunk)),
+                        back=number if back else None,
+                    )
+                )
+                while len(leaving) > _MOST_LEAVING:
+                    leaving.popleft().close()
+            while leaving:
+                leaving.popleft().close()
         finally:
-            while open_:
-                open_.popleft().close()
+            give_up(under_way, leaving, now)
 
-    def _open(self, chunk: Chunk, leaving: deque[ChunkIO] | tuple[()]) -> ChunkIO:
-        while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None:
-            if not leaving:
-                return open_chunk(self._tiers, chunk, _quota(chunk))
+    def _try_open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO | None:
+        while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None and leaving:
             leaving.popleft().close()
         return io
+
+    def _open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO:
+        return self._try_open(chunk, leaving) or open_chunk(self._tiers, chunk, _quota(chunk))
 
     def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}

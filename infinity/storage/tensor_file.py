@@ -11,14 +11,12 @@ in another. The pieces of a tensor come in order, so a range is checked as its l
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -26,40 +24,12 @@ from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.hardware.aio import DirectFile, Ring, crc32c
 
+from .tensor_header import NAMES, Entry, entries_of
+from .under_way import UnderWay
+
 #: Bytes of a tensor that one checksum covers: [Note: ranges].
 RANGE_NBYTES: Final = 16 << 20
-#: The longest header that is read: what the safetensors library reads, too.
-HEADER_LIMIT: Final = 100_000_000
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
-
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Entry(NamedTuple):
-    """Where a tensor is in its file: `begin` in bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
 
 
 class _Sums:
@@ -113,9 +83,12 @@ class TensorFile:
             DirectoryError: it cannot be made; `errno` says why.
         """
         entries, header, at = {}, {}, 0
-        for name, (dtype, shape) in tensors.items():
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
+        # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
+        for name, (dtype, shape) in sorted(
+            tensors.items(), key=lambda item: _nbytes(*item[1]) % ALIGNMENT > 0
+        ):
+            nbytes = _nbytes(dtype, shape)
+            header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
             entries[name] = Entry(dtype, tuple(shape), at, nbytes)
             at += nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -158,7 +131,7 @@ class TensorFile:
             )
         file = DirectFile.open(path, os.O_RDONLY)
         try:
-            opened = cls(file, ring, _entries(path, file))
+            opened = cls(file, ring, entries_of(path, file))
             if expected is not None:
                 opened._expect(expected)
         except BaseException:
@@ -186,9 +159,9 @@ class TensorFile:
         """The file's path."""
         return self._file.path
 
-    def write(self, name: str, first: int, tensor: torch.Tensor) -> None:
+    def write(self, name: str, first: int, tensor: torch.Tensor, under_way: UnderWay | None = None) -> None:
         """Write the elements of `tensor` (contiguous, of the dtype of the file), the tensor's from element
-        `first` on. The pieces of a tensor come in order.
+        `first` on. The pieces of a tensor come in order. With `under_way` it may go on after this returns.
 
         Raises:
             TransferError: the drive does not take them; `errno` says why.
@@ -199,14 +172,26 @@ class TensorFile:
         for begin, piece in _on_host(flat):
             at = (first + begin) * entry.dtype.itemsize
             ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
+            if under_way is not None and flat.device.type == "cpu":
+                under_way.add(ticket, lambda: None)
+                self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
+                continue
             try:
                 self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
             finally:
                 ticket.wait()
 
-    def read(self, name: str, first: int, out: torch.Tensor) -> None:
+    def read(
+        self,
+        name: str,
+        first: int,
+        out: torch.Tensor,
+        under_way: UnderWay | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
         """Read the tensor's elements from element `first` on into `out`, of whichever dtype and device; the
-        pieces of a tensor come in order.
+        pieces of a tensor come in order. `then` is called when they are there: with `under_way`, that may be
+        after this returns.
 
         Raises:
             CorruptionError: they are not those that were written. They are in `out` all the same.
@@ -215,20 +200,45 @@ class TensorFile:
         entry = self.entries[name]
         flat = out.view(-1)
         if flat.dtype is entry.dtype and flat.device.type == "cpu":
-            self._read(name, entry, first, flat)
+            own = UnderWay() if under_way is None else under_way
+            self._read(name, entry, first, flat, own, then)
+            if under_way is None:
+                own.wait()
             return
         count = _BOUNCE // entry.dtype.itemsize
         bounce = torch.empty(min(count, flat.numel()), dtype=entry.dtype)
         for begin in range(0, flat.numel(), count):
             piece = bounce[: flat.numel() - begin]
-            self._read(name, entry, first + begin, piece)
+            own = UnderWay()
+            self._read(name, entry, first + begin, piece, own)
+            own.wait()
             flat[begin : begin + piece.numel()].copy_(piece)
+        then()
 
-    def _read(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
+    def _read(
+        self,
+        name: str,
+        entry: Entry,
+        first: int,
+        out: torch.Tensor,
+        under_way: UnderWay,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
         if not out.numel():
+            then()
             return
+        ticket = self._ring.read(
+            self._file, entry.begin + first * entry.dtype.itemsize, out.data_ptr(), out.nbytes
+        )
+
+        def arrived() -> None:
+            self._check(name, entry, first, out)
+            then()
+
+        under_way.add(ticket, arrived)
+
+    def _check(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
         at = first * entry.dtype.itemsize
-        self._ring.read(self._file, entry.begin + at, out.data_ptr(), out.nbytes).wait()
         complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
         expected = self._expected.get(name)
         if expected is None:
@@ -280,6 +290,10 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def write_all(path: str, tensors: Mapping[str, torch.Tensor], ring: Ring) -> dict[str, list[int]]:
@@ -338,74 +352,3 @@ def failed(what: str, path: str, error: OSError) -> DirectoryError:
         found=error.strerror or str(error),
         cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
     )
-
-
-def _entries(path: str, file: DirectFile) -> dict[str, Entry]:
-    """Read and check a file's header."""
-
-    def wrong(expected: str, found: object) -> CorruptionError:
-        return CorruptionError(
-            f"{path} is no safetensors file that can be read",
-            path=path,
-            expected=expected,
-            found=found,
-            cure="load another checkpoint; or bring this one again from where it was copied",
-        )
-
-    size = file.size
-    length = int.from_bytes(os.pread(file.plain_fd, 8, 0), "little") if size >= 8 else 0
-    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise wrong(f"a header of 2 to {HEADER_LIMIT} bytes in a file that holds it", f"{length} of {size}")
-    text = b""
-    while len(text) < length:
-        piece = os.pread(file.plain_fd, length - len(text), 8 + len(text))
-        if not piece:
-            raise wrong("a file that keeps its size", "one that became shorter")
-        text += piece
-    header: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-    if not isinstance(header, dict):
-        raise wrong("a header of JSON with one entry for each tensor", "something else")
-    header.pop("__metadata__", None)
-    entries = {}
-    for name, value in header.items():
-        entry = _entry(value)
-        if entry is None:
-            raise wrong(
-                "a dtype, a shape, and offsets that hold just so many bytes", f"{name!r}: {value!r:.200}"
-            )
-        entries[name] = entry
-    at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
-        if entry.begin != at:
-            raise wrong("tensors without holes that do not overlap", f"{name!r} at {entry.begin}, not {at}")
-        at += entry.nbytes
-    if 8 + length + at != size:
-        raise wrong(f"{8 + length + at} bytes", f"{size} bytes")
-    return {name: e._replace(begin=e.begin + 8 + length) for name, e in entries.items()}
-
-
-def _entry(value: Any) -> Entry | None:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        return None
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES or not _counts(shape) or not _counts(offsets):
-        return None
-    if len(shape) > 64 or len(offsets) != 2:
-        return None
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        return None
-    return Entry(DTYPES[dtype], tuple(shape), offsets[0], nbytes)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key that comes twice")
-    return made

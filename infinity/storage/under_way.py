@@ -1,0 +1,53 @@
+"""Transfers that are on their way, and what follows each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from infinity.core.errors import StorageError
+from infinity.hardware.aio import Ticket
+
+
+class UnderWay:
+    """Transfers between files and memory that is about to be used for something else."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[tuple[Ticket, Callable[[], None]]] = deque()
+
+    def add(self, ticket: Ticket, then: Callable[[], None]) -> None:
+        """Take a transfer; `then` is called when it and all before it are over."""
+        self._transfers.append((ticket, then))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._transfers)
+
+    def take(self) -> UnderWay:
+        """Return all of them; none are left here."""
+        taken = UnderWay()
+        taken._transfers, self._transfers = self._transfers, deque()
+        return taken
+
+    def wait(self) -> None:
+        """Wait for all of them, and do what follows each.
+
+        Raises:
+            TransferError, CorruptionError: of the first that failed; the others are over, too.
+        """
+        try:
+            while self._transfers:
+                ticket, then = self._transfers[0]
+                ticket.wait()
+                self._transfers.popleft()
+                then()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Wait for all of them, whatever comes of it."""
+        while self._transfers:
+            with contextlib.suppress(StorageError):
+                self._transfers[0][0].wait()
+            self._transfers.popleft()
