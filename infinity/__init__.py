@@ -9,6 +9,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api.gathered import gathered, gradient
+    from .api.inference import inference
     from .api.init import init
     from .api.load import load
     from .api.metrics import metrics
@@ -26,6 +27,7 @@ __all__ = [
     "flush",
     "gathered",
     "gradient",
+    "inference",
     "init",
     "load",
     "metrics",
@@ -40,6 +42,7 @@ __all__ = [
 _HOMES = {
     "Config": "core.config",
     "InfinityError": "core.errors",
+    "inference": "api.inference",
     "init": "api.init",
     "trace": "api.trace",
     "metrics": "api.metrics",

@@ -11,7 +11,7 @@ from infinity.params.param import sharded_of, why_not
 from .init import extent_elements, origin
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
     """Return the group of each parameter, by its id; raise `WrapError` for what cannot be wrapped."""
     if not isinstance(model, nn.Module):
         raise WrapError(
@@ -30,7 +30,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 cure=f"hand over the model as it was built, without {type(module).__name__}"
                 + ("" if type(module).__name__.startswith("Fully") else f": {inner}"),
             )
-    groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    param_groups = optimizer.param_groups if optimizer is not None else []
+    groups = {id(p): g for g, group in enumerate(param_groups) for p in group["params"]}
     named = list(model.named_parameters(remove_duplicate=True))
     for name, param in named:
         if sharded_of(param) is not None:
@@ -91,7 +92,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
                 cure=f"pass it to the optimizer, or freeze it: {name}.requires_grad_(False)",
             )
     known = {id(p) for _, p in named}
-    for g, group in enumerate(optimizer.param_groups):
+    for g, group in enumerate(param_groups):
         for param in group["params"]:
             if id(param) not in known:
                 raise WrapError(

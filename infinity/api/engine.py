@@ -47,6 +47,7 @@ from infinity.storage.heap import PinnedHeap
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
+from infinity.storage.weights import Weights
 
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
@@ -59,12 +60,20 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
-    """Everything that one wrapped model has. Made by `wrap`."""
+    """Everything that one wrapped model has. Made by `wrap`, and by `inference`, without an optimizer: then
+    every parameter is frozen. `weights`: where the values are, if not in the parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
-        decoupled = check_optimizer(optimizer)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        weights: Weights | None = None,
+    ) -> None:
+        decoupled = optimizer is not None and check_optimizer(optimizer)
         groups = check_model(model, optimizer)
         self.config = config
+        self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
         wait_for_dropped()
@@ -133,14 +142,14 @@ class Engine:
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
                 *(model, optimizer, members, specs, layouts, scopes, plans),
-                *(store, pool, heap, device, decoupled),
+                *(store, pool, heap, device, decoupled, weights),
             )
             undo.pop_all()
 
     def _build(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         members: list[UnitMembers],
         specs: list[list[ParamSpec]],
         layouts: Any,
@@ -151,6 +160,7 @@ class Engine:
         heap: PinnedHeap | None,
         device: Device,
         decoupled: bool,
+        weights: Weights | None,
     ) -> None:
         self.device, self.store, self.pool = device, store, pool
         units = []
@@ -195,10 +205,11 @@ class Engine:
         self.activations = (
             Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )
-        self._take_over(model, optimizer)
+        self._take_over(model, optimizer, weights)
         self.phases = Phases(
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),
+            trains=optimizer is not None,
         )
         self.phases.owner = self
         self.hooks = Hooks(
@@ -215,7 +226,13 @@ class Engine:
         self._handles = install(model, self)
         self._unguard = misuse.guard(model, optimizer)
         self._shut = False
-        self.optimizer = OffloadOptimizer(
+        self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
+        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations
+        self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
+        _ENGINES.add(self)
+
+    def _offload(self, optimizer: torch.optim.Optimizer, decoupled: bool) -> OffloadOptimizer:
+        return OffloadOptimizer(
             optimizer,
             tiers=self.tiers,
             residency=self.residency,
@@ -234,24 +251,48 @@ class Engine:
             seams=self.phases,
             shelter=self.shelter,
         )
-        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations
-        self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
-        _ENGINES.add(self)
 
-    def _take_over(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
+
+    def check_trains(self) -> None:
+        """Raise `ParameterError` if the model is for inference."""
+        if self._optimizer is None:
+            raise misuse.not_for_training("a call that needs its optimizer")
+
+    @property
+    def optimizer(self) -> OffloadOptimizer:
+        """The optimizer. Raises as `check_trains`."""
+        self.check_trains()
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def publish(self) -> None:
+        """Have everybody see the newest values: see `OffloadOptimizer.publish`."""
+        if self._optimizer is not None:
+            self._optimizer.publish()
+        else:
+            self.phases.finish()
+
+    def _take_over(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None
+    ) -> None:
+        state: Any = {} if optimizer is None else optimizer.state
         for unit in self.units:
             old = [p.param for p in unit.params]
             moments: dict[int, Mapping[str, Any]] = {}
             for sharded in unit.params:
-                saved = optimizer.state.get(sharded.param)
+                saved = state.get(sharded.param)
                 if saved and sharded.spec.trainable:
                     sharded.step = int(saved["step"])
                     moments[sharded.index] = saved
             data = [p.data for p in old]
-            self.states.take_over(unit, moments)
+            self.states.take_over(unit, moments, weights)
             bump(unit.params)  # what a graph from before has saved of them is gone
             for param in old:
-                optimizer.state.pop(param, None)
+                state.pop(param, None)
             for tensor in data:
                 release_scratch(tensor)
             del data
@@ -270,6 +311,8 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._unguard()
+        for param in self.frozen:
+            param.requires_grad_()
         _ENGINES.discard(self)
 
     def close(self) -> None:
@@ -291,7 +334,7 @@ class Engine:
                 if hurry:
                     self.store.give_up(GRACE)
                 elif self.residency.has_two_versions and not self.updates.failed and self.phases.usable:
-                    self.optimizer.publish()  # what is on the device is the newest then
+                    self.publish()  # what is on the device is the newest then
                     self.residency.resume_all()
             finally:
                 self._shut, self.phases.closed = True, self.phases.closed or CLOSED
@@ -344,8 +387,7 @@ def engine_of(thing: object) -> Engine:
     for engine in _ENGINES:
         if (
             thing is engine.model()
-            or thing is engine.optimizer
-            or inner is engine.optimizer
+            or (engine.trains and (thing is engine.optimizer or inner is engine.optimizer))
             or (isinstance(thing, nn.Parameter) and thing in engine.params)
         ):
             return engine

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.autograd import saved
 from infinity.core.errors import ParameterError
 from infinity.grads.sharded_grad import ShardedGrad
+from infinity.optim.misuse import not_for_training
 
 from .engine import Engine, engine_of
 
@@ -37,7 +38,8 @@ def gathered(
         WrapError: they belong to no wrapped model.
         ParameterChangedError: they were edited without ``write=True``, or given data of another shape;
             all other edits are kept.
-        ParameterError: delayed updates, and a forward or backward under way uses an older version.
+        ParameterError: delayed updates, and a forward or backward under way uses an older version; or an
+            edit of a model that is for inference.
         StorageError: a transfer or an update failed.
     """
     if isinstance(params, nn.Module):
@@ -72,6 +74,8 @@ def _check_one_version(engine: Engine) -> None:
 @contextlib.contextmanager
 def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     engine.phases.check()
+    if write and not engine.trains:
+        raise not_for_training("`gathered(write=True)`")
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
@@ -80,7 +84,7 @@ def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterat
         if engine.phases.is_forward_here():
             _check_one_version(engine)
         else:
-            engine.optimizer.publish()
+            engine.publish()
     with contextlib.ExitStack() as stack:
         stack.enter_context(engine.shelter.turn.hold())
         # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as

@@ -68,6 +68,7 @@ def load(
     that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.
     """
     engine, name = engine_of(optimizer), path_of(path)
+    engine.check_trains()
     # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
     loading, given = engine.shelter.run(
         lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))

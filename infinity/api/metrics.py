@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from infinity.core.sizes import GiB, Tier
-from infinity.optim.optimizer import OffloadOptimizer
 
 from .engine import engine_of
 
 
-def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
+def metrics(thing: object) -> dict[str, float]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has them.
 
-    A step is from the end of one `step()` to the end of the next. Of the last one:
+    `thing` is a wrapped model or its optimizer. A step is from the end of one `step()` to the end of the
+    next; of a model that is for inference, from the end of one forward to the end of the next. Of the last
+    one:
 
     - ``grad_norm``: 2-norm before clipping, unscaled; ``loss_scale``: 1.0 unless fp16.
     - ``time_metrics/end_to_end(s)``, ``time_metrics/update(s)``: the step, and `step()` alone, in seconds.
@@ -36,18 +39,19 @@ def metrics(optimizer: OffloadOptimizer) -> dict[str, float]:
     ``memory/device_units_peak(GiB)``, ``memory/host_leases_peak(GiB)``, ``activations/host(GiB)``.
 
     Raises:
-        WrapError: `optimizer` belongs to no wrapped model.
+        WrapError: `thing` belongs to no wrapped model.
     """
-    engine = engine_of(optimizer)
+    engine = engine_of(thing)
+    optimizer = engine.optimizer if engine.trains else None
     stats = engine.store.stats()
     pool = engine.pool.stats()
     activations = engine.activations
     held = engine.residency.held()
     values = {
-        "grad_norm": optimizer.grad_norm if optimizer.grad_norm is not None else float("nan"),
-        "loss_scale": optimizer.loss_scale,
-        "steps": float(optimizer.steps),
-        "skipped_steps": float(optimizer.skipped_steps),
+        "grad_norm": math.nan if optimizer is None or optimizer.grad_norm is None else optimizer.grad_norm,
+        "loss_scale": optimizer.loss_scale if optimizer is not None else 1.0,
+        "steps": float(optimizer.steps if optimizer is not None else 0),
+        "skipped_steps": float(optimizer.skipped_steps if optimizer is not None else 0),
         "time_metrics/end_to_end(s)": engine.phases.times["step"],
         "time_metrics/update(s)": engine.phases.times["update"],
         "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,

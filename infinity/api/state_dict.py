@@ -21,7 +21,7 @@ from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.stack import frames
 from infinity.hardware.shelter import Shelter
 from infinity.optim.edits import Edits
-from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.misuse import not_for_training
 from infinity.optim.state_io import States
 from infinity.params.given import own as own_storage
 from infinity.params.param import ReleasedParameter, ShardedParam
@@ -34,8 +34,9 @@ class _Engine(Protocol):
     edits: Edits
     residency: Residency
     phases: Phases
-    optimizer: OffloadOptimizer
     shelter: Shelter
+
+    def publish(self) -> None: ...
 
 
 def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
@@ -145,7 +146,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
                 cure="leave assign out, or load before `wrap`",
             )
         engine.phases.check()
-        engine.optimizer.publish()
+        if not engine.phases.trains:
+            raise not_for_training("load_state_dict()")
+        engine.publish()
         turn.enter(module)
         loaded = [p for n, p in module._parameters.items() if prefix + n in state]
         engine.edits.given.forget(engine.params[p] for p in loaded if p is not None and p in engine.params)

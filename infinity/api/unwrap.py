@@ -13,7 +13,6 @@ from infinity.core.sizes import format_size
 from infinity.hardware.probe import available_host_memory
 from infinity.hardware.shelter import Shelter
 from infinity.optim.edits import Edits
-from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state_io import States
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -24,11 +23,11 @@ class _Engine(Protocol):
     units: list[ParamUnit]
     states: States
     edits: Edits
-    optimizer: OffloadOptimizer
     shelter: Shelter
     phases: Phases
 
     def model(self) -> nn.Module | None: ...
+    def publish(self) -> None: ...
     def close(self) -> None: ...
     def let_go(self) -> None: ...
 
@@ -40,7 +39,7 @@ def restore(engine: _Engine) -> None:
     else:
         _check_blocks(engine)
         engine.edits.check_unseen()
-        engine.optimizer.publish()
+        engine.publish()
         engine.edits.adopt_all()
     _check_room(engine)
     params = list(engine.params.values())

@@ -59,7 +59,11 @@ def flush(thing: object) -> None:
         ParameterError: that would change parameters inside a `gathered` block.
         StorageError: an update failed.
     """
-    engine_of(thing).optimizer.flush()
+    engine = engine_of(thing)
+    if engine.trains:
+        engine.optimizer.flush()
+    else:
+        engine.phases.finish()
 
 
 def unwrap(model: _Model) -> _Model:
@@ -79,9 +83,10 @@ def unwrap(model: _Model) -> _Model:
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(model)
-    optimizer = engine.optimizer
     restore(engine)
-    _PLAIN_AGAIN.update((model, optimizer))
+    _PLAIN_AGAIN.add(model)
+    if engine.trains:
+        _PLAIN_AGAIN.add(engine.optimizer)
     return model
 
 

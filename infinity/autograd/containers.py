@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +31,21 @@ def tensors_in(value: Any, seen: set[int] | None = None, *, objects: bool = True
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with its floating tensors in `dtype`. A container in which nothing changes is the one
+    """Return `value` with its floating tensors in `dtype`; see `mapped`."""
+    return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with each tensor as `change` returns it. A container in which nothing changes is the one
     that was given, so that what is put into it arrives; others are copies of their class. Containers of
     unknown kinds stay as they are."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+        return change(value)
     if isinstance(value, dict):
-        changed = {k: new for k, v in value.items() if (new := cast(v, dtype)) is not v}
+        changed = {k: new for k, v in value.items() if (new := mapped(v, change)) is not v}
         return _with_items(value, changed) if changed else value
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_make")):
-        items = [cast(v, dtype) for v in value]
+        items = [mapped(v, change) for v in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -31,6 +31,7 @@ from . import inputs, saved
 from .activations import Activations
 from .containers import cast, tensors_in
 from .guard import Guard
+from .no_gradients import refuse_backward, without_gradients
 from .phases import Forward, Phases, TrainingState
 
 
@@ -126,9 +127,12 @@ class Hooks:
         # What is recomputed is used at once.
         offload = self._activations if torch.is_grad_enabled() and not in_backward() else None
         phases.push_root(self, saved.enter(phases.token, offload))
-        if self._compute_dtype is torch.float32:
-            return None
-        return cast((args, kwargs), self._compute_dtype)
+        given = args, kwargs
+        if not phases.trains and torch.is_grad_enabled():
+            given = without_gradients(given)
+        if self._compute_dtype is not torch.float32:
+            given = cast(given, self._compute_dtype)
+        return given if given[0] is not args or given[1] is not kwargs else None
 
     @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -140,9 +144,11 @@ class Hooks:
             if torch.is_grad_enabled() and not in_backward():
                 self._keep_version(output, self._phases.newest)
             phases.end_forward(self)
-        if self._output_dtype is None:
-            return None
-        return cast(output, self._output_dtype)
+        if self._output_dtype is not None:
+            output = cast(output, self._output_dtype)
+        if not phases.trains and torch.is_grad_enabled() and not phases.in_forward:
+            return refuse_backward(output)
+        return output
 
     # -- backward ---------------------------------------------------------------------------
 

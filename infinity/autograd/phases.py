@@ -93,8 +93,11 @@ class Phases:
         store: Store,
         recorder: Recorder,
         activations: Activations | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self.shelter = residency.shelter
+        self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
         self.claims = Claims(residency)
         self.guests = Guests(residency)
         self.token = object()  # whose hooks on saved tensors are ours
@@ -168,7 +171,7 @@ class Phases:
         self.shelter.begin(use)
         self._edits.given.check()
         self.newest = not training
-        self._residency.schedule.expect(torch.is_grad_enabled())
+        self._residency.schedule.expect(torch.is_grad_enabled() and self.trains)
 
     def enter_root(self, module: torch.nn.Module, use: object) -> bool:
         """A forward of the root begins; return whether it begins from outside, and not in a forward or a
@@ -200,7 +203,7 @@ class Phases:
         self.claims.release_wanted()
         if self._roots:
             return False
-        grad, backward = torch.is_grad_enabled(), in_backward()
+        grad, backward = torch.is_grad_enabled() and self.trains, in_backward()
         if (log := self._recorder.log) is not None:
             log.leave(use)
             self._left = now() if grad and not backward else 0
@@ -209,8 +212,11 @@ class Phases:
         return True
 
     def end_forward(self, use: object) -> None:
-        """A forward that began from outside is over."""
+        """A forward that began from outside is over; without an optimizer, it is what figures count as a
+        step."""
         self.guests.release()
+        if not self.trains:
+            self.stepped(0.0)
         self.shelter.turn.leave(use)
 
     def enter(self, scope: Scope) -> Forward:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from infinity.core.errors import ReleasedParameterError, WrapError
+from infinity.core.errors import ParameterError, ReleasedParameterError, WrapError
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
@@ -61,12 +61,33 @@ def refuse_copies(name: str, *_: Any) -> NoReturn:
     )
 
 
+def not_for_training(found: str) -> ParameterError:
+    """Return the error of what would train a model of `infinity.inference`, or edit it."""
+    return ParameterError(
+        "this model is for inference",
+        expected="forwards: it has no optimizer and no gradients, and its parameters stay as they are",
+        found=found,
+        cure="build the model inside `with infinity.init(config):` and train what "
+        "`infinity.wrap(model, optimizer, config)` returns; `infinity.unwrap(model)` makes this one a plain "
+        "model again",
+    )
+
+
+def _train(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`nn.Module.train` of a model that is for inference."""
+    if mode:
+        raise not_for_training("train()")
+    return type(module).train(module, False)
+
+
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module whose parameters are all on the device, as inside `gathered`; without our hooks."""
     if any(isinstance(p, ReleasedParameter) for p in module.parameters()):
         refuse_copies(type(module).__name__)
     mine = module.__dict__
     ours = {name: mine.pop(name) for name in _OURS if name in mine}
+    if getattr(mine.get("train"), "func", None) is _train:
+        ours["train"] = mine.pop("train")
     hooks = {name: mine[name] for name in _HOOKS if name in mine}
     for name, entries in hooks.items():
         mine[name] = OrderedDict((key, hook) for key, hook in entries.items() if not _is_ours(hook))
@@ -103,14 +124,19 @@ _HOOKS = (
 )
 
 
-def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def guard(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
     """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
-    `optimizer` from before `wrap` raise what says what to write; return what undoes that."""
-    handles = [
-        optimizer.register_state_dict_pre_hook(_refuse_state),
-        optimizer.register_load_state_dict_pre_hook(_refuse_state),
-    ]
+    `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Return what
+    undoes that."""
+    handles = []
+    if optimizer is not None:
+        handles = [
+            optimizer.register_state_dict_pre_hook(_refuse_state),
+            optimizer.register_load_state_dict_pre_hook(_refuse_state),
+        ]
     modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
+    for module in model.modules() if optimizer is None else ():
+        module.__dict__["train"] = functools.partial(_train, module)
     for module in modules:
         module.__dict__["__reduce_ex__"] = functools.partial(refuse_copies, type(module).__name__)
         module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
@@ -123,6 +149,8 @@ def guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], No
         for module in modules:
             for name in ("__reduce_ex__", "__deepcopy__"):
                 module.__dict__.pop(name, None)
+        for module in model.modules() if optimizer is None else ():
+            module.__dict__.pop("train", None)
         model.__dict__.pop(_DDP, None)
         if before is not None:
             model.__dict__[_DDP] = before

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -36,6 +36,13 @@ _MOST_LEAVING = 2  # chunks whose tensors are on their way while others are yiel
 _SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
+class Values(Protocol):
+    """Values of parameters that are not in memory."""
+
+    def read(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Put the elements of the parameter `name` from element `first` on into `out`, flat."""
+
+
 class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
@@ -57,12 +64,20 @@ class States:
 
     # -- wrap -------------------------------------------------------------------------------
 
-    def take_over(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
+    def take_over(
+        self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]], values: Values | None = None
+    ) -> None:
         """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
-        optimizer already had (by parameter index; zeros otherwise)."""
+        optimizer already had (by parameter index; zeros otherwise). `values`: of a frozen unit, where they
+        are, if not in its parameters."""
         if unit.on_device:
             unit.place()
-        self._fill(unit, moments)
+        if values is None:
+            self._fill(unit, moments)
+        else:
+            kinds = ("copy",)
+            for sharded, segment, tensors in self.segments(kinds, unit.params, written=kinds, fresh=True):
+                values.read(sharded.name, segment.offset, tensors["copy"])
         unit.bind()  # counts who refers to the unit's memory, which nothing of ours must do now
 
     def _fill(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:

@@ -189,8 +189,8 @@ class TensorFile:
         under_way: UnderWay | None = None,
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        """Read the tensor's elements from element `first` on into `out`, of whichever dtype and device; the
-        pieces of a tensor come in order. `then` is called when they are there: with `under_way`, that may be
+        """Read the tensor's elements from element `first` on into `out`, of whichever dtype and device. Where
+        there are checksums, the pieces of a tensor come in order. `then` is called when they are there: with `under_way`, that may be
         after this returns.
 
         Raises:
@@ -239,10 +239,11 @@ class TensorFile:
 
     def _check(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
         at = first * entry.dtype.itemsize
-        complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
         expected = self._expected.get(name)
         if expected is None:
             return
+        complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
+        complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
         found = self._sums._done[name]
         for index in complete:
             self._compare(name, index, expected[index], found[index])

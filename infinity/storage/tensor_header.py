@@ -48,6 +48,11 @@ class Entry(NamedTuple):
     begin: int
     nbytes: int
 
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.nbytes // self.dtype.itemsize
+
 
 def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:
     """Read and check a file's header."""

@@ -1,0 +1,414 @@
+"""Models of transformers: the structure that a directory describes, and where its values are.
+
+[Note: names in files] The tensors of a directory may have other names than the parameters that transformers
+makes of them, and several may become one (experts). Which, only transformers knows, and it is asked: names
+are renamed by its own rules; and a conversion is given small tensors with numbers to tell them apart. Where
+these come out as they went in, one tensor after the other, a parameter is those tensors of the file one after
+the other, and is read without ever being whole in memory. Where not, transformers loads the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.core.config import Config
+from infinity.core.errors import DataError
+from infinity.hardware.aio import Ring
+from infinity.storage.tensor_file import Entry, TensorFile
+from infinity.storage.weights import Piece, Weights
+
+from .init import init
+
+_INDEX: Final = "model.safetensors.index.json"
+_ONE: Final = "model.safetensors"
+_INDEX_LIMIT: Final = 100_000_000
+_SHOWN: Final = 8  # names in a message
+
+
+def is_directory_of_a_model(path: str) -> bool:
+    """Return whether a directory has a config.json, as transformers writes it."""
+    return os.path.isfile(os.path.join(path, "config.json"))
+
+
+def read_config(directory: str) -> Any:
+    """Return the configuration of the model in a directory. Nothing of the directory is executed.
+
+    Raises:
+        DataError: transformers is not there, or cannot read it, or it is of a quantized model.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise DataError(
+            "transformers is not installed",
+            expected="the package transformers",
+            found=str(error),
+            cure="pip install 'infinity-offload[hf]'",
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a file that is not what it should be makes of its parser
+        raise _unreadable(directory, error) from error
+    if getattr(config, "quantization_config", None):
+        raise DataError(
+            f"the model in {directory!r} is quantized",
+            expected="parameters in a floating-point dtype",
+            found="a quantization_config",
+            cure="take the model as it was before that, or save it dequantized",
+        )
+    return config
+
+
+def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model that `config` describes: its buffers have values, its parameters, in `dtype`, have
+    none.
+
+    Raises:
+        DataError: it cannot be built.
+    """
+    kind = _class_of(directory, config)
+    try:
+        with without_values():
+            model: Any = kind._from_config(config, **{_dtype_keyword(): dtype})
+    except Exception as error:
+        raise _unreadable(directory, error) from error
+    if os.path.isfile(os.path.join(directory, "generation_config.json")) and model.can_generate():
+        from transformers import GenerationConfig
+
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:
+            raise _unreadable(directory, error) from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
+    """Return the model in a directory as transformers loads it, standing in scratch files.
+
+    Raises:
+        DataError: transformers cannot load it, or there are no values for some of its parameters.
+        DirectoryError: there is no room for scratch files.
+    """
+    kind = _class_of(directory, hf_config)
+    told = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    with init(config):
+        try:
+            model, found = kind.from_pretrained(directory, **told, **{_dtype_keyword(): config.compute_dtype})
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+            raise _unreadable(directory, error) from error
+    if found["missing_keys"]:
+        raise missing(directory, sorted(found["missing_keys"]))
+    return model.eval()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device, and whose buffers have values."""
+    made = WeakIdKeyDictionary()
+
+    def on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta or nn.parameter.is_lazy(param):
+            return None
+        if param not in made:
+            made[param] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        return made[param]  # type: ignore[no-any-return]
+
+    handle = register_module_parameter_registration_hook(on_registration)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights | None:
+    """Return where the values of the parameters of `model` are, by their first names; None: only
+    transformers can tell. Persistent buffers get their values. `stack` closes the files.
+
+    Raises:
+        DataError: there are no safetensors files, or not all parameters in them.
+        CorruptionError: a file is not what it should be.
+    """
+    files = open_files(directory, ring, stack)
+    entries = {name: (file, file.entries[name]) for file in files for name in file.entries}
+    targets = _targets(model, {name: entry for name, (_, entry) in entries.items()})
+    if targets is None:
+        return None
+
+    def pieces_of(name: str) -> list[Piece]:
+        return [Piece(entries[n][0], n, entries[n][1].numel) for n in targets[name]]
+
+    pieces: dict[str, list[Piece]] = {}
+    lacking = []
+    for first, names, param in named(model):
+        found = [pieces_of(name) for name in names if name in targets]
+        if not found:
+            lacking.append(first)
+            continue
+        if any(sum(p.numel for p in each) != param.numel() for each in found):
+            raise other_shape(directory, first, param.shape, "another number of elements")
+        if not all(_equal(found[0], other) for other in found[1:]):
+            return None  # they are not tied after all
+        pieces[first] = found[0]
+    if lacking:
+        raise missing(directory, lacking)
+    for name, buffer in model.named_buffers():
+        if name in targets and buffer.numel() == sum(p.numel for p in pieces_of(name)):
+            [piece] = pieces_of(name)
+            piece.file.read(piece.name, 0, buffer)
+    return Weights(pieces)
+
+
+def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[TensorFile]:
+    """Open the safetensors files of a directory, checked; `stack` closes them.
+
+    Raises:
+        DataError: there are none, or their index is none.
+        CorruptionError: one is not what the index says.
+    """
+    index = os.path.join(directory, _INDEX)
+    if not os.path.lexists(index):
+        one = os.path.join(directory, _ONE)
+        if not os.path.lexists(one):
+            others = sorted(n for n in os.listdir(directory) if n.endswith((".bin", ".pt", ".safetensors")))
+            raise DataError(
+                f"there are no weights in {directory!r}",
+                expected=f"{_ONE}, or {_INDEX} and the files that it names: nothing is ever unpickled",
+                found=", ".join(others[:_SHOWN]) or "none",
+                cure="save the model with save_pretrained(safe_serialization=True)",
+            )
+        return [stack.enter_context(TensorFile.open(one, ring))]
+    of = _weight_map(index)
+    files = {}
+    for name in sorted(set(of.values())):
+        files[name] = stack.enter_context(TensorFile.open(os.path.join(directory, name), ring))
+    for tensor, name in of.items():
+        if tensor not in files[name].entries:
+            raise _wrong_index(index, f"{tensor!r} in {name}", "no such tensor")
+    for name, file in files.items():  # what the index does not name does not count
+        file.entries = {tensor: e for tensor, e in file.entries.items() if of.get(tensor) == name}
+    return list(files.values())
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    found: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if os.path.isfile(index) and os.path.getsize(index) <= _INDEX_LIMIT:
+            with open(index, encoding="utf-8") as file:
+                found = json.load(file)
+    of = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(of, dict) or not of:
+        raise _wrong_index(index, "JSON with a weight_map", "something else")
+    for name in of.values():
+        plain = isinstance(name, str) and name == os.path.basename(name) and name.endswith(".safetensors")
+        if not plain or "\0" in name:
+            raise _wrong_index(index, "names of safetensors files beside it", f"{name!r:.200}")
+    return of
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, list[str], nn.Parameter]]:
+    """Yield each parameter with its first name, and all of its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for param, each in names.items():
+        yield each[0], each, param
+
+
+def _equal(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+    """Return whether two parameters' values are the same, bit for bit."""
+    if [(p.numel, p.dtype) for p in first] != [(p.numel, p.dtype) for p in second]:
+        return False
+    return all(_same_values(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _same_values(first: Piece, second: Piece, count: int = 1 << 20) -> bool:
+    ours, theirs = (torch.empty(min(count, first.numel), dtype=first.dtype) for _ in range(2))
+    for begin in range(0, first.numel, count):
+        numel = min(count, first.numel - begin)
+        for piece, out in ((first, ours), (second, theirs)):
+            piece.file.read(piece.name, begin, out[:numel])
+        if not torch.equal(ours[:numel].view(torch.uint8), theirs[:numel].view(torch.uint8)):
+            return False
+    return True
+
+
+# -- what transformers says of names -----------------------------------------------------------
+
+
+def _targets(model: Any, entries: Mapping[str, Entry]) -> dict[str, list[str]] | None:
+    """Return the tensors of the files that each parameter and buffer consists of, one after the other; None:
+    that is not all that transformers does with them. See [Note: names in files]."""
+    known = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    if importlib.util.find_spec("transformers.core_model_loading") is not None:
+        return _converted(model, entries, known)
+    if getattr(model, "_checkpoint_conversion_mapping", None):
+        return None
+    prefix = f"{model.base_model_prefix}."
+    targets = {}
+    for name, entry in entries.items():
+        for target in (name, prefix + name, name.removeprefix(prefix)):
+            if known.get(target) == torch.Size(entry.shape):
+                targets[target] = [name]
+                break
+    return targets
+
+
+def _converted(
+    model: Any, entries: Mapping[str, Entry], known: Mapping[str, torch.Size]
+) -> dict[str, list[str]] | None:
+    """`_targets`, as transformers 5 has it."""
+    try:
+        from transformers import conversion_mapping
+        from transformers import core_model_loading as loading
+
+        rules = conversion_mapping.get_model_conversion_mapping(model)
+        renamings = [r for r in rules if isinstance(r, loading.WeightRenaming)]
+        converters = [r for r in rules if isinstance(r, loading.WeightConverter)]
+        prefix = model.base_model_prefix
+        of: dict[str, list[tuple[str, Any]]] = {}
+        for name in sorted(entries, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+            if target not in known and name in known:
+                target, pattern = loading.rename_source_key(name, [], [], prefix, known)
+            if target in known:
+                of.setdefault(target, []).append((name, pattern))
+            elif pattern is not None:
+                return None
+        targets = {}
+        for target, sources in of.items():
+            if sources[0][1] is None:
+                order: list[str] | None = [sources[0][0]]
+                whole = torch.Size(entries[sources[0][0]].shape)
+            else:
+                order, whole = _order(model, target, sources, converters, entries)
+            if order is None or whole != known[target]:
+                return None
+            targets[target] = order
+        return targets
+    except (ImportError, AttributeError, TypeError):  # a version that has it otherwise
+        return None
+
+
+def _order(
+    model: Any,
+    target: str,
+    sources: Sequence[tuple[str, Any]],
+    converters: Sequence[Any],
+    entries: Mapping[str, Entry],
+) -> tuple[list[str] | None, torch.Size]:
+    """Return the order in which a conversion puts tensors one after the other into the parameter `target`,
+    and its shape; None: it does something else."""
+
+    def convert(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        rule = next(c for c in converters if sources[0][1] in c.source_patterns)
+        rule = copy.deepcopy(rule)
+        for (name, pattern), tensor in zip(sources, tensors, strict=True):
+            rule.add_tensor(target, name, pattern, tensor)
+        made = rule.convert(target, model=model, config=model.config)
+        if list(made) != [target]:
+            return None  # one tensor becomes several
+        result = made[target]
+        result = result[0] if isinstance(result, list) else result
+        return result if isinstance(result, torch.Tensor) else None
+
+    numbers = itertools.count()
+    small = []
+    for name, _ in sources:
+        shape = [2 + i for i in range(len(entries[name].shape))]
+        numel = torch.Size(shape).numel()
+        small.append(torch.tensor([next(numbers) for _ in range(numel)]).view(shape))
+    try:
+        made = convert(small)
+        whole = convert([torch.empty(entries[n].shape, device="meta") for n, _ in sources])
+    except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
+        return None, torch.Size()  # it looks at values, or at more than these tensors
+    if made is None or whole is None:
+        return None, torch.Size()
+    begins = {int(t.view(-1)[0]): (name, t.numel()) for (name, _), t in zip(sources, small, strict=True)}
+    flat, order, at = made.reshape(-1).tolist(), [], 0
+    while at < len(flat):
+        name, numel = begins.pop(flat[at], ("", 0))
+        if not numel or flat[at : at + numel] != list(range(flat[at], flat[at] + numel)):
+            return None, torch.Size()
+        order.append(name)
+        at += numel
+    return (None if begins else order), whole.shape
+
+
+def _dtype_keyword() -> str:
+    import transformers
+
+    # The name changed.
+    return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+
+
+def _class_of(directory: str, config: Any) -> Any:
+    """Return the class of transformers that a configuration names, or the one that writes text."""
+    import transformers
+
+    names = [n for n in getattr(config, "architectures", None) or () if isinstance(n, str)]
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        if not names and type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise DataError(
+        f"transformers does not have the model in {directory!r}",
+        expected="a class of transformers as `architectures`, in config.json; code in the directory is never "
+        "executed",
+        found=", ".join(names) or "none",
+        cure="update transformers; or build the model yourself: infinity.inference(model, config)",
+    )
+
+
+def _unreadable(directory: str, error: Exception) -> DataError:
+    return DataError(
+        f"the model in {directory!r} cannot be read",
+        expected="config.json and safetensors files of one model that transformers has",
+        found=f"{type(error).__name__}: {error}",
+        cure="check the directory, or update transformers",
+    )
+
+
+def missing(directory: str, names: Sequence[str]) -> DataError:
+    """Return the error of a model with more parameters than its directory."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return DataError(
+        f"the files in {directory!r} do not have all parameters of the model",
+        expected="a tensor for each",
+        found=f"none for {', '.join(names[:_SHOWN])}{more}",
+        cure="check config.json, and that all files are there",
+    )
+
+
+def other_shape(directory: str, name: str, expected: Sequence[int], found: object) -> DataError:
+    """Return the error of a parameter that is not what the model has."""
+    return DataError(
+        f"the files in {directory!r} have {name!r} in another shape than the model",
+        expected=[*expected],
+        found=found,
+        cure="check config.json",
+    )
+
+
+def _wrong_index(index: str, expected: str, found: str) -> DataError:
+    return DataError(
+        f"{index} is no index of safetensors files",
+        expected=expected,
+        found=found,
+        cure="bring the directory again from where it was copied",
+    )

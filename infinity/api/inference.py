@@ -1,0 +1,245 @@
+"""`inference`: a model that is only used, with its parameters on the tiers that have room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from infinity.core.config import Config
+from infinity.core.errors import CorruptionError, DataError, DirectoryError, WrapError
+from infinity.hardware.aio import Ring
+from infinity.storage.checkpoints import Found, find
+from infinity.storage.tensor_file import TensorFile, read_all
+from infinity.storage.weights import Piece, Weights
+
+from . import hugging_face
+from .checkpoint import Progress, path_of, reading_ring
+from .engine import Engine
+
+_TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
+
+
+def inference(
+    model: nn.Module | str | os.PathLike[str],
+    config: Config,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Return a model that is only used: without an optimizer, without gradients, in evaluation mode. Its
+    parameters are on the tiers that `config` names, and there while they are used; nothing is written once
+    this has returned. `infinity.close` ends it.
+
+    Args:
+        model: a model, which is taken over as by `wrap`; or a directory: of Hugging Face (config.json and
+            safetensors files), or a checkpoint of `infinity.save` of a model of transformers, or of
+            checkpoints: of these, the one that was completed last. From a directory values go straight to
+            their tiers, without ever being a model in memory, and in the compute dtype.
+        config: budgets, the compute dtype, and the placement of `parameters`.
+        weights: such a directory, for the values of a model that was built: its own do not count, and it may
+            be on the meta device. Its parameters are replaced by others then.
+        progress: called with the bytes read, and all bytes.
+
+    Raises:
+        WrapError, BudgetError, DirectoryError, ConfigError, BackendError: as `wrap`.
+        DataError: the directory has no model, or not all of it, or one that transformers does not have.
+        CorruptionError: its files are not what they should be.
+    """
+    if not isinstance(config, Config):
+        raise WrapError(
+            "inference takes a Config",
+            expected="infinity.Config(...)",
+            found=type(config).__name__,
+            cure="inference(model, infinity.Config(...))",
+        )
+    with contextlib.ExitStack() as stack:
+        values = None
+        if isinstance(model, nn.Module):
+            if weights is not None:
+                _check_buffers(model)
+                values = _weights_at(path_of(weights), model, stack)
+        else:
+            if weights is not None:
+                raise WrapError(
+                    "weights are for a model that was built",
+                    expected="inference(model, config, weights=directory), or inference(directory, config)",
+                    found="two directories",
+                    cure="leave weights out",
+                )
+            model, values = _built(path_of(model), config, stack)
+        if values is not None:
+            values.progress = progress
+        return _stand(model, config, values)
+
+
+def _stand(model: nn.Module, config: Config, values: Weights | None) -> nn.Module:
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if module.training:
+                undo.callback(setattr, module, "training", True)
+        model.eval()
+        if values is not None:
+            _drop_values(model, undo)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        for param in trainable:
+            undo.callback(param.requires_grad_)
+            param.requires_grad_(False)
+        with torch.inference_mode(False):  # as in `wrap`
+            engine = Engine(model, None, config, values)
+        engine.frozen = trainable
+        undo.pop_all()
+    return model
+
+
+def _drop_values(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Replace parameters by such that have a shape and a dtype, and no memory for it; not on the meta device,
+    from which a parameter cannot be moved."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or nn.parameter.is_lazy(param):
+                continue
+            if param not in made:
+                data = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
+                made[param] = nn.Parameter(data, param.requires_grad)
+                made[param].__class__ = type(param)
+                made[param].__dict__.update(param.__dict__)
+            undo.callback(module._parameters.__setitem__, name, param)
+            module._parameters[name] = made[param]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise WrapError(
+                f"the buffer {name!r} has no values",
+                expected="buffers with values",
+                found="one on the meta device",
+                cure="build the model on the CPU, or let only its parameters be on the meta device",
+            )
+
+
+# -- directories -----------------------------------------------------------------------------
+
+
+def _built(directory: str, config: Config, stack: contextlib.ExitStack) -> tuple[nn.Module, Weights | None]:
+    """Return the model in a directory, and where its values are; None: they are in it."""
+    if hugging_face.is_directory_of_a_model(directory):
+        read = hugging_face.read_config(directory)
+        model = hugging_face.structure(directory, read, config.compute_dtype)
+        values = _of_hugging_face(directory, model, stack)
+        if values is None:
+            model = hugging_face.load_whole(directory, read, config)
+        return model, values
+    found = find_model(directory)
+    with texts_of(found) as texts:
+        if not hugging_face.is_directory_of_a_model(texts):
+            raise DataError(
+                f"the checkpoint {found.path} does not say what its model is",
+                expected="that of a model of transformers",
+                found="no config.json in its index",
+                cure="build the model, and read its values: infinity.inference(model, config, "
+                f"weights={found.path!r}); `infinity generate` does that for what `infinity train` has saved",
+            )
+        read = hugging_face.read_config(texts)
+        model = hugging_face.structure(texts, read, config.compute_dtype)
+    return model, _of_checkpoint(found, model, stack)
+
+
+def _weights_at(directory: str, model: nn.Module, stack: contextlib.ExitStack) -> Weights:
+    if not hugging_face.is_directory_of_a_model(directory):
+        return _of_checkpoint(find_model(directory), model, stack)
+    values = _of_hugging_face(directory, model, stack)
+    if values is None:
+        raise DataError(
+            f"the files in {directory!r} have the parameters of this model in another form",
+            expected="tensors that are parameters, one after the other",
+            found="some that transformers computes from them",
+            cure=f"infinity.inference({directory!r}, config)",
+        )
+    return values
+
+
+def find_model(directory: str) -> Found:
+    """Return the checkpoint at a directory without a config.json, or the newest below it.
+
+    Raises:
+        DataError: there is none.
+        CorruptionError: its index cannot be used.
+    """
+    try:
+        return find(directory)
+    except DirectoryError as error:
+        raise DataError(
+            f"there is no model in {directory!r}",
+            expected="a Hugging Face directory (config.json and *.safetensors), or a checkpoint of "
+            "infinity.save, or a directory of these",
+            found=error.found or error.what,
+            cure="name the directory that has them",
+        ) from error
+
+
+@contextlib.contextmanager
+def texts_of(found: Found) -> Iterator[str]:
+    """Lend a directory with the texts of a checkpoint: what a model of transformers, and its tokenizer, are
+    made from."""
+    with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
+        texts = found.content.get("texts")
+        for name, text in texts.items() if isinstance(texts, dict) else ():
+            if _TEXT.fullmatch(name) and isinstance(text, str):
+                with open(os.path.join(folder, name), "w", encoding="utf-8", errors="surrogatepass") as file:
+                    file.write(text)
+        yield folder
+
+
+def _of_hugging_face(directory: str, model: nn.Module, stack: contextlib.ExitStack) -> Weights | None:
+    ring = stack.enter_context(reading_ring())
+    return hugging_face.find_weights(directory, model, ring, stack)
+
+
+def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) -> Weights:
+    ring = stack.enter_context(reading_ring())
+    try:
+        return _in_checkpoint(found, model, ring, stack)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(
+            f"the index of {found.path} is not one that any version of infinity has written",
+            path=found.path,
+            expected="its checksums and parameters",
+            found=repr(error),
+            cure="take another checkpoint",
+        ) from error
+
+
+def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights:
+    path = found.file("parameters")
+    if path is None:
+        raise KeyError("parameters")
+    file = stack.enter_context(TensorFile.open(path, ring, found.content["crcs"]["parameters"]))
+    saved = {tied: name for name, p in found.content["parameters"].items() for tied in (name, *p["tied"])}
+    pieces: dict[str, list[Piece]] = {}
+    lacking = []
+    for first, names, param in hugging_face.named(model):
+        name = next((saved[n] for n in names if n in saved), None)
+        if name is None:
+            lacking.append(first)
+            continue
+        entry = file.entries[name]
+        if entry.shape != tuple(param.shape):
+            raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
+        pieces[first] = [Piece(file, name, entry.numel)]
+    if lacking:
+        raise hugging_face.missing(found.path, lacking)
+    buffers = found.file("buffers")
+    given = {} if buffers is None else read_all(buffers, ring, found.content["crcs"]["buffers"])
+    for name, buffer in model.named_buffers():
+        if name in given and given[name].shape == buffer.shape:
+            buffer.copy_(given[name])
+    return Weights(pieces)

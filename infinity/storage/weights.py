@@ -1,0 +1,68 @@
+"""Values of parameters in files that are only read: those of a model that somebody has published, or saved.
+
+A parameter's values are one tensor of a file, or several, one after the other: libraries put in one parameter
+what their files have as a list (the experts of a mixture).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .tensor_file import TensorFile
+
+
+class Piece(NamedTuple):
+    """A tensor of a file, `numel` elements."""
+
+    file: TensorFile
+    name: str
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the file."""
+        return self.file.entries[self.name].dtype
+
+
+class Weights:
+    """The pieces of parameters, by the parameter's name. Whoever opened the files closes them.
+
+    Attributes:
+        progress: called with the bytes that were read, and all bytes; None: nobody is told.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        self.pieces = pieces
+        self.progress: Callable[[int, int], None] | None = None
+        self._done = 0
+        self._total = sum(_nbytes(p, p.numel) for parts in pieces.values() for p in parts)
+
+    def read(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Read the elements of a parameter from element `first` on into `out`, flat, of whichever dtype and
+        device.
+
+        Raises:
+            CorruptionError, TransferError: see `TensorFile.read`.
+        """
+        for piece, low, high, at in self._parts(name, first, out.numel()):
+            piece.file.read(piece.name, low, out[at : at + high - low])
+            self._done += _nbytes(piece, high - low)
+        if self.progress is not None:
+            self.progress(self._done, self._total)
+
+    def _parts(self, name: str, first: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
+        """Yield the pieces that hold these elements: each with its first of them, the one after its last,
+        and where its first is among them."""
+        begin = 0
+        for piece in self.pieces[name]:
+            low, high = max(first - begin, 0), min(first + numel - begin, piece.numel)
+            if low < high:
+                yield piece, low, high, begin + low - first
+            begin += piece.numel
+
+
+def _nbytes(piece: Piece, numel: int) -> int:
+    return numel * piece.dtype.itemsize
