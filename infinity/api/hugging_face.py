@@ -78,7 +78,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         DataError: it cannot be built.
     """
-    kind = _class_of(directory, config)
+    kind = class_of(directory, config)
     try:
         with without_values():
             model: Any = kind._from_config(config, **{_dtype_keyword(): dtype})
@@ -101,7 +101,7 @@ def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
         DataError: transformers cannot load it, or there are no values for some of its parameters.
         DirectoryError: there is no room for scratch files.
     """
-    kind = _class_of(directory, hf_config)
+    kind = class_of(directory, hf_config)
     told = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     with init(config):
         try:
@@ -354,7 +354,7 @@ def _dtype_keyword() -> str:
     return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
 
 
-def _class_of(directory: str, config: Any) -> Any:
+def class_of(directory: str, config: Any) -> Any:
     """Return the class of transformers that a configuration names, or the one that writes text."""
     import transformers
 

@@ -30,6 +30,7 @@ from .shown import error_as_dict, show_error
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "train": ("infinity.cli.train", "train_command", "Train a GPT or a Hugging Face model on text."),
+    "generate": ("infinity.cli.generate", "generate_command", "Write text, by a model of any size."),
     "plan": ("infinity.cli.plan", "plan_command", "Say what a run would take, building nothing."),
     "bench": (
         "infinity.cli.bench.group",
@@ -41,7 +42,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "verify": (
         "infinity.cli.verify",
         "verify_command",
-        "Check that every placement and update mode gives the same bits here.",
+        "Check that every placement and update mode gives the same bits.",
     ),
     "doctor": ("infinity.cli.doctor", "doctor_command", "Look over this machine, and say what to change."),
     "clean": ("infinity.cli.clean", "clean_command", "Remove what killed runs have left in a directory."),
@@ -52,7 +53,7 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
 _OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 #: Verbs that take settings of the engine as options.
-_WITH_OPTIONS: Final = ("train", "plan", "verify")
+_WITH_OPTIONS: Final = ("train", "generate", "plan", "verify")
 
 
 class _Stopped(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -243,10 +243,10 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def run_options(function: F) -> F:
-    """Decorate a command with `--config` and every option of a run, all of them unset by default."""
+def run_options(function: F, options: Sequence[Option] = OPTIONS) -> F:
+    """Decorate a command with `--config` and `options`, all of them unset by default."""
     types: dict[str, Any] = {"int": click.INT, "float": click.FLOAT, "flag": None}
-    for option in reversed(OPTIONS):
+    for option in reversed(options):
         text = option.help + _default_text(option)
         if option.kind == "flag":
             decorate = click.option(option.flags, _variable(option), default=None, help=text)

@@ -1,0 +1,228 @@
+"""`infinity generate`: it writes what transformers writes, for one prompt or many; and what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.cli.generate import Figures, per_forward, sentence
+from infinity.cli.main import run
+from infinity.cli.model import GPT, GPTShape
+from infinity.cli.settings import ModelSettings, Run, TrainSettings
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = ["def add(x):", "import os and", "y"]
+ENGINE = [*("--device", "cpu", "--dtype", "fp32", "--parameters", "nvme"), *("--device-memory", "400KiB")]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: a Llama with a tokenizer of bytes and pairs of them."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+        **{
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(PROMPTS * 20, vocab_size=300)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the command; return its exit code, and what it wrote to stdout and stderr."""
+    (tmp_path / "nvme").mkdir()
+
+    def call(directory: Any, *more: str) -> tuple[int, str, str]:
+        code = run(["generate", str(directory), *ENGINE, "--nvme", str(tmp_path / "nvme"), *more])
+        said = capsys.readouterr()
+        assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]
+        return code, said.out, said.err
+
+    return call
+
+
+def by_transformers(directory: Path, texts: list[str], tokens: int) -> list[str]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(r)) + r for r in rows])
+    mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])
+    made = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in made.tolist()]
+
+
+def test_one_prompt_is_streamed(directory: Path, generate: Any) -> None:
+    code, out, err = generate(directory, "--prompt", PROMPTS[0], "--tokens", "12")
+    assert code == 0
+    assert out == PROMPTS[0] + by_transformers(directory, PROMPTS[:1], 12)[0] + "\n"
+    assert "tokens/s" in err
+    assert "Bound by" in err
+    assert "GB/s" in err
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_many_prompts_from_a_file(kind: str, directory: Path, generate: Any, tmp_path: Path) -> None:
+    as_json = [json.dumps(PROMPTS[0]), *(json.dumps({"prompt": p}) for p in PROMPTS[1:])]
+    lines = {"txt": PROMPTS, "jsonl": as_json}
+    file = tmp_path / f"prompts.{kind}"
+    file.write_text("\n".join(lines[kind]) + "\n\n")
+    wanted = by_transformers(directory, PROMPTS[:2], 6) + by_transformers(directory, PROMPTS[2:], 6)
+    code, out, _ = generate(directory, "--prompts", str(file), "--tokens", "6", "--batch", "2", "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert [o["text"] for o in result["outputs"]] == wanted
+    assert [o["prompt"] for o in result["outputs"]] == PROMPTS
+    assert result["tokens"] == 18
+    assert result["forwards"] == 10
+    assert result["bytes_read_per_forward"] > 0
+    assert result["bound"] in ("nvme", "compute", "link")
+    if kind == "txt":
+        code, out, err = generate(directory, "--prompts", str(file), "--tokens", "6", "--batch", "2")
+        assert out == "".join(
+            f"[{i + 1}] {p}{t}\n" for i, (p, t) in enumerate(zip(PROMPTS, wanted, strict=True))
+        )
+        assert "batch 2 of 2" in err
+
+
+def test_temperature_draws_with_a_seed(directory: Path, generate: Any) -> None:
+    def texts(*more: str) -> str:
+        code, out, _ = generate(directory, "--prompt", "y", "--tokens", "12", *more)
+        assert code == 0
+        return str(out)
+
+    hot = ("--temperature", "1.5")
+    assert texts(*hot, "--seed", "1") == texts(*hot, "--seed", "1")
+    assert len({texts(*hot, "--seed", str(seed)) for seed in range(3)}) == 3
+
+
+def test_without_a_tokenizer_tokens_are_bytes(directory: Path, generate: Any, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(directory / name, bare / name)
+    code, out, _ = generate(bare, "--prompt", "ab", "--tokens", "3", "--json")
+    assert code == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(bare, dtype=torch.float32)
+    made = model.generate(torch.tensor([[97, 98]]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    tokens = [token if token < 256 else 0x3F for token in made[0, 2:].tolist()]
+    assert json.loads(out)["outputs"][0]["text"] == bytes(tokens).decode("utf-8", "replace")
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def saved(model: Any, folder: Path, **state: Any) -> str:
+    folder.mkdir()
+    config = infinity.Config(device="cpu", dtype="fp32", device_memory="8MiB", host_memory="64MiB")
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    path = infinity.save(optimizer, folder, state=state)
+    infinity.close(optimizer)
+    return path
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_a_checkpoint_of_the_built_in_model(temperature: str, generate: Any, tmp_path: Path) -> None:
+    settings = ModelSettings(layers=3, width=64, heads=4, context=64, vocab=256)
+    shape = GPTShape(layers=3, width=64, heads=4, context=64)
+    torch.manual_seed(3)
+    model = GPT(shape)
+    told = Run(settings, Run.default().data, TrainSettings(sequence=32))
+    saved(model, tmp_path / "run", train={"run": told.as_dict(), "step": 0})
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    more = ["--prompts", str(file), "--tokens", "8", "--temperature", temperature, "--json"]
+    code, out, _ = generate(tmp_path / "run", *more)
+    assert code == 0
+    outputs = json.loads(out)["outputs"]
+    if temperature == "0":
+        torch.manual_seed(3)
+        again = GPT(shape).eval()
+        for output, prompt in zip(outputs, PROMPTS, strict=True):
+            tokens = list(prompt.encode())
+            for _ in range(8):
+                with torch.no_grad():
+                    tokens.append(int(again(torch.tensor([tokens])).logits[0, -1].argmax()))
+            assert output["text"] == bytes(tokens[len(prompt) :]).decode("utf-8", "replace")
+    else:
+        assert json.loads(generate(tmp_path / "run", *more)[1])["outputs"] == outputs
+
+
+def test_a_checkpoint_of_a_model_of_transformers(directory: Path, generate: Any, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    saved(model, tmp_path / "run")
+    code, out, _ = generate(tmp_path / "run", "--prompt", "ab", "--tokens", "4", "--json")
+    assert code == 0
+    assert json.loads(out)["outputs"][0]["tokens"] == 4
+
+
+# -- refusals ---------------------------------------------------------------------------------
+
+
+def refused(generate: Any, *arguments: Any) -> str:
+    code, _, err = generate(*arguments)
+    assert code == 2
+    assert "Traceback" not in err
+    return str(err)
+
+
+def test_what_cannot_be_done_says_what_to_write(directory: Path, generate: Any, tmp_path: Path) -> None:
+    assert "--prompt TEXT" in refused(generate, directory)
+    assert "has no tokens" in refused(generate, directory, "--prompt", "")
+    assert "--tokens 63" in refused(generate, directory, "--prompt", "y", "--tokens", "64")
+    assert "check --prompts" in refused(generate, directory, "--prompts", str(tmp_path / "none.txt"))
+    (tmp_path / "numbers.jsonl").write_text("1\n2\n")
+    assert "prompt" in refused(generate, directory, "--prompts", str(tmp_path / "numbers.jsonl"))
+    assert "there is no model" in refused(generate, tmp_path, "--prompt", "y")
+    small = refused(generate, directory, "--prompt", "y", "--device-memory", "4KiB")
+    assert "--device-memory" in small
+
+    def other(name: str, **changes: Any) -> Path:
+        shutil.copytree(directory, tmp_path / name)
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        return tmp_path / name
+
+    assert "does not write text" in refused(
+        generate, other("headless", architectures=["LlamaModel"]), "--prompt", "y"
+    )
+    broken = other("broken")
+    (broken / "tokenizer.json").write_text("{")
+    assert "tokenizer" in refused(generate, broken, "--prompt", "y")
+    saved(torch.nn.Linear(4, 4), tmp_path / "run")
+    assert "does not say what its model is" in refused(generate, tmp_path / "run", "--prompt", "y")
+
+
+def test_what_bounds_it() -> None:
+    def moment(time: float, stalls: float, nbytes: int, reading: float) -> Any:
+        return Figures(time, {"nvme": stalls, "h2d": 0.0, "update": 0.0, "reduce": 0.0}, nbytes, reading)
+
+    pieces = [(moment(0, 0, 0, 0), moment(2, 1.5, 2 * 10**9, 1.8))]
+    found = per_forward(pieces)
+    assert found["bound"] == "nvme"
+    assert found["seconds_needed"] == {"nvme": 1.8, "link": 0.0, "compute": 0.5}
+    said = sentence(3, 6.0, found)
+    assert "0.5 tokens/s. Bound by NVMe reads: 1.8 of the 2 s of a forward" in said
+    assert "1.11 GB/s" in said
+    assert per_forward([])["bound"] is None
+    assert per_forward([(moment(0, 0, 0, 0), moment(2, 0, 0, 0))])["bound"] == "compute"
