@@ -149,6 +149,8 @@ def test_tokens_and_logits_are_those_of_transformers(
         assert torch.equal(logits(model), logits(wanted))
         assert torch.equal(generated(model), generated(wanted))
     assert cache.peak <= two_units
+    if place == "nvme":
+        assert [(s.arena_nbytes, s.bytes_written) for s in engine_of(model).store.stats()] == [(0, 0)]
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
 
@@ -323,9 +325,95 @@ def test_values_go_straight_from_the_files(
 
     monkeypatch.setattr(hugging_face, "load_whole", never)
     told: list[tuple[int, int]] = []
-    standing(directory(kind), config_of(tmp_path), progress=lambda *done: told.append(done))
+    config = config_of(tmp_path, parameters="host")
+    standing(directory(kind), config, progress=lambda *done: told.append(done))
     assert told[-1][0] == told[-1][1] > 0
     assert told == sorted(told)
+
+
+# -- where they are ---------------------------------------------------------------------------
+
+
+def is_in_place(model: Any) -> list[bool]:
+    return [plan.place is not None for plan in engine_of(model).tiers.plans]
+
+
+def shifted(path: str, nbytes: int) -> None:
+    """Let the tensors begin so many bytes later in their file."""
+    file = Path(path) / "model.safetensors"
+    content = file.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")] + b" " * nbytes
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + len(header) - nbytes :])
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4])
+def test_tensors_that_begin_anywhere(nbytes: int, directory: Any, standing: Any, tmp_path: Path) -> None:
+    path = directory("llama", "bf16", copied_to=tmp_path / "model")
+    shifted(path, nbytes)
+    model = standing(path, config_of(tmp_path / "nvme", dtype="bf16"))
+    assert set(is_in_place(model)) == {nbytes != 1}
+    assert torch.equal(logits(model), logits(plain(path, "llama", "bf16")))
+
+
+def test_what_is_of_another_dtype_is_copied(directory: Any, standing: Any, tmp_path: Path) -> None:
+    path = directory("llama", copied_to=tmp_path / "model")
+    other = "model.layers.1.mlp.up_proj.weight"
+    rewritten(path, lambda ts: {n: t.half() if n == other else t for n, t in ts.items()})
+    before = sorted((tmp_path / "model").iterdir())
+    model = standing(path, config_of(tmp_path / "nvme"))
+    assert is_in_place(model).count(False) == 1
+    assert all(s.arena_nbytes > 0 for s in engine_of(model).store.stats()[:1])
+    wanted = plain(path, "llama")
+    for _ in range(2):
+        assert torch.equal(generated(model), generated(wanted))
+    state = model.state_dict()
+    assert all(torch.equal(state[n], p) for n, p in wanted.state_dict().items())
+    assert sorted((tmp_path / "model").iterdir()) == before
+
+
+def test_chunks_that_are_parts_of_tensors(standing: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(3, 500)
+
+    def built() -> nn.Module:
+        return nn.Sequential(nn.Linear(500, 700), nn.Linear(700, 500), nn.Linear(500, 500))
+
+    module = built()
+    with torch.no_grad():
+        wanted = module(given)
+    path = saved(module, tmp_path / "run")
+    model = standing(built(), config_of(tmp_path / "nvme"), weights=path)
+    assert len(is_in_place(model)) > 10
+    assert all(is_in_place(model))
+    for _ in range(2):
+        assert torch.equal(model(given), wanted)
+    infinity.unwrap(model)
+    assert torch.equal(model(given), wanted)
+
+
+def test_a_file_that_changes_while_it_is_used(directory: Any, standing: Any, tmp_path: Path) -> None:
+    path = directory("gpt2", copied_to=tmp_path / "model")
+    model = standing(path, config_of(tmp_path / "nvme", device_memory="500KiB", prefetch_memory=0))
+    generated(model)
+    with open(Path(path) / "model.safetensors", "r+b") as file:
+        file.seek(-100_000, 2)
+        file.write(b"\1" * 4096)
+    with pytest.raises(CorruptionError, match="first read"):
+        generated(model)
+
+
+def test_a_damaged_checkpoint_is_found_before_it_is_used(tmp_path: Path) -> None:
+    path = Path(saved(models.build("cnn"), tmp_path / "run"))
+    [file] = path.glob("parameters-*.safetensors")
+    with open(file, "r+b") as damaged:
+        damaged.seek(-8, 2)
+        damaged.write(b"damaged!")
+    for place in ("nvme", "host"):
+        with pytest.raises(CorruptionError, match="is not what was saved"):
+            infinity.inference(
+                models.build("cnn"), config_of(tmp_path / "nvme", parameters=place), weights=path
+            )
+    assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]
 
 
 # -- checkpoints ------------------------------------------------------------------------------

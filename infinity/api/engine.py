@@ -44,6 +44,7 @@ from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
+from infinity.storage.in_place import find_places
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
@@ -73,6 +74,7 @@ class Engine:
         decoupled = optimizer is not None and check_optimizer(optimizer)
         groups = check_model(model, optimizer)
         self.config = config
+        self._kept = contextlib.ExitStack()  # closed when all else is
         self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
@@ -89,7 +91,16 @@ class Engine:
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
         )
-        plans = plan_chunks(layouts, assignment, staged=device.staged, delayed=config.update == "delayed")
+        files = None
+        if weights is not None:
+            files = find_places([u for u in layouts if assignment.copies[u.index] is Tier.NVME], weights)
+        plans = plan_chunks(
+            layouts,
+            assignment,
+            staged=device.staged,
+            delayed=config.update == "delayed",
+            places=files.places if files is not None else None,
+        )
         self.budget = budget_here(config, device)
         sets = [s.working_set for s in scopes]
         try:
@@ -121,6 +132,7 @@ class Engine:
                 unregister=device.unregister if device.staged else None,
                 recorder=self.recorder,
                 node=node,
+                files=files,
             )
             try:
                 store = make_store()
@@ -227,7 +239,7 @@ class Engine:
         self._unguard = misuse.guard(model, optimizer)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
-        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations
+        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations, self._kept
         self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
         _ENGINES.add(self)
 
@@ -280,6 +292,8 @@ class Engine:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None
     ) -> None:
         state: Any = {} if optimizer is None else optimizer.state
+        if weights is not None:
+            weights.check()
         for unit in self.units:
             old = [p.param for p in unit.params]
             moments: dict[int, Mapping[str, Any]] = {}
@@ -303,6 +317,10 @@ class Engine:
         for unit in self.units:
             if unit.on_device:
                 unit.looked()
+
+    def keep(self, stack: contextlib.ExitStack) -> None:
+        """Close `stack` when all else is closed."""
+        self._kept.push(stack)
 
     def let_go(self) -> None:
         """Take everything off the model and its old optimizer; it is a plain model from here on."""
@@ -357,6 +375,7 @@ def _shut_down(
     pool: PinnedPool,
     device: Device,
     activations: Activations | None,
+    kept: contextlib.ExitStack,
     keys: list[int],
 ) -> None:
     for key in keys:
@@ -367,6 +386,7 @@ def _shut_down(
             store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
 
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
+        stack.callback(kept.close)
         stack.callback(pool.close)
         stack.callback(store.close)
         stack.callback(device.close)  # after it no copy reads what the ones above unpin

@@ -76,10 +76,12 @@ def inference(
             model, values = _built(path_of(model), config, stack)
         if values is not None:
             values.progress = progress
-        return _stand(model, config, values)
+        engine = _stand(model, config, values)
+        engine.keep(stack.pop_all())  # files that parameters are read from while the model is used
+        return model
 
 
-def _stand(model: nn.Module, config: Config, values: Weights | None) -> nn.Module:
+def _stand(model: nn.Module, config: Config, values: Weights | None) -> Engine:
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             if module.training:
@@ -95,7 +97,7 @@ def _stand(model: nn.Module, config: Config, values: Weights | None) -> nn.Modul
             engine = Engine(model, None, config, values)
         engine.frozen = trainable
         undo.pop_all()
-    return model
+    return engine
 
 
 def _drop_values(model: nn.Module, undo: contextlib.ExitStack) -> None:

@@ -196,6 +196,8 @@ def _write(file: TextIO, log: Recording, engine: Engine) -> None:
 def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     """Return what a reader needs beside the spans. Bytes; times in ns."""
     config, taken = engine.config, engine.footprint
+    # As transfers number them, which need no arena where nothing of ours is on NVMe.
+    drives = [s.path for s in engine.store.stats()] or [*config.directories]
     steps, spans = max(1, len(log.steps)), len(log.spans)
     plain = span_cost()
     measured = statistics.median(log.costs) if log.costs else 0.0
@@ -211,8 +213,8 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
             name: {tier.value: share for tier, share in shares.items()}
             for name, shares in config.placements.items()
         },
-        "nvme": list(config.directories),
-        "tuned_bytes_per_second": bandwidths(config.directories) if config.directories else None,
+        "nvme": drives,
+        "tuned_bytes_per_second": bandwidths(drives) if drives else None,
         "bytes": {
             tier.value: dict(values)
             for tier, values in (

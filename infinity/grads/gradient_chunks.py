@@ -22,7 +22,7 @@ from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Slot, Store, Transfer, Version
+from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
 from .buffer import Arrival, Leaving
 
@@ -178,7 +178,7 @@ class GradientIO:
         self._lease = leases[0] if on_nvme else None
         self._second = leases[-1] if len(leases) > on_nvme else None
         self._source = leaving.buffer if leaving is not None else None
-        self._reading: Transfer | None = None
+        self._reading: Transfer | Reads | None = None
         self._copied: Event | None = None
         if self._lease is not None:
             if self._entry.dtype is not None:

@@ -360,17 +360,20 @@ def open_ring(
     queue_depth: int | None,
     deadline: float,
     delay_seed: int | None,
+    *,
+    writable: bool = True,
 ) -> Ring:
     """Return the ring of `folder`: what is ``auto`` or None is what `infinity tune` found for the
     drive, else a default. What worked when it was measured may be forbidden here, or may never have worked:
-    then it is as if nothing was found."""
+    then it is as if nothing was found. `writable`: whether a file may be made there, to try it out."""
     found = tuned(folder)
+    path = folder if writable else None
     if found is not None:
         free = backend == "auto" and not os.environ.get("INFINITY_AIO")
         with contextlib.suppress(BackendError, ConfigError, TransferError):
             ring = Ring(
                 name,
-                path=folder,
+                path=path,
                 backend=found.backend if free else backend,
                 block_bytes=block_bytes or found.block_bytes,
                 queue_depth=queue_depth or found.queue_depth,
@@ -383,7 +386,7 @@ def open_ring(
             return ring
     return Ring(
         name,
-        path=folder,
+        path=path,
         backend=backend,
         block_bytes=block_bytes or BLOCK_BYTES,
         queue_depth=queue_depth or QUEUE_DEPTH,

@@ -20,7 +20,7 @@ from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import MOMENTS, ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Slot, Store, Transfer, Version
+from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
 
 class Tiers:
@@ -66,7 +66,7 @@ class ChunkIO:
         self._tiers = tiers
         self._plan = tiers.plans[chunk.id]
         self._lease = lease
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
         self._events: list[Event] = []
         self._begun = False
@@ -81,6 +81,7 @@ class ChunkIO:
         plan, store, lease = self._plan, self._tiers.store, self._lease
         if self._begun or lease is None:
             return
+        assert plan.place is None, "a copy that is read in place is never worked on"
         self._begun = True
         names = ["state"] if plan.state_tier is Tier.NVME else []
         if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):

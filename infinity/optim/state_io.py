@@ -20,8 +20,10 @@ from infinity.params.given import own
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
+from infinity.planning.in_place import InPlace
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import MOMENTS
+from infinity.storage.pinned import Lease
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
@@ -153,7 +155,8 @@ class States:
                 has a copy alone. Where the copy is the master and both are asked for, "master" is left out.
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
-                A unit that is not placed on the device must be off the device then.
+                A unit that is not placed on the device must be off the device then. Chunks that are read in
+                place never come.
             fresh: every value of `params` is new: chunks that have no other parameters begin as zeros.
             version: of copies, where nothing else is asked for. To write the back, which then is newer
                 than the front, name all parameters of each chunk.
@@ -171,7 +174,9 @@ class States:
             chunk
             for index in sorted(of)
             for chunk in self._tiers.units[index].layout.chunks
-            if (chunk.trainable or "copy" in kinds) and any(s.param in of[index] for s in chunk.segments)
+            if (chunk.trainable or "copy" in kinds)
+            and any(s.param in of[index] for s in chunk.segments)
+            and not (written and self._tiers.plans[chunk.id].place)
         ]
         under_way = UnderWay() if under_way is None else under_way
         if written:
@@ -306,10 +311,14 @@ class States:
         elif tier is Tier.HOST:
             yield store.view(chunk.id, "copy", chunk.dtype, version=version)
         else:
-            lease = self._tiers.pool.lease("load", chunk.copy_nbytes)
+            plan = self._tiers.plans[chunk.id]
+            lease = self._tiers.pool.lease("load", plan.load_lease)
             try:
                 store.read(chunk.id, "copy", lease, version=version).wait()
-                yield lease.tensor(chunk.dtype, 0, chunk.numel)
+                if plan.place is None:
+                    yield lease.tensor(chunk.dtype, 0, chunk.numel)
+                else:
+                    yield _put_together(chunk, plan.place, lease)
             finally:
                 lease.release()
 
@@ -398,6 +407,15 @@ class States:
             if "master" in tensors:
                 follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
+
+
+def _put_together(chunk: Chunk, place: InPlace, lease: Lease) -> torch.Tensor:
+    """Return a copy that was read in place as it is elsewhere; what is between parameters is zero."""
+    copy = torch.zeros(chunk.numel, dtype=chunk.dtype)
+    flat = copy.view(torch.uint8)
+    for at, begin, nbytes in place.stretches:
+        flat[begin : begin + nbytes].copy_(lease.tensor(torch.uint8, at, nbytes))
+    return copy
 
 
 def _quota(chunk: Chunk) -> str:

@@ -29,7 +29,7 @@ from infinity.hardware.device import Device, Event
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Slot, Store, Transfer
+from infinity.storage.store import Reads, Slot, Store, Transfer
 
 from .updates import Updates
 
@@ -86,7 +86,7 @@ class _Flight(NamedTuple):
     load: Load
     chunk: Chunk
     lease: Lease | None
-    transfer: Transfer | None
+    transfer: Transfer | Reads | None
     offset: int = 0  # of the copy in the lease
 
 
@@ -289,12 +289,17 @@ class _Worker:
             load.finish()
 
     def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
-        source = (
-            lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
-            if lease is not None
-            else self._store.view(chunk.id, "copy", version=load.slots[chunk.id])
-        )
         target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
+        place = self._plans[chunk.id].place
+        if lease is None:
+            source = self._store.view(chunk.id, "copy", version=load.slots[chunk.id])
+        elif place is None:
+            source = lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
+        else:
+            for at, begin, nbytes in place.stretches:  # one stream: the last to be done is the last
+                source = lease.tensor(torch.uint8, offset + at, nbytes)
+                event = self._device.h2d(target[begin : begin + nbytes], source, load.after, chunk=chunk.id)
+            return event
         return self._device.h2d(target, source, load.after, chunk=chunk.id)
 
     def _fail(self, load: Load, error: BaseException) -> None:

@@ -211,6 +211,8 @@ def demand(
         plan = by_id[kind]
         for name, part in plan.parts.items():
             for slot, (tier, purpose) in enumerate(zip(part.tiers, PURPOSES[name], strict=False)):
+                if part.in_place:
+                    continue  # it takes no room of ours
                 placed = by_tier[tier]
                 placed[purpose] = placed.get(purpose, 0) + part.nbytes * count
                 if tier is Tier.NVME:

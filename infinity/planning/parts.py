@@ -20,6 +20,7 @@ import torch
 
 from infinity.core.sizes import Tier
 
+from .in_place import InPlace
 from .partition import Chunk, UnitLayout
 from .placement import Assignment
 
@@ -43,11 +44,13 @@ class Part(NamedTuple):
             the least that can be read.
         tiers: where each of its slots is: one, or two for a part of which there are two versions.
         lease_offset: byte of the update's lease where it is worked on; None: where it lies.
+        in_place: it is on NVMe in files of somebody else's, where it is only read.
     """
 
     sections: tuple[int, ...]
     tiers: tuple[Tier, ...]
     lease_offset: int | None = None
+    in_place: bool = False
 
     @property
     def tier(self) -> Tier:
@@ -61,8 +64,8 @@ class Part(NamedTuple):
 
     @property
     def nvme_nbytes(self) -> int:
-        """Bytes of its slots on NVMe."""
-        return self.nbytes * self.tiers.count(Tier.NVME)
+        """Bytes of its slots on NVMe, of ours."""
+        return 0 if self.in_place else self.nbytes * self.tiers.count(Tier.NVME)
 
     def choose(self, sections: range | None) -> range:
         """Return the indices of `sections`, of all if None.
@@ -114,6 +117,7 @@ class ChunkParts:
         load_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
+        place: how the copy is read where it is, in files of somebody else's.
     """
 
     parts: Mapping[str, Part]
@@ -122,6 +126,7 @@ class ChunkParts:
     update_lease: int
     gradient_lease: int
     moved: Moved
+    place: InPlace | None = None
 
     @property
     def copy(self) -> Part:
@@ -154,25 +159,42 @@ class ChunkParts:
 
 
 def plan_chunks(
-    layouts: Sequence[UnitLayout], assignment: Assignment, *, staged: bool, delayed: bool = False
+    layouts: Sequence[UnitLayout],
+    assignment: Assignment,
+    *,
+    staged: bool,
+    delayed: bool = False,
+    places: Mapping[int, InPlace] | None = None,
 ) -> tuple[ChunkParts, ...]:
     """Return the parts of every chunk, by chunk id.
 
     Args:
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
+        places: how frozen chunks are read whose copies stay in files of somebody else's, by chunk id.
     """
     made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
     plans = []
     for unit in layouts:
         copy_tier = assignment.copies[unit.index]
         for chunk in unit.chunks:
+            if places is not None and chunk.id in places:
+                plans.append(_in_place(chunk, places[chunk.id]))
+                continue
             state_tier = assignment.states.get(chunk.id)
             key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
             if key not in made:
                 made[key] = _parts_of(chunk, *key[2:], staged=staged, delayed=delayed)
             plans.append(made[key])
     return tuple(plans)
+
+
+def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:
+    nbytes, lease = chunk.copy_nbytes, place.lease_nbytes
+    read = 2 * sum(window.nbytes for window in place.windows)
+    copy = Part((nbytes,), (Tier.NVME,), 0, in_place=True)
+    moved = Moved(read=read, read_again=read, link_each=2 * nbytes)
+    return ChunkParts({"copy": copy}, False, lease, lease, 0, moved, place)
 
 
 def _parts_of(

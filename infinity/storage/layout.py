@@ -88,7 +88,7 @@ class Layout:
             offsets = self._offsets[name, slot] = np.full(len(self.chunks), -1, np.int64)
             for number, chunk in enumerate(self.chunks):
                 spec = chunk.get(name)
-                if spec is not None and Tier.NVME in spec.tiers[slot : slot + 1]:
+                if spec is not None and Tier.NVME in spec.tiers[slot : slot + 1] and not spec.in_place:
                     directory = int(self.directory[number])
                     offsets[number] = self.arena_nbytes[directory]
                     self.arena_nbytes[directory] += spec.nbytes

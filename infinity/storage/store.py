@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ from infinity.hardware.tuned import bandwidths
 from infinity.planning.parts import Part
 
 from .arena import Arena
+from .in_place import Files
 from .interrupt import give_up_on_interrupt
 from .layout import DirectoryStats, Extent, Layout
 from .leftovers import reclaim
@@ -26,10 +28,10 @@ from .memory import HostMemory, Register
 from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import ChunkTable
-from .transfer import Transfer, check_room, copy_error, crcs_of, with_transfer
+from .transfer import Reads, Transfer, check_room, copy_error, crcs_of, with_transfer
 from .versions import Slot, Version, Versions
 
-__all__ = ["DirectoryStats", "Part", "Slot", "Store", "Transfer", "Version"]
+__all__ = ["DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
 
 _log = logging.getLogger("infinity.storage")
 
@@ -49,6 +51,7 @@ class Store:
             ``auto`` or None is what `infinity tune` found for the drive, else a default.
         recorder: is told of transfers while a trace is on.
         register, unregister: pin the memory of the host tier for a device; `node` as in `HostMemory`.
+        files: what copies are read from that are not ours.
 
     Attributes:
         versions: which version of a part is in which slot.
@@ -77,6 +80,7 @@ class Store:
         unregister: Register | None = None,
         recorder: Recorder | None = None,
         node: int | None = None,
+        files: Files | None = None,
     ) -> None:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
@@ -87,7 +91,9 @@ class Store:
         self._pool = pool
         self._pid = os.getpid()
         self._closed = self._given_up = False
-        self._moved = [[0, 0, 0, 0] for _ in directories]  # bytes read, written; reads, writes
+        self._files = files
+        # Of each arena, and of `files`: bytes read, written; reads, writes.
+        self._moved = [[0, 0, 0, 0] for _ in range(len(directories) + 1)]
         self._host: dict[tuple[int, str, int], torch.Tensor] = {}  # by chunk, part and slot
         # Of these, by dtype and length too: a step asks for the same ones each time, and each one made anew
         # costs more than all else that is done for its chunk.
@@ -107,8 +113,10 @@ class Store:
                 ring = open_ring(f"nvme{index}", folder, backend, block_bytes, queue_depth, deadline, seed)
                 self._rings.append(ring)
                 ring.register_file(arena.file)
-                for address, size in pool.buffers():
-                    ring.register_buffer(address, size)
+            if files is not None:
+                self._rings.append(files.open_ring(backend, block_bytes, queue_depth, deadline))
+            for ring, (address, size) in itertools.product(self._rings, pool.buffers()):
+                ring.register_buffer(address, size)
             self._memory = HostMemory(
                 self.layout.host_nbytes, register=register, unregister=unregister, node=node
             )
@@ -179,9 +187,10 @@ class Store:
         version: Version | Slot = Version.FRONT,
         sections: range | None = None,
         priority: Priority = Priority.NORMAL,
-    ) -> Transfer:
+    ) -> Transfer | Reads:
         """Start reading a version of a part, or some neighbouring sections of it, into `lease` from byte
-        `offset` on (a multiple of 4096). Never waits for a drive.
+        `offset` on (a multiple of 4096). Never waits for a drive. Of a part that is read in place, windows
+        come: [Note: windows].
 
         Returns:
             A transfer whose `nbytes` is what the version holds.
@@ -192,6 +201,13 @@ class Store:
         """
         self.check()
         spec = self.spec(chunk, part)
+        if spec.in_place and self._files is not None:
+            number = len(self._arenas)
+            reads = self._files.transfers(chunk, lease, offset, priority, self._order, number)
+            with self._order.lock:
+                for read in reads:
+                    self._order.submit(read)
+            return Reads(reads)
         chosen = spec.choose(sections)
         with self._order.lock:
             slot = self.versions.slot(chunk, part, version)
@@ -299,10 +315,9 @@ class Store:
     def stats(self) -> tuple[DirectoryStats, ...]:
         """Return what was given to the drives, by directory."""
         with self._order.lock:
-            return tuple(
-                DirectoryStats(arena.directory, arena.nbytes, *moved)
-                for arena, moved in zip(self._arenas, self._moved, strict=False)
-            )
+            places = [(arena.directory, arena.nbytes) for arena in self._arenas]
+            places += [(self._files.folder, 0)] if self._files is not None else []
+            return tuple(DirectoryStats(*p, *m) for p, m in zip(places, self._moved, strict=False))
 
     def ring_stats(self) -> list[RingStats]:
         """Return the figures of each directory's ring, in the order of the directories."""
@@ -407,10 +422,9 @@ class Store:
         ring = self._rings[directory]
         call = ring.write if transfer.is_write else ring.read
         address = transfer.lease.io_address + transfer.offset
+        file = transfer.file or self._arenas[directory].file
         try:
-            transfer.ticket = call(
-                self._arenas[directory].file, offset, address, nbytes, priority=transfer.priority
-            )
+            transfer.ticket = call(file, offset, address, nbytes, priority=transfer.priority)
         except InfinityError as error:
             return with_transfer(error, transfer)
         moved = self._moved[directory]

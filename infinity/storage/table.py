@@ -34,7 +34,7 @@ class ChunkTable:
                 for slot, tier in enumerate(spec.tiers):
                     lengths = self._length.setdefault((name, slot), np.zeros(count, np.int64))
                     lengths[number] = spec.nbytes
-                    if tier is not Tier.NVME:
+                    if tier is not Tier.NVME or spec.in_place:
                         continue
                     first = self._first.setdefault((name, slot), np.full(count, -1, np.int32))
                     first[number] = len(crcs)

@@ -71,7 +71,7 @@ class TensorFile:
         self._file = file
         self._ring = ring
         self._sums = _Sums()
-        self._expected: Mapping[str, Sequence[int]] = {}
+        self._expected: dict[str, Sequence[int]] = {}
 
     @classmethod
     def create(
@@ -152,7 +152,32 @@ class TensorFile:
                     found=f"{count}" if count is not None else "no such tensor",
                     cure="load another checkpoint; or bring this one again from where it was copied",
                 )
-        self._expected = expected
+        self._expected = dict(expected)
+
+    @property
+    def direct_file(self) -> DirectFile:
+        """The open file, for whoever reads it without this object."""
+        return self._file
+
+    def has_checksums(self, name: str) -> bool:
+        """Return whether reads of this tensor are held to checksums."""
+        return name in self._expected
+
+    def check(self, name: str) -> bool:
+        """Hold a tensor to its checksums, and return True, or False if there are none. It may be read in any
+        order then, and is not held to them again.
+
+        Raises:
+            CorruptionError: it is not what was written.
+        """
+        if name not in self._expected:
+            return False
+        entry = self.entries[name]
+        bounce = torch.empty(min(4 * _BOUNCE, entry.nbytes) // entry.dtype.itemsize, dtype=entry.dtype)
+        for begin in range(0, entry.numel, max(1, bounce.numel())):
+            self._read(name, entry, begin, bounce[: entry.numel - begin])
+        del self._expected[name]
+        return True
 
     @property
     def path(self) -> str:

@@ -16,7 +16,7 @@ from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, In
 from infinity.core.sizes import ALIGNMENT
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import POLL, Bell
-from infinity.hardware.aio import Priority, Ticket, crc32c
+from infinity.hardware.aio import DirectFile, Priority, Ticket, crc32c
 
 from .layout import Extent
 from .pinned import Lease
@@ -60,7 +60,9 @@ class Transfer:
         "crcs",
         "error",
         "extent",
+        "file",
         "finished",
+        "first",
         "is_write",
         "lease",
         "nbytes",
@@ -92,6 +94,8 @@ class Transfer:
         offset: int,
         priority: Priority,
         order: Owner,
+        file: DirectFile | None = None,
+        first: dict[tuple[int, int], int] | None = None,
     ) -> None:
         self.is_write = is_write
         self.chunk = chunk
@@ -101,6 +105,8 @@ class Transfer:
         self.sizes = sizes  # valid bytes of each section
         self.nbytes = sum(sizes)
         self.crcs: Sequence[int] = ()  # of each section, as it must be when it was read
+        self.file = file  # of somebody else's; None: the arena of its directory
+        self.first = first  # of such files: CRCs as first read, by chunk and section
         self.extent = extent
         self.path = path
         self.lease = lease
@@ -237,10 +243,28 @@ class Transfer:
             )
             log.add_cost(now() - begin)
 
+    def _compare(self, first: dict[tuple[int, int], int], found: int) -> CorruptionError | None:
+        """Hold a window of somebody else's file to what it was when it was first read."""
+        expected = first.setdefault((self.chunk, self.sections.start), found)
+        if found == expected:
+            return None
+        return CorruptionError(
+            f"{self.path} is not what it was when it was first read",
+            path=self.path,
+            offset=self.extent.offset,
+            nbytes=self.nbytes,
+            expected=f"CRC32C {expected:08x} for {self.nbytes} bytes at offset {self.extent.offset}",
+            found=f"{found:08x}",
+            cure="leave the files of a model as they are while it is used, and check the drive (smartctl, "
+            "dmesg); start again",
+        )
+
     def _check(self) -> CorruptionError | None:
         """Compare what was read with the table; see [Note: every read is checked]."""
         address = self.lease.io_address + self.offset
         at = self.extent.offset
+        if self.first is not None:
+            return self._compare(self.first, crc32c(address, self.nbytes))
         for section, size, expected in zip(self.sections, self.sizes, self.crcs, strict=True):
             found = crc32c(address, size)
             if found != expected:
@@ -256,6 +280,24 @@ class Transfer:
             address += size
             at += size
         return None
+
+
+class Reads:
+    """Reads of one copy, from several places of files."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+        self.nbytes = sum(t.nbytes for t in transfers)
+
+    @property
+    def done(self) -> bool:
+        """As `Transfer.done`, of all of them."""
+        return all(t.done for t in self._transfers)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `Transfer.wait`, for each of them."""
+        for transfer in self._transfers:
+            transfer.wait(timeout)
 
 
 def check_room(lease: Lease, offset: int, nbytes: int) -> None:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from infinity.hardware.aio import DirectFile
+
 from .tensor_file import TensorFile
 
 
@@ -38,6 +40,7 @@ class Weights:
         self.pieces = pieces
         self.progress: Callable[[int, int], None] | None = None
         self._done = 0
+        self._left: dict[str, None] = {}  # the parameters of which elements stay where they are
         self._total = sum(_nbytes(p, p.numel) for parts in pieces.values() for p in parts)
 
     def read(self, name: str, first: int, out: torch.Tensor) -> None:
@@ -49,9 +52,42 @@ class Weights:
         """
         for piece, low, high, at in self._parts(name, first, out.numel()):
             piece.file.read(piece.name, low, out[at : at + high - low])
-            self._done += _nbytes(piece, high - low)
+            self._tell(_nbytes(piece, high - low))
+
+    def _tell(self, nbytes: int) -> None:
+        self._done += nbytes
         if self.progress is not None:
-            self.progress(self._done, self._total)
+            self.progress(min(self._done, self._total), self._total)
+
+    def ranges(
+        self, name: str, first: int, numel: int, dtype: torch.dtype
+    ) -> list[tuple[DirectFile, int, int]] | None:
+        """Return where the bytes of these elements are: file, offset and number, one after the other; None:
+        not as `dtype` has them, aligned to its size."""
+        found = []
+        for piece, low, high, _ in self._parts(name, first, numel):
+            begin = piece.file.entries[piece.name].begin + low * dtype.itemsize
+            if piece.dtype is not dtype or begin % dtype.itemsize:
+                return None
+            found.append((piece.file.direct_file, begin, (high - low) * dtype.itemsize))
+        return found
+
+    def leave(self, name: str, numel: int) -> None:
+        """Note that so many elements of a parameter are not to be read from here, but where they are."""
+        self._left[name] = None
+        if not any(p.file.has_checksums(p.name) for p in self.pieces[name]):
+            self._total -= numel * self.pieces[name][0].dtype.itemsize
+
+    def check(self) -> None:
+        """Hold what stays where it is to its checksums, where there are some: it is read once for that.
+
+        Raises:
+            CorruptionError: it is not what was saved.
+        """
+        for name in self._left:
+            for piece in self.pieces[name]:
+                if piece.file.check(piece.name):
+                    self._tell(_nbytes(piece, piece.numel))
 
     def _parts(self, name: str, first: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
         """Yield the pieces that hold these elements: each with its first of them, the one after its last,

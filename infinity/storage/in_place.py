@@ -1,0 +1,106 @@
+"""Copies that are read from files of somebody else's: [Note: windows] has how.
+
+What such a file has nobody here has written. So the first read of a window counts as what is there, and every
+later one is held to it: a file that is changed while it is used is an error, and not another model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from infinity.hardware.aio import DirectFile, Priority, Ring, open_ring
+from infinity.planning.in_place import InPlace, Range, in_place
+from infinity.planning.partition import UnitLayout
+
+from .layout import Extent
+from .pinned import Lease
+from .transfer import Owner, Transfer, check_room
+from .versions import Slot
+from .weights import Weights
+
+
+class Files:
+    """Files that copies of chunks are read from, in place.
+
+    Args:
+        files: open to be read; whoever opened them closes them, after the store.
+        places: of the chunks whose copies are in them, by chunk id. A range names a file by its index.
+    """
+
+    def __init__(self, files: Sequence[DirectFile], places: Mapping[int, InPlace]) -> None:
+        self.files = tuple(files)
+        self.places = places
+        self.folder = os.path.dirname(os.path.abspath(files[0].path))
+        self._first: dict[tuple[int, int], int] = {}  # CRC32C of each chunk's windows, as first read
+
+    def open_ring(
+        self, backend: str, block_bytes: int | None, queue_depth: int | None, deadline: float
+    ) -> Ring:
+        """Return a ring for them. Nothing is made in their directory."""
+        folder, told = self.folder, (block_bytes, queue_depth, deadline, None)
+        ring = open_ring("files", folder, backend, *told, writable=False)
+        for file in self.files:
+            ring.register_file(file)
+        return ring
+
+    def transfers(
+        self, chunk: int, lease: Lease, offset: int, priority: Priority, order: Owner, directory: int
+    ) -> list[Transfer]:
+        """Return the reads of a chunk's copy into `lease` from byte `offset` on, not begun. `directory`: the
+        number that their extents get."""
+        place = self.places[chunk]
+        check_room(lease, offset, place.lease_nbytes)
+        return [
+            Transfer(
+                is_write=False,
+                chunk=chunk,
+                part="copy",
+                slot=Slot(0),
+                sections=range(number, number + 1),
+                sizes=[window.nbytes],
+                extent=Extent(directory, window.offset, window.nbytes),
+                path=self.files[window.file].path,
+                lease=lease,
+                offset=offset + window.at,
+                priority=priority,
+                order=order,
+                file=self.files[window.file],
+                first=self._first,
+            )
+            for number, window in enumerate(place.windows)
+        ]
+
+
+def find_places(layouts: Sequence[UnitLayout], weights: Weights) -> Files | None:
+    """Return which chunks of some units can be read where `weights` has them, in the dtype of the copy, and
+    how; None: none can. What cannot is copied.
+    """
+    places: dict[int, InPlace] = {}
+    files: dict[DirectFile, int] = {}
+    sizes: list[int] = []
+    for unit in layouts:
+        for chunk in unit.chunks:
+            ranges = []
+            for segment in chunk.segments:
+                begin = segment.start * chunk.dtype.itemsize
+                name = unit.params[segment.param].name
+                found = weights.ranges(name, segment.offset, segment.numel, chunk.dtype)
+                if found is None:
+                    break
+                for file, offset, nbytes in found:
+                    if files.setdefault(file, len(files)) == len(sizes):
+                        sizes.append(file.size)
+                    ranges.append(Range(files[file], offset, nbytes, begin))
+                    begin += nbytes
+            else:
+                if ranges:
+                    places[chunk.id] = in_place(ranges, sizes)
+    if not places:
+        return None
+    for unit in layouts:
+        for chunk in unit.chunks:
+            if chunk.id in places:
+                for segment in chunk.segments:
+                    weights.leave(unit.params[segment.param].name, segment.numel)
+    return Files(list(files), places)
