@@ -26,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.core.config import Config
 from infinity.core.errors import DataError
 from infinity.hardware.aio import Ring
-from infinity.storage.tensor_file import Entry, TensorFile
+from infinity.storage.tensor_file import TensorFile
+from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import Piece, Weights
 
 from .init import init

@@ -21,7 +21,7 @@ from infinity.core.spans import CAUSES
 
 from .console import finish, gigabytes, status_line
 from .options import json_option
-from .settings import OPTIONS, RunCommand, read_run, run_options
+from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 from .writer import Writer, open_writer
 
 _ENGINE: Final = (
@@ -75,7 +75,7 @@ def generate_command(
             found="none",
             cure="--prompt TEXT",
         )
-    config = read_run(config_file, given).config()
+    config = run_of(read_values(config_file, given)).config()
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(status_line(quiet=as_json))
         writer = open_writer(directory, config, _reading(say))

@@ -12,7 +12,8 @@ from infinity.params.given import Given
 from infinity.params.unit import ParamUnit, UnitState
 
 from .chunk_io import Tiers
-from .state_io import States, follow_copy, part_of
+from .pieces import follow_copy, part_of
+from .state_io import States
 
 #: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
 _EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()

@@ -20,22 +20,20 @@ from infinity.params.given import own
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
-from infinity.planning.in_place import InPlace
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import MOMENTS
-from infinity.storage.pinned import Lease
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .leaving import Leaving, give_up
+from .pieces import follow_copy, part_of, put_together, slice_of
 from .update import Updater
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
 _KINDS = ("copy", "master", *MOMENTS)
 _Segments: TypeAlias = Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]
 _MOST_LEAVING = 2  # chunks whose tensors are on their way while others are yielded
-_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
 
 
 class Values(Protocol):
@@ -318,7 +316,7 @@ class States:
                 if plan.place is None:
                     yield lease.tensor(chunk.dtype, 0, chunk.numel)
                 else:
-                    yield _put_together(chunk, plan.place, lease)
+                    yield put_together(chunk, plan.place, lease)
             finally:
                 lease.release()
 
@@ -409,15 +407,6 @@ class States:
         bump([sharded])
 
 
-def _put_together(chunk: Chunk, place: InPlace, lease: Lease) -> torch.Tensor:
-    """Return a copy that was read in place as it is elsewhere; what is between parameters is zero."""
-    copy = torch.zeros(chunk.numel, dtype=chunk.dtype)
-    flat = copy.view(torch.uint8)
-    for at, begin, nbytes in place.stretches:
-        flat[begin : begin + nbytes].copy_(lease.tensor(torch.uint8, at, nbytes))
-    return copy
-
-
 def _quota(chunk: Chunk) -> str:
     return "update" if chunk.trainable else "load"
 
@@ -436,23 +425,3 @@ def _no_room(nbytes: int, room: int) -> BudgetError:
         found=f"{format_size(room)} ({room} bytes) left of host_memory",
         cure="raise host_memory, or read parameters one by one with `infinity.gathered`",
     )
-
-
-def follow_copy(master: torch.Tensor, new: torch.Tensor) -> None:
-    """Make the values of `master` those of the copy `new`. One that rounds to it already is kept: it has
-    low bits that a copy cannot have."""
-    if new.dtype is torch.float32:
-        master.copy_(new)
-        return
-    for begin in range(0, new.numel(), _SLICE):
-        part = slice(begin, begin + _SLICE)
-        here, there = master[part], new[part].to(master.device)
-        here.copy_(torch.where(here.to(there.dtype) == there, here, there.float()))
-
-
-def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return flat[segment.offset : segment.offset + segment.numel]
-
-
-def slice_of(section: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return section[segment.start : segment.start + segment.numel]

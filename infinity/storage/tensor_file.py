@@ -175,7 +175,7 @@ class TensorFile:
         entry = self.entries[name]
         bounce = torch.empty(min(4 * _BOUNCE, entry.nbytes) // entry.dtype.itemsize, dtype=entry.dtype)
         for begin in range(0, entry.numel, max(1, bounce.numel())):
-            self._read(name, entry, begin, bounce[: entry.numel - begin])
+            self.read(name, begin, bounce[: entry.numel - begin])
         del self._expected[name]
         return True
 
@@ -215,8 +215,8 @@ class TensorFile:
         then: Callable[[], object] = lambda: None,
     ) -> None:
         """Read the tensor's elements from element `first` on into `out`, of whichever dtype and device. Where
-        there are checksums, the pieces of a tensor come in order. `then` is called when they are there: with `under_way`, that may be
-        after this returns.
+        there are checksums, the pieces of a tensor come in order. `then` is called when they are there: with
+        `under_way`, that may be after this returns.
 
         Raises:
             CorruptionError: they are not those that were written. They are in `out` all the same.
