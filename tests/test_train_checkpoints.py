@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from infinity.cli.case import Case
+from infinity.cli.data import find_files
 from infinity.cli.main import run
 from infinity.cli.output import read_run
 from infinity.cli.train import train
@@ -336,3 +337,13 @@ def test_help_of_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(capsys.readouterr().out.split())
     for word in ("--resume", "--save-every", "--keep-last", "--output", "75 when SIGTERM"):
         assert word in said
+
+
+def test_checkpoints_below_the_text_are_no_text(text: str, nvme: str, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    folder.mkdir()
+    shutil.copy(text, folder)
+    given = {**_given(str(folder), nvme), "output": str(folder / "out")}
+    train(read_run(None, {**given, "steps": 2}))
+    assert [p.name for p in find_files(folder)] == [os.path.basename(text)]
+    assert train(read_run(None, {"resume": True, "output": given["output"], "steps": 3}))["steps"] == 3

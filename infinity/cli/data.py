@@ -26,6 +26,7 @@ import torch
 
 from infinity.core.errors import DataError, DirectoryError, InfinityError
 from infinity.core.sizes import format_size
+from infinity.storage.checkpoints import is_checkpoint
 
 #: A file whose first bytes hold a NUL is taken to be binary.
 _HEAD: Final = 8192
@@ -35,8 +36,8 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
-    """Return the text files of `source`: a file, a directory (searched whole, hidden files left
-    out), a glob, or None for the sources of Python's standard library.
+    """Return the text files of `source`: a file, a directory (searched whole, hidden files and checkpoints
+    left out), a glob, or None for the sources of Python's standard library.
 
     The order does not follow the names, so that the end of the stream is no one part of it.
 
@@ -96,6 +97,8 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
 def _walk(root: Path) -> Iterable[Path]:
     for folder, names, files in os.walk(root):
         names[:] = [n for n in names if not n.startswith(".")]
+        if is_checkpoint(folder):  # of an earlier run: its index is text, too
+            continue
         for name in files:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():

@@ -153,6 +153,9 @@ class Training:
         root = shlex.quote(self.root)
         more = "" if len(self.losses) < self.run.train.steps else " --steps N"
         self.report.line(f"  infinity train --resume --output {root}{more}    goes on")
+        saved = shlex.quote(self.saved)
+        self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
+        self.report.line(f"  infinity export {saved} DIR    for others that read safetensors")
         self.report.line(f'  infinity.load(optimizer, "{self.saved}")    loads it in Python')
 
     def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:

@@ -94,6 +94,11 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
     return sorted(found, key=lambda f: f.counter)
 
 
+def is_checkpoint(path: str) -> bool:
+    """Return whether a directory is a checkpoint by its name, and has an index."""
+    return bool(_STEP.fullmatch(os.path.basename(path))) and os.path.lexists(os.path.join(path, INDEX))
+
+
 def _has_index(path: str) -> bool:
     try:
         os.lstat(os.path.join(path, INDEX))
