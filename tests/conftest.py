@@ -8,6 +8,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is loaded, for child processes and workers of xdist too: a thread of OpenMP that spins while it
+# waits takes the core from the other worker's, and a step of milliseconds takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from hypothesis import HealthCheck, settings
 

@@ -27,16 +27,21 @@ from .reference import Run
 
 ROOT: Final = Path(__file__).parents[1]
 RECORD: Final = Path(__file__).with_suffix(".json")
+#: Of torch: what a worker of xdist has on two cores, and with more two workers would wait for each other.
+THREADS: Final = 1
+_ARITHMETIC: Final = ("amx", "avx", "f16c", "fma")  # what flags in /proc/cpuinfo begin with
 
 
 def machine() -> dict[str, Any]:
     """What the bits of a run depend on, beside the code."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # of the first processor
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "cpu": next(models, "unknown"),
+        "cpu": cpu.get("model name", "unknown"),
+        # Machines name different processors alike; with AMX, or bf16 in AVX-512, oneDNN sums otherwise.
+        "flags": sorted(f for f in cpu.get("flags", "").split() if f.startswith(_ARITHMETIC)),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "isa": cpu_adam.isa(),
@@ -69,10 +74,10 @@ def _tensors(*kinds: Mapping[str, torch.Tensor]) -> str:
 def recorded(name: str) -> dict[str, str] | None:
     """The digests of a case as they were recorded; None if the machine is another.
 
-    Sets torch's threads to those of the record: a worker of xdist has fewer.
+    Sets torch's threads to those of the record.
     """
     record = json.loads(RECORD.read_text())
-    torch.set_num_threads(record["machine"]["threads"])
+    torch.set_num_threads(THREADS)
     return record["cases"][name] if record["machine"] == machine() else None
 
 
@@ -80,6 +85,7 @@ def compute() -> dict[str, dict[str, str]]:
     """Train every case, with its first placement."""
     from .test_parity import CASES, VARIANTS, offload
 
+    torch.set_num_threads(THREADS)
     found = {}
     for name, (kind, training, _) in CASES.items():
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -98,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
     record = {"commit": commit(), "machine": machine(), "cases": compute()}
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
