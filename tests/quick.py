@@ -1,57 +1,68 @@
-"""Which parameters of a test `make test` runs; `make test-all` runs all of them."""
+"""Which parameters of a test `make test` and `make test-all` run; `make test-slow` runs the rest."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-#: Marks a test whose parameters are a product: `make test` runs a few, in which each value occurs.
+#: Marks a test whose parameters are a product: `make test` runs a few, in which each value occurs, and
+#: `make test-all` some, in which any two values of two parameters meet.
 covering = pytest.mark.covering
 
 
-def quick(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Return `values` for `pytest.mark.parametrize`: those that are not in `chosen` are marked `full`."""
+def quick(values: Iterable[Any], chosen: Collection[Any], more: Collection[Any] | None = None) -> list[Any]:
+    """Return `values` for `pytest.mark.parametrize`: those that are not in `chosen` are marked `full`, and
+    `slow` if they are not in `more` either, where that is given."""
     values = list(values)
-    assert all(v in values for v in chosen), "no such value"
-    return [v if v in chosen else _full(v) for v in values]
+    assert all(v in values for v in [*chosen, *(more or ())]), "no such value"
+    if more is None:
+        more = values
+    return [v if v in chosen else _marked(v, "full" if v in more else "slow") for v in values]
 
 
-def _full(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.full)
+def _marked(value: Any, mark: str) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
 
 
-def cover(settings: Sequence[Mapping[Any, Hashable]]) -> list[int]:
-    """Return which of `settings`, a value for each parameter, to take so that each value occurs, evenly."""
-    left = {pair for setting in settings for pair in setting.items()}
+def cover(settings: Sequence[Mapping[Any, Hashable]], together: int = 1) -> list[int]:
+    """Return which of `settings`, a value for each parameter, to take so that any `together` values that
+    occur together do so in what is taken, evenly."""
+    groups = [
+        {frozenset(group) for group in combinations(setting.items(), min(together, len(setting)))}
+        for setting in settings
+    ]
+    left = set().union(*groups)
     chosen: list[int] = []
-    times: Counter[tuple[Any, Hashable]] = Counter()
+    times: Counter[frozenset[tuple[Any, Hashable]]] = Counter()
 
     def worth(i: int) -> tuple[int, int]:
-        return len(left & settings[i].items()), -sum(times[pair] for pair in settings[i].items())
+        return len(left & groups[i]), -sum(times[group] for group in groups[i])
 
     while left:
         best = max(range(len(settings)), key=worth)
         chosen.append(best)
-        left -= settings[best].items()
-        times.update(settings[best].items())
+        left -= groups[best]
+        times.update(groups[best])
     return chosen
 
 
 def leave_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark as `full` what a covering subset of each test that is marked `covering` does without."""
+    """Mark as `slow` and as `full` what covering subsets of each test marked `covering` do without."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "covering" in marks and not marks & {"full", "slow"}:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in tests.values():
-        kept = cover([_setting(item) for item in found])
-        for index, item in enumerate(found):
-            if index not in kept:
-                item.add_marker(pytest.mark.full)
+        quickly = [item for item in found if not item.get_closest_marker("full")]
+        each = [quickly[i] for i in cover([_setting(item) for item in quickly])]
+        pairs = [found[i] for i in cover([_setting(item) for item in found], 2)]
+        for item in found:
+            if item not in each:
+                item.add_marker(pytest.mark.full if item in pairs else pytest.mark.slow)
 
 
 def _setting(item: Any) -> dict[Any, Hashable]:

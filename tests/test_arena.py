@@ -410,9 +410,9 @@ chunk_specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    chunks=st.lists(chunk_specs, max_size=30),
+    chunks=st.lists(chunk_specs, max_size=15),
     weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
 )
 def test_extents_are_aligned_disjoint_complete_and_deterministic(

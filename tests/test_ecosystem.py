@@ -424,7 +424,9 @@ def test_a_run_with_adapters_loads_no_frozen_unit(tmp_path: Path) -> None:
 # -- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parameters", ["device", "nvme", {"device": 0.5, "host": 0.5}])
+@pytest.mark.parametrize(
+    "parameters", [pytest.param("device", marks=pytest.mark.slow), "nvme", {"device": 0.5, "host": 0.5}]
+)
 def test_checkpoints_of_libraries_have_every_tensor(parameters: Any, tmp_path: Path) -> None:
     """They take tensors over one storage as tied: what they write is what they write of the plain model."""
     safetensors, hub = need("safetensors.torch"), need("huggingface_hub")

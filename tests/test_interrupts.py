@@ -208,7 +208,7 @@ def check(outcomes: list[dict[str, Any]], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)])
+    ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)], [])
 )  # the first three: each update
 def test_a_loop_goes_on_after_an_exception_at_any_point(first: int, count: int, tmp_path: Path) -> None:
     check(outcomes_of(tmp_path, "traced", first, count, 250), count)

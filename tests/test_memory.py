@@ -114,7 +114,7 @@ def imported() -> int:
 
 
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))
-@pytest.mark.parametrize("sizes", quick([[12, 24, 48], [12, 36]], [[12, 36]]))
+@pytest.mark.parametrize("sizes", quick([[12, 24, 48], [12, 36]], [[12, 36]], []))
 def test_host_memory_does_not_grow_with_the_model(dtype: str, sizes: list[int], tmp_path: Path) -> None:
     """Several sizes, everything on NVMe: the peak stays within the budgets plus activations, and
     its slope is far below a byte per parameter."""
@@ -141,14 +141,16 @@ def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.root
-@pytest.mark.serial
-def test_a_state_eight_times_the_memory_gives_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "layers"), quick([(3, 32), (8, 96)], [(3, 32)], []))
+def test_a_state_of_several_times_the_memory_gives_the_same_bits(
+    times: int, layers: int, tmp_path: Path
+) -> None:
     """In a memory cgroup; what torch takes when it is imported differs from build to build."""
     limit = imported() + 300 * MIB
-    layers, width = 96, 512
+    width = 512
     arguments = [str(tmp_path), str(layers), str(width), "bf16", "40MiB", "40MiB", "nvme", "2", "0"]
     numel = 12 * width * width * layers
-    assert 18 * numel >= 8 * limit  # copy 2, master and moments 12, gradient 4 bytes each
+    assert 18 * numel >= times * limit  # copy 2, master and moments 12, gradient 4 bytes each
     need = 18 * numel + 4 * numel
     if shutil.disk_usage(tmp_path).free < 1.2 * need:
         unavailable(f"needs {need >> 30} GiB of disk")
@@ -158,7 +160,7 @@ def test_a_state_eight_times_the_memory_gives_the_same_bits(tmp_path: Path) -> N
     wanted = train(tmp_path, layers, width, dtype="bf16", device="40MiB", host="40MiB")
     assert found["losses"] == wanted["losses"]
     assert found["checksum"] == wanted["checksum"]
-    assert found["nvme"] >= 8 * limit
+    assert found["nvme"] >= times * limit
     assert limited.oom_kills == 0
 
 

@@ -128,7 +128,14 @@ def least(run: Any, settings: dict[str, Any], tier: str, folder: Path) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["gpt-bf16-reentrant", "moe-fp32", "cnn-fp32", "gpt2-fp16"]))
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        CASES,
+        ["gpt-bf16-reentrant", "moe-fp32", "cnn-fp32", "gpt2-fp16"],
+        ["gpt-fp32", "gpt-fp32-clip-accumulate", "gpt-fp16", "lstm-fp32", "llama-bf16", "qwen2-fp32"],
+    ),
+)
 def test_placement_never_changes_results(name: str, tmp_path: Path) -> None:
     kind, training, variants = CASES[name]
     folders = [tmp_path / str(i) for i in range(len(variants) + 2)]
@@ -252,7 +259,7 @@ def test_random_delays_change_nothing_in_the_matrix(
     assert_same(offload(kind, training, settings, folders[1]), wanted)
 
 
-@pytest.mark.parametrize("seed", quick(range(5), [0, 1]))
+@pytest.mark.parametrize("seed", quick(range(5), [0], [1]))
 def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and rings that sleep at random show a missing wait."""
     folders = [tmp_path / "a", tmp_path / "b"]
