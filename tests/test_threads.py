@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -59,8 +60,14 @@ def _look(name: str, things: tuple[Any, ...], trained: threading.Event, errors: 
         errors.append(error)
 
 
-@pytest.mark.parametrize("update", quick(["sync", "overlap"], ["overlap"]))
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    ("name", "update"),
+    quick(
+        itertools.product(BESIDE, ["sync", "overlap"]),
+        [(name, "overlap") for name in BESIDE],
+        [("state_dict", "sync"), ("forward_with_a_graph", "sync")],
+    ),
+)
 def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: Path) -> None:
     found = []
     for beside in (True, False):
