@@ -148,6 +148,28 @@ def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_inference_beside_its_bound_and_accelerate(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    arguments = [*TINY, "--layers", "3", "--positions", "32"]
+    arguments += ["--rounds", "2", "--warmup", "0", "--burst", "3"]
+    arguments += ["--output", str(output)]
+    (tmp_path / "d").mkdir()
+    said = script("inference.py", *arguments, "--directory", str(tmp_path / "d"))
+    result = json.loads(output.read_text())
+    assert result["same_tokens"]
+    assert {"infinity", "torch"} <= set(result["table"])
+    row = result["table"]["infinity"]
+    reads = row["bytes_read_per_token"] / result["nvme_read_bytes_per_second"]
+    assert row["bytes_read_per_token"] > 0
+    assert result["bound"]["seconds"] == max(result["table"]["torch"]["seconds_per_token"], reads)
+    assert result["of_bound"] == pytest.approx(row["seconds_per_token"] / result["bound"]["seconds"])
+    if "accelerate" in result["table"]:
+        assert set(result["of_accelerate"]) == {"of_medians", "median_of_rounds", "lowest", "highest"}
+    assert "of its bound" in said
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+@pytest.mark.slow
 def test_races_of_several_modes(tmp_path: Path) -> None:
     arguments = ["--rounds", "2", "--warmup", "1", "--modes", "state-on-nvme", "all-on-host", "all-on-nvme"]
     arguments += ["--update", "overlap", "delayed", "--burst", "2", "--contestants", "infinity", "torch"]

@@ -197,6 +197,7 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     """Return what a reader needs beside the spans. Bytes; times in ns."""
     config, taken = engine.config, engine.footprint
     # As transfers number them, which need no arena where nothing of ours is on NVMe.
+    in_place = sum(p.copy.nbytes for p in engine.tiers.plans if p.place is not None)
     drives = [s.path for s in engine.store.stats()] or [*config.directories]
     steps, spans = max(1, len(log.steps)), len(log.spans)
     plain = span_cost()
@@ -220,7 +221,7 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
             for tier, values in (
                 (Tier.DEVICE, taken.device),
                 (Tier.HOST, taken.host),
-                (Tier.NVME, taken.nvme),
+                (Tier.NVME, {**taken.nvme, **({"parameters, read in place": in_place} if in_place else {})}),
             )
         },
         "host_memory": engine.budget.host,

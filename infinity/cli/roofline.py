@@ -24,7 +24,10 @@ SETTING: Final = {"copy": "parameters", "state": "optimizer_state", "gradient": 
 _BOUND: Final = 0.75
 #: Below this part of the other's time, reads or writes matter little.
 _LITTLE: Final = 0.5
-_WORDS: Final = {"compute": "compute", "NVMe reads and writes": "NVMe", "CPU update": "Adam"}
+_WORDS: Final = {
+    **{"compute": "compute", "NVMe reads and writes": "NVMe", "CPU update": "Adam"},
+    "checksums": "checksums",
+}
 _LONG: Final = {
     "CPU update": "the CPU's Adam",
     "link h2d": "the link to the device",
@@ -243,6 +246,7 @@ def _resources(spans: Sequence[Span], about: Mapping[str, Any]) -> list[Resource
         return Resource(name, nbytes, busy, seconds(busy))
 
     device = any(s.kind == "device compute" for s in spans)
+    work = "CPU update" if any(s.kind == "update" for s in spans) else "checksums"
     found = [
         resource("compute", "device compute" if device else "compute"),
         _drives("NVMe reads", spans, ("read",), about),
@@ -250,7 +254,7 @@ def _resources(spans: Sequence[Span], about: Mapping[str, Any]) -> list[Resource
         _drives("NVMe reads and writes", spans, ("read", "write"), about),
         resource("link h2d", "h2d"),
         resource("link d2h", "d2h"),
-        resource("CPU update", "update", "crc", counted=["update"]),
+        resource(work, "update", "crc", counted=["update"]),
     ]
     return [r for r in found if r.need]
 
@@ -366,6 +370,7 @@ def _advice(
         "compute": "a faster device or less work per step would help, no placement will",
         "CPU update": "more cores (`threads`) or faster memory would help"
         + (', or `optimizer_state={"device": …}`' if about["device"] != "cpu" else ""),
+        "checksums": "more cores or faster memory would help",
         "link h2d": 'a larger share of `parameters` on "device", or more tokens per step, would help',
         "link d2h": "more tokens per step would help",
     }[bound.name]

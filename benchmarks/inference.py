@@ -1,0 +1,382 @@
+"""Seconds per token of a model whose parameters are on NVMe, beside accelerate's disk offload and its bound.
+
+    python benchmarks/inference.py --directory /mnt/nvme --output results.json
+
+GPT-2 203 M (or as the options say) in a Hugging Face directory on that drive, one prompt of --tokens tokens
+in the cache of keys and values. A turn is --burst tokens, one forward each. In every round, in an order that
+rotates:
+
+infinity    `infinity.inference` of the directory with device_memory of two of its largest units; parameters
+            are read in place where the dtype is that of the files
+accelerate  `accelerate.disk_offload` of the same model. It reads through the page cache, which is dropped
+            before each token, off the clock, where this may be done: it would else hold a model of this size,
+            and no larger one
+torch       the same forward in memory: the compute
+drive       the rate at which the engine's ring reads from this drive
+
+The bound is max(compute, bytes that infinity reads per token ÷ the rate). Every contestant is a process of
+its own, and all must write the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import common
+from children import Child, ChildError, forget_peak, lines, peak_memory, tell
+from gpt2 import GPT2
+
+from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
+from infinity.cli.bench.step import probe_bytes
+from infinity.cli.console import finite
+from infinity.cli.measure import scratch
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
+from infinity.core.errors import InfinityError
+from infinity.core.sizes import MiB
+from infinity.hardware.tuned import tuned
+
+WANTED = {"of_bound": 1.1, "of_accelerate": 1.3}
+CONTESTANTS = ("infinity", "accelerate", "torch")
+_READ = Job("read")
+_SECONDS = 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one contestant does."""
+
+    kind: str
+    model: str  # a Hugging Face directory
+    folder: str  # of its own, on the drive
+    tokens: int
+    threads: int
+    dtype: str
+    device: str
+    largest_unit: int
+    settings: dict[str, Any]
+
+
+# -- the child --------------------------------------------------------------------------------
+
+
+def build(task: Task) -> Any:
+    """Return the model of a contestant, ready to be used."""
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
+    if task.kind == "infinity":
+        import infinity
+
+        itemsize = dtype.itemsize
+        config = {
+            "nvme": task.folder,
+            "device": task.device,
+            "dtype": task.dtype,
+            "output_dtype": None,
+            "parameters": "nvme",
+            "device_memory": 2 * task.largest_unit * itemsize,
+            "threads": task.threads,
+            **task.settings,
+        }
+        return infinity.inference(task.model, infinity.Config(**config))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=dtype).eval()
+    if task.kind == "accelerate":
+        from accelerate import disk_offload
+
+        return disk_offload(model, task.folder, execution_device=torch.device(task.device))
+    return model.to(task.device)
+
+
+def drop_page_cache() -> bool:
+    """Drop the page cache; return whether that may be done."""
+    try:
+        with open("/proc/sys/vm/drop_caches", "w") as file:
+            file.write("1")
+    except OSError:
+        return False
+    return True
+
+
+class Writer:
+    """A model, a prompt in its cache, and turns of some tokens after it."""
+
+    def __init__(self, task: Task) -> None:
+        import torch
+
+        torch.set_num_threads(task.threads)
+        self.task = task
+        self.model = build(task)
+        self.device = torch.device(task.device)
+        random = torch.Generator().manual_seed(1)
+        vocabulary = self.model.config.vocab_size
+        prompt = torch.randint(0, vocabulary, (1, task.tokens), generator=random).to(self.device)
+        with torch.no_grad():
+            output = self.model(input_ids=prompt, use_cache=True)
+        self.cache = output.past_key_values
+        self.first = output.logits[:, -1:].argmax(-1)
+
+    def bytes_read(self) -> int:
+        """Return what the drives have read for infinity, so far."""
+        if self.task.kind != "infinity":
+            return 0
+        from infinity.api.engine import engine_of
+
+        return sum(s.bytes_read for s in engine_of(self.model).store.stats())
+
+    def turn(self, count: int) -> dict[str, Any]:
+        """Write `count` tokens after the prompt; return the seconds of each forward, and the tokens."""
+        import torch
+
+        if (written_before := self.cache.get_seq_length() - self.task.tokens) > 0:
+            self.cache.crop(-written_before)
+        token, written, seconds, dropped = self.first, [], [], True
+        before = self.bytes_read()
+        for _ in range(count):
+            if self.task.kind == "accelerate":
+                dropped = drop_page_cache() and dropped
+            begin = time.perf_counter()
+            with torch.no_grad():
+                output = self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+            token = output.logits[:, -1:].argmax(-1)
+            written.append(int(token))  # a device is waited for
+            seconds.append(time.perf_counter() - begin)
+        return {
+            "seconds": seconds,
+            "tokens": written,
+            "bytes_read": (self.bytes_read() - before) / count,
+            "dropped": dropped,
+            "peak_rss": peak_memory(),
+        }
+
+
+def serve(task: Task) -> None:
+    """Build; then write as many tokens as each line says."""
+    import torch
+
+    writer = Writer(task)
+    forget_peak()
+    tell({"threads": torch.get_num_threads(), "versions": common.runner.versions(*PACKAGES)})
+    for line in lines():
+        tell(writer.turn(int(line)))
+    if task.kind == "infinity":
+        import infinity
+
+        infinity.close(writer.model)
+
+
+PACKAGES = (*common.PACKAGES, "accelerate")
+
+
+# -- the parent -------------------------------------------------------------------------------
+
+
+class Race:
+    """The contestants, and what came of them."""
+
+    def __init__(self, folder: str, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model: GPT2 = common.model_of(args)
+        self.ready: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+        self.samples: dict[str, list[dict[str, Any]]] = {}
+        self.rates: list[float] = []
+        self._folder = folder
+        self._children: dict[str, Child] = {}
+
+    def run(self) -> None:
+        """Make the model, start all, take turns, end all."""
+        args, model = self.args, os.path.join(self._folder, "model")
+        save(self.model, model, args.dtype if args.files is None else args.files)
+        names = [n for n in CONTESTANTS if n in args.contestants]
+        with contextlib.ExitStack() as stack:
+            load, settings = drive(args.directory, stack)
+            for name in names:
+                self._start(name, model, stack)
+            for name, counts in common.turns([*names, "drive"], args.warmup, args.rounds):
+                print(name, file=sys.stderr)
+                if name == "drive":
+                    with load.ring(settings) as ring:
+                        rate = run_pass([(load, ring)], settings, _READ, _SECONDS).rate
+                    self.rates += [rate] if counts else []
+                else:
+                    self._turn(name, counts)
+
+    def _start(self, name: str, model: str, stack: contextlib.ExitStack) -> None:
+        args = self.args
+        os.mkdir(folder := os.path.join(self._folder, name))
+        task = Task(
+            kind=name,
+            model=model,
+            folder=folder,
+            tokens=args.tokens,
+            threads=args.threads,
+            dtype=args.dtype,
+            device=args.device,
+            largest_unit=self.model.largest_unit,
+            settings=json.loads(args.config),
+        )
+        command = [
+            sys.executable,
+            "-u",
+            os.path.abspath(__file__),
+            "--child",
+            json.dumps(dataclasses.asdict(task)),
+        ]
+        path = os.pathsep.join(filter(None, (str(common.ROOT), os.environ.get("PYTHONPATH"))))
+        try:
+            child = Child(name, command, env={"PYTHONPATH": path}, timeout=args.timeout)
+        except (ChildError, OSError) as error:
+            self.errors[name] = str(error)
+            return
+        stack.callback(child.close)
+        self._children[name], self.ready[name], self.samples[name] = child, child.ready, []
+
+    def _turn(self, name: str, counts: bool) -> None:
+        child = self._children.get(name)
+        if child is None:
+            return
+        try:
+            sample = child.ask(str(self.args.burst))
+        except ChildError as error:
+            self.errors[name] = str(error)
+            del self._children[name], self.samples[name]
+            return
+        if counts:
+            self.samples[name].append(sample)
+
+    def result(self) -> dict[str, Any]:
+        """Return medians, the bound, ratios and every sample."""
+        seconds = {n: [statistics.mean(s["seconds"]) for s in runs] for n, runs in self.samples.items()}
+        table = {
+            name: {
+                "seconds_per_token": statistics.median(seconds[name]),
+                "bytes_read_per_token": statistics.median(s["bytes_read"] for s in runs),
+                "peak_rss": max(s["peak_rss"] for s in runs),
+            }
+            for name, runs in self.samples.items()
+        }
+        tokens = {name: runs[0]["tokens"] for name, runs in self.samples.items()}
+        result: dict[str, Any] = {
+            "table": table,
+            "same_tokens": len({tuple(t) for t in tokens.values()}) == 1,
+            "cache_dropped": all(s["dropped"] for runs in self.samples.values() for s in runs),
+            "nvme_read_bytes_per_second": statistics.median(self.rates),
+            "wanted": WANTED,
+        }
+        if "infinity" in table and "torch" in table:
+            row = table["infinity"]
+            reads = row["bytes_read_per_token"] / result["nvme_read_bytes_per_second"]
+            bound = max(table["torch"]["seconds_per_token"], reads)
+            result["bound"] = {
+                "compute": table["torch"]["seconds_per_token"],
+                "reads": reads,
+                "seconds": bound,
+            }
+            result["of_bound"] = row["seconds_per_token"] / bound
+        if "infinity" in table and "accelerate" in table:
+            result["of_accelerate"] = common.paired(seconds["infinity"], seconds["accelerate"])
+        return {**result, "errors": self.errors, "contestants": self.ready, "samples": self.samples}
+
+
+def save(model: GPT2, directory: str, dtype: str) -> None:
+    """Save a model as transformers does."""
+    import torch
+
+    built = model.build().to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    built.config.use_cache = True
+    built.save_pretrained(directory)
+
+
+def drive(directory: str, stack: contextlib.ExitStack) -> tuple[Load, Settings]:
+    """Return what measures how fast the drive is read, written once."""
+    found = tuned(directory)
+    settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH) if found is None else Settings(**found._asdict())
+    window = _READ.window(settings)
+    nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
+    load = stack.enter_context(Load(directory, nbytes, grain=settings.block_bytes, window=window))
+    with load.ring(settings) as ring:  # what was never written is read without the drive
+        run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
+    return load, settings
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print it."""
+    for name, row in result["table"].items():
+        read = f"  read {row['bytes_read_per_token'] / 1e9:.3f} GB" if name == "infinity" else ""
+        rss = f"RSS {row['peak_rss'] / 1e9:.2f} GB"
+        print(f"  {name:11} {row['seconds_per_token']:.4f} s per token  {rss}{read}")
+    if "bound" in result:
+        bound = result["bound"]
+        print(
+            f"  of its bound {result['of_bound']:.3f} × {bound['seconds']:.4f} s "
+            f"(wanted ≤ {WANTED['of_bound']}): compute {bound['compute']:.4f}, reads {bound['reads']:.4f}"
+        )
+    if "of_accelerate" in result:
+        ratio = result["of_accelerate"]
+        print(
+            f"  of accelerate {ratio['of_medians']:.3f}  {ratio['lowest']:.3f}–{ratio['highest']:.3f} "
+            f"(wanted ≥ {WANTED['of_accelerate']})"
+        )
+    if not result["same_tokens"]:
+        print("  NOT the same tokens")
+    if not result["cache_dropped"]:
+        print("  the page cache could not be dropped: accelerate may read memory")
+    for name, error in result["errors"].items():
+        print(f"  {name} failed: {error[:400]}")
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    if sys.argv[1:2] == ["--child"]:
+        serve(Task(**json.loads(sys.argv[2])))
+        return
+    parser = common.step_arguments(__doc__)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument(
+        "--files", choices=("fp32", "bf16"), help="dtype of the files; default: that of --dtype"
+    )
+    parser.add_argument("--burst", type=int, default=8, help="tokens of a turn")
+    args = parser.parse_args()
+    if "accelerate" in args.contestants and importlib.util.find_spec("accelerate") is None:
+        args.contestants.remove("accelerate")
+    if args.tokens + args.burst > args.positions:
+        parser.error("--tokens and --burst are more than --positions")
+    hardware = common.hardware(args.directory)
+    try:
+        with scratch(os.path.abspath(args.directory)) as folder:
+            race = Race(folder, args)
+            race.run()
+            found = race.result()
+    except InfinityError as error:
+        sys.exit(str(error))
+    show(found)
+    model = race.model
+    result = {
+        "benchmark": f"inference: GPT-2, {args.dtype}, parameters on NVMe, two units on the device",
+        "model": {**dataclasses.asdict(model), "heads": model.heads, "parameters": model.parameters},
+        **{name: getattr(args, name) for name in ("tokens", "dtype", "device", "rounds", "burst", "threads")},
+        "warmup_rounds": args.warmup,
+        **found,
+        "versions": common.versions(),
+        "hardware": hardware,
+    }
+    common.publish(args.output, finite(result))
+    if "infinity" in race.errors or not found["same_tokens"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
