@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.export import export
     from .api.gathered import gathered, gradient
     from .api.inference import inference
     from .api.init import init
@@ -24,6 +25,7 @@ __all__ = [
     "InfinityError",
     "__version__",
     "close",
+    "export",
     "flush",
     "gathered",
     "gradient",
@@ -47,6 +49,7 @@ _HOMES = {
     "trace": "api.trace",
     "metrics": "api.metrics",
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
+    "export": "api.export",
     "load": "api.load",
     "save": "api.save",
     **dict.fromkeys(("wrap", "flush", "unwrap", "close"), "api.wrap"),

@@ -1,4 +1,4 @@
-"""What a checkpoint has, for `save` and `load`.
+"""What a checkpoint has, and what `save`, `load` and `export` have in common.
 
 As safetensors files: ``parameters`` (fp32 masters; of frozen parameters the values in the compute dtype),
 ``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that the next forward uses,
@@ -8,26 +8,110 @@ index. What a run is cut into, where its bytes lie and which compute dtype it ha
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
+import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
 from infinity.core.config import IO_DEADLINE
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
+from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
+from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 
 from .engine import Engine
 
 Progress = Callable[[int, int], None]
+_R = TypeVar("_R")
 #: What a trainable parameter has.
 KINDS: Final = ("copy", "master", *MOMENTS)
 
 
-def path_of(path: str | os.PathLike[str]) -> str:
+class _Stopped(Exception):
+    """Nobody waits for this any more."""
+
+
+def interruptible(shelter: Shelter, call: Callable[[Progress], _R], progress: Progress | None) -> _R:
+    """Return what `call` returns. It is made in the shelter, and tells how far it is; an interrupt ends it
+    where it tells that next, and is raised when it has ended."""
+    stop = threading.Event()
+
+    def told(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _Stopped
+        if progress is not None:
+            progress(done, total)
+
+    def unless_stopped() -> _R | None:
+        try:
+            return call(told)
+        except _Stopped:
+            return None
+
+    try:
+        with shelter.turn.hold():
+            return cast(_R, shelter.run(unless_stopped))
+    except BaseException:
+        stop.set()
+        with contextlib.suppress(Exception):  # what raised first is told
+            shelter.wait_interrupted()  # so that it is over when this raises
+        raise
+
+
+def settle(engine: Engine) -> None:
+    """Have every value of the run where it counts: updates complete, edits taken over.
+
+    Raises:
+        ParameterError: parameters are being edited, or were where that would be lost.
+    """
+    engine.phases.finish()
+    names = [u.layout.name for u in engine.units if u.writers]
+    if names:  # what a block has changed counts when it ends
+        raise ParameterError(
+            f"the parameters of unit {names[0]!r} are about to be saved while they are edited",
+            expected="`infinity.save` and `infinity.export` outside of `gathered(write=True)` blocks",
+            found="a block that is still open",
+            cure="leave `with infinity.gathered(...)` first",
+        )
+    engine.edits.check_unseen()
+    engine.edits.check_delayed()
+    engine.edits.adopt_all()
+
+
+def check_free(path: str, nbytes: int, what: str, cure: str) -> None:
+    """Raise `DirectoryError` unless the drive of `path` has room for `what`, `nbytes`."""
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    if nbytes > free:
+        raise DirectoryError(
+            f"no room for {what} in {path}",
+            errno=errno.ENOSPC,
+            path=path,
+            expected=f"{format_size(nbytes)} ({nbytes} bytes)",
+            found=f"{format_size(free)} ({free} bytes) free",
+            cure=f"make room, {cure}",
+        )
+
+
+def wrong_index(path: str, error: Exception) -> CorruptionError:
+    """Return the error of a checkpoint whose index lacks what it must have."""
+    return CorruptionError(
+        f"the index of {path} is not one that any version of infinity has written",
+        path=path,
+        expected="its checksums, parameters, groups, counts and state",
+        found=repr(error),
+        cure="load another checkpoint",
+    )
+
+
+def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     """Return a path as a string.
 
     Raises:
@@ -36,10 +120,10 @@ def path_of(path: str | os.PathLike[str]) -> str:
     name = os.fsdecode(path)
     if not name:
         raise ConfigError(
-            "the directory of checkpoints has no name",
+            f"the directory of {example} has no name",
             expected="a directory",
             found=repr(path),
-            cure='"checkpoints"',
+            cure=f'"{example}"',
         )
     return name
 
@@ -60,6 +144,23 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
     return found
+
+
+def texts_of(model: Any) -> dict[str, str]:
+    """Return what a model of transformers says of itself, by the name of the file that has it there; of a
+    model of PEFT what its base says."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+    if isinstance(getattr(inner, "peft_config", None), dict) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    texts = {}
+    for name in ("generation_config", "config"):
+        to_json = getattr(getattr(inner, name, None), "to_json_string", None)
+        if callable(to_json):
+            texts[f"{name}.json"] = str(to_json())
+    if "config.json" in texts:
+        values = {**json.loads(texts["config.json"]), "architectures": [type(inner).__name__]}
+        texts["config.json"] = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    return texts
 
 
 def writing_ring(path: str) -> Ring:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import CorruptionError, StateDictError, StorageError
+from infinity.core.errors import StateDictError, StorageError
 from infinity.hardware.aio import Ring
 from infinity.optim.loading import check_saved_options, counts_of
 from infinity.optim.state_io import bump
@@ -21,7 +21,7 @@ from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
 from infinity.storage.under_way import UnderWay
 
-from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring
+from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring, wrong_index
 from .engine import Engine, engine_of
 from .random_state import set_random_state
 from .user_state import decode, is_tokenizer
@@ -154,13 +154,7 @@ class _Loading:
                 self._stack = stack.pop_all()
             return given
         except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptionError(
-                f"the index of {self._found.path} is not one that any version of infinity has written",
-                path=self._found.path,
-                expected="its checksums, parameters, groups, counts and state",
-                found=repr(error),
-                cure="load another checkpoint",
-            ) from error
+            raise wrong_index(self._found.path, error) from error
 
     def _compare(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
         index, engine = self._found.content, self._engine

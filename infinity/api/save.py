@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import threading
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import ConfigError, DirectoryError, ParameterError
-from infinity.core.sizes import format_size
+from infinity.core.errors import ConfigError
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Save
@@ -22,14 +19,24 @@ from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.under_way import UnderWay
 from infinity.version import __version__
 
-from .checkpoint import Progress, buffers_of, names_of, path_of, writing_ring
+from .checkpoint import (
+    Progress,
+    buffers_of,
+    check_free,
+    interruptible,
+    names_of,
+    path_of,
+    settle,
+    texts_of,
+    writing_ring,
+)
 from .engine import Engine, engine_of
 from .random_state import random_state
 from .user_state import encode, files_of, is_tokenizer
 
-
-class _Stopped(Exception):
-    """Nobody waits for this save any more."""
+_NO_ROOM: Final = (
+    "save elsewhere, or keep fewer checkpoints (keep_last; an older one goes only when the new one is whole)"
+)
 
 
 def save(
@@ -83,33 +90,11 @@ def save(
         texts |= files_of(thing)
     values = encode({k: v for k, v in (state or {}).items() if not is_tokenizer(v)}, tensors)
     own = encode(random_state(engine.device.torch_device), tensors, "random")
-    stop = threading.Event()
-
-    def told(done: int, total: int) -> None:
-        if stop.is_set():
-            raise _Stopped
-        if progress is not None:
-            progress(done, total)
-
-    def write() -> str:
-        saving = _Saving(engine, root, told)
-        return saving.run(values, own, tensors, texts, keep_last)
-
-    try:
-        with engine.shelter.turn.hold():
-            return engine.shelter.run(lambda: _unless_stopped(write))
-    except BaseException:
-        stop.set()
-        with contextlib.suppress(Exception):  # what raised first is told
-            engine.shelter.wait_interrupted()  # so that it is over when this raises
-        raise
-
-
-def _unless_stopped(write: Callable[[], str]) -> str:
-    try:
-        return write()
-    except _Stopped:
-        return ""
+    return interruptible(
+        engine.shelter,
+        lambda told: _Saving(engine, root, told).run(values, own, tensors, texts, keep_last),
+        progress,
+    )
 
 
 class _Saving:
@@ -130,11 +115,7 @@ class _Saving:
         keep_last: int | None,
     ) -> str:
         engine = self._engine
-        engine.phases.finish()
-        _check_blocks(engine)
-        engine.edits.check_unseen()
-        engine.edits.check_delayed()
-        engine.edits.adopt_all()
+        settle(engine)
         names = names_of(engine)
         optimizer = engine.optimizer
         trainable = [s for s in names if s.spec.trainable]
@@ -153,7 +134,7 @@ class _Saving:
         kept = [torch.empty(shape, dtype=d, device="meta") for k in specs.values() for d, shape in k.values()]
         self._total = sum(t.nbytes for t in (*kept, *(t for k in small.values() for t in k.values())))
         with Save(self._root, optimizer.steps) as target, writing_ring(self._root) as ring:
-            _check_free(self._root, self._total)
+            check_free(self._root, self._total, "a checkpoint", _NO_ROOM)
             crcs: dict[str, Any] = {}
             for stem, kind in small.items():
                 if kind:
@@ -193,7 +174,7 @@ class _Saving:
                     "parameters": self._described(names),
                     "groups": groups,
                     "counts": optimizer.counts(),
-                    "texts": {**self._texts(), **texts},
+                    "texts": {**texts_of(engine.model()), **texts},
                     "state": values,
                     "random": own,
                 }
@@ -209,15 +190,6 @@ class _Saving:
     def _tell(self, nbytes: int) -> None:
         self._done += nbytes
         self._progress(self._done, self._total)
-
-    def _texts(self) -> dict[str, str]:
-        """Return what a model of transformers says of itself, by the name of the file that has it there."""
-        model, texts = self._engine.model(), {}
-        for name in ("config", "generation_config"):
-            to_json = getattr(getattr(model, name, None), "to_json_string", None)
-            if callable(to_json):
-                texts[f"{name}.json"] = str(to_json())
-        return texts
 
     def _described(self, names: Mapping[ShardedParam, str]) -> dict[str, Any]:
         described: dict[str, dict[str, Any]] = {
@@ -244,18 +216,6 @@ class _Saving:
         return groups
 
 
-def _check_blocks(engine: Engine) -> None:
-    """Raise inside of a block that edits: what it has changed counts when it ends."""
-    names = [u.layout.name for u in engine.units if u.writers]
-    if names:
-        raise ParameterError(
-            f"the parameters of unit {names[0]!r} are about to be saved while they are edited",
-            expected="`infinity.save` outside of `gathered(write=True)` blocks",
-            found="a block that is still open",
-            cure="leave `with infinity.gathered(...)` first",
-        )
-
-
 def _with_front(engine: Engine) -> list[ShardedParam]:
     """Return the parameters whose front is not their newest version."""
     versions = engine.store.versions
@@ -269,19 +229,3 @@ def _with_front(engine: Engine) -> list[ShardedParam]:
         }
         found += [unit.params[i] for i in sorted(newer)]
     return found
-
-
-def _check_free(path: str, nbytes: int) -> None:
-    """Raise `DirectoryError` unless the drive of `path` has room for `nbytes`."""
-    status = os.statvfs(path)
-    free = status.f_bavail * status.f_frsize
-    if nbytes > free:
-        raise DirectoryError(
-            f"no room for a checkpoint in {path}",
-            errno=errno.ENOSPC,
-            path=path,
-            expected=f"{format_size(nbytes)} ({nbytes} bytes)",
-            found=f"{format_size(free)} ({free} bytes) free",
-            cure="make room, save elsewhere, or keep fewer checkpoints (keep_last; an older one goes only "
-            "when the new one is whole)",
-        )

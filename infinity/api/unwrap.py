@@ -92,7 +92,6 @@ def _check_room(engine: _Engine) -> None:
             "the parameters do not fit the host memory that is free",
             expected=f"{format_size(needed)} ({needed} bytes)",
             found=f"{format_size(room)} ({room} bytes), nine tenths of what is free",
-            cure="save them part by part, `torch.save(module.state_dict(), path)` for each module of "
-            "`model.named_children()`, or parameter by parameter with `infinity.gathered`; then build the "
-            "model anew inside `with infinity.init(config):` and load the parts",
+            cure="write them with `infinity.export(model, path)`; then build the model anew inside "
+            "`with infinity.init(config):` (of transformers: `from_pretrained(path)`) and load them",
         )

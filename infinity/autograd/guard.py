@@ -93,6 +93,6 @@ class Guard:
                     "was replaced or removed after `wrap`",
                     expected="the parameters that the model had at `wrap`",
                     found="another object",
-                    cure="change the model before `wrap`; edit values inside "
-                    "`with infinity.gathered(params, write=True):`",
+                    cure="build the whole model, and resize, replace or remove modules, before `wrap`; or "
+                    "`infinity.unwrap(model)`, change it, and wrap it again",
                 )

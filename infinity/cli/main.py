@@ -44,6 +44,11 @@ VERBS: Final[dict[str, tuple[str, str, str]]] = {
         "verify_command",
         "Check that every placement and update mode gives the same bits.",
     ),
+    "export": (
+        "infinity.cli.export",
+        "export_command",
+        "Write the model of a checkpoint as files that other programs read.",
+    ),
     "doctor": ("infinity.cli.doctor", "doctor_command", "Look over this machine, and say what to change."),
     "clean": ("infinity.cli.clean", "clean_command", "Remove what killed runs have left in a directory."),
 }

@@ -81,8 +81,9 @@ def _train(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module whose parameters are all on the device, as inside `gathered`; without our hooks."""
-    if any(isinstance(p, ReleasedParameter) for p in module.parameters()):
+    """Copy a module whose parameters are all on the device, as inside `gathered`, or have others in their
+    place in `memo`; without our hooks."""
+    if any(isinstance(p, ReleasedParameter) and id(p) not in memo for p in module.parameters()):
         refuse_copies(type(module).__name__)
     mine = module.__dict__
     ours = {name: mine.pop(name) for name in _OURS if name in mine}
@@ -91,9 +92,14 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     hooks = {name: mine[name] for name in _HOOKS if name in mine}
     for name, entries in hooks.items():
         mine[name] = OrderedDict((key, hook) for key, hook in entries.items() if not _is_ours(hook))
+    if not hasattr(type(module), "__deepcopy__"):
+        mine["__deepcopy__"] = None  # so that a module with a `__getattr__` does not give that of another one
     try:
-        return copy.deepcopy(module, memo)
+        made = copy.deepcopy(module, memo)
+        made.__dict__.pop("__deepcopy__", None)
+        return made
     finally:
+        mine.pop("__deepcopy__", None)
         mine.update(ours)
         mine.update(hooks)
 

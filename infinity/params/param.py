@@ -71,8 +71,8 @@ _METADATA: set[Any] = {
 }
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = (
-    "read or edit it inside `with infinity.gathered(params):` (write=True to edit); wrappers of whole models "
-    "(DistributedDataParallel, FSDP) cannot have a wrapped one: train it as it is"
+    "read or edit it inside `with infinity.gathered(params):` (write=True to edit); to resize it, "
+    "`infinity.unwrap(model)`, change it and wrap it again"
 )
 
 
@@ -426,7 +426,8 @@ class ShardedParam:
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
             found=found,
-            cure="edit inside `with infinity.gathered(params, write=True):`, or unwrap, change and wrap it",
+            cure="edit values inside `with infinity.gathered(params, write=True):`; for another shape or dtype, "
+            "`infinity.unwrap(model)`, change it, and wrap it again",
         )
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import json
 import os
 import re
@@ -27,7 +25,7 @@ from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import crc32c
 
-from .tensor_file import failed, pwrite
+from .folder import failed, lock_directory, pwrite, sync
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
@@ -35,7 +33,6 @@ _INDEX_LIMIT: Final = 1 << 30
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
-_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
 _TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
 
 
@@ -198,27 +195,15 @@ class Save:
         """
         try:
             os.makedirs(self.root, exist_ok=True)
-            self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise DirectoryError(
-                        f"another save into {self.root} is under way",
-                        errno=error.errno,
-                        path=self.root,
-                        expected="one process at a time that saves into a directory",
-                        found="one that holds its lock",
-                        cure="wait for it, or give each run a directory of its own",
-                    ) from error
+            self._lock = lock_directory(self.root, "save")
             self._clear()
             # Of the clock, so that a checkpoint of another root counts as what it is; but never back.
             last = max((f.counter for f in list_checkpoints(self.root, damaged=False)), default=0)
             self.counter = max(last + 1, time.time_ns() // 1_000_000)
             os.makedirs(self.path, exist_ok=True)
             _mark(self.path, {self._word, *_words_at(self.path)})
-            _sync(self.path)
-            _sync(self.root)
+            sync(self.path)
+            sync(self.root)
         except BaseException as error:
             self._end()
             if isinstance(error, OSError) and not isinstance(error, (DirectoryError, CorruptionError)):
@@ -242,7 +227,7 @@ class Save:
         text = b'{"crc32c":"' + _crc(inner).encode() + b'","index":' + inner + b"}\n"
         temporary = os.path.join(self.path, f"index-{self._word}.tmp")
         try:
-            _sync(self.path)
+            sync(self.path)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 pwrite(fd, text, 0)
@@ -251,8 +236,8 @@ class Save:
                 os.close(fd)
             os.rename(temporary, os.path.join(self.path, INDEX))
             self._done = True
-            _sync(self.path)
-            _sync(self.root)
+            sync(self.path)
+            sync(self.root)
             self._clear_one(self.path)
         except OSError as error:
             raise failed("write", self.path, error) from error
@@ -266,7 +251,7 @@ class Save:
                 _mark(old.path, _words_at(old.path))
                 # Without its index it is no checkpoint, and what is left of it is marked.
                 os.unlink(os.path.join(old.path, INDEX))
-                _sync(old.path)
+                sync(old.path)
                 self._clear_one(old.path)
             except OSError as error:
                 errors.append(error)
@@ -327,14 +312,3 @@ def _words_at(path: str) -> set[str]:
 def _mark(path: str, words: set[str]) -> None:
     for word in words:
         os.close(os.open(os.path.join(path, f"incomplete-{word}"), os.O_WRONLY | os.O_CREAT, 0o666))
-
-
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system on which directories are not synced
-            raise
-    finally:
-        os.close(fd)

@@ -11,25 +11,27 @@ in another. The pieces of a tensor come in order, so a range is checked as its l
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import CorruptionError, DirectoryError
+from infinity.core.errors import CorruptionError, StateDictError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.hardware.aio import DirectFile, Ring, crc32c
 
-from .tensor_header import NAMES, Entry, entries_of
+from .folder import failed, pwrite
+from .tensor_header import NAMES, Entry, Spec, entries_of, nbytes_of
 from .under_way import UnderWay
 
 #: Bytes of a tensor that one checksum covers: [Note: ranges].
 RANGE_NBYTES: Final = 16 << 20
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
+_AHEAD: Final = 2  # such pieces that are written while the next one is made
 
 
 class _Sums:
@@ -75,19 +77,29 @@ class TensorFile:
 
     @classmethod
     def create(
-        cls, path: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], ring: Ring
+        cls, path: str, tensors: Mapping[str, Spec], ring: Ring, metadata: Mapping[str, str] | None = None
     ) -> TensorFile:
         """Make a file for `tensors`, which `write` fills; there must be none of that name.
 
         Raises:
             DirectoryError: it cannot be made; `errno` says why.
+            StateDictError: it cannot have a tensor of such a dtype.
         """
-        entries, header, at = {}, {}, 0
+        entries: dict[str, Entry] = {}
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        at = 0
         # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
         for name, (dtype, shape) in sorted(
-            tensors.items(), key=lambda item: _nbytes(*item[1]) % ALIGNMENT > 0
+            tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0
         ):
-            nbytes = _nbytes(dtype, shape)
+            if dtype not in NAMES:
+                raise StateDictError(
+                    f"{name!r} is of {dtype}, which a safetensors file cannot have",
+                    expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
+                    found=str(dtype).removeprefix("torch."),
+                    cure="make it another dtype, or a buffer that is not persistent",
+                )
+            nbytes = nbytes_of(dtype, shape)
             header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
             entries[name] = Entry(dtype, tuple(shape), at, nbytes)
             at += nbytes
@@ -185,26 +197,29 @@ class TensorFile:
         return self._file.path
 
     def write(self, name: str, first: int, tensor: torch.Tensor, under_way: UnderWay | None = None) -> None:
-        """Write the elements of `tensor` (contiguous, of the dtype of the file), the tensor's from element
-        `first` on. The pieces of a tensor come in order. With `under_way` it may go on after this returns.
+        """Write the elements of `tensor`, of whichever dtype and device: the file's from element `first` on.
+        The pieces of a tensor come in order. With `under_way`, it may go on after this returns.
 
         Raises:
             TransferError: the drive does not take them; `errno` says why.
         """
         entry = self.entries[name]
-        assert tensor.dtype is entry.dtype, (name, tensor.dtype)
         flat = tensor.reshape(-1)
-        for begin, piece in _on_host(flat):
-            at = (first + begin) * entry.dtype.itemsize
-            ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
-            if under_way is not None and flat.device.type == "cpu":
-                under_way.add(ticket, lambda: None)
+        as_it_is = flat.dtype is entry.dtype and flat.device.type == "cpu"
+        own = under_way if under_way is not None and as_it_is else UnderWay()
+        try:
+            for begin, piece in _on_host(flat, entry.dtype):
+                at = (first + begin) * entry.dtype.itemsize
+                ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
+                own.add(ticket, partial(_let_go, piece))
                 self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
-                continue
-            try:
-                self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
-            finally:
-                ticket.wait()
+                if own is not under_way:
+                    own.wait(_AHEAD)
+            if own is not under_way:
+                own.wait()
+        finally:
+            if own is not under_way:
+                own.drop()
 
     def read(
         self,
@@ -317,10 +332,6 @@ class TensorFile:
         self.close()
 
 
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
 def write_all(path: str, tensors: Mapping[str, torch.Tensor], ring: Ring) -> dict[str, list[int]]:
     """Write a file of `tensors`, and wait until it would survive a power failure; return the checksums."""
     specs = {name: (t.dtype, t.shape) for name, t in tensors.items()}
@@ -340,40 +351,17 @@ def read_all(path: str, ring: Ring, expected: Mapping[str, Sequence[int]]) -> di
     return tensors
 
 
-def _on_host(flat: torch.Tensor) -> Any:
-    """Yield the pieces of `flat`, as (first element, tensor on the host)."""
+def _let_go(tensor: torch.Tensor) -> None:
+    """Hold a tensor until its transfer is over."""
+
+
+def _on_host(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the pieces of `flat`, as (first element, tensor on the host of that dtype)."""
     if not flat.numel():
         return
-    if flat.device.type == "cpu":
+    if flat.device.type == "cpu" and flat.dtype is dtype:
         yield 0, flat
         return
-    count = _BOUNCE // flat.dtype.itemsize
+    count = _BOUNCE // dtype.itemsize
     for begin in range(0, flat.numel(), count):
-        yield begin, flat[begin : begin + count].cpu()
-
-
-def pwrite(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at `offset`."""
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
-
-
-_OF_PATHS: Final = {
-    errno.EEXIST: "name a directory: a file has this name",
-    errno.ENOTDIR: "name a directory: a file has this name, or that of a folder above",
-    errno.ELOOP: "name a directory, not links that lead in a circle",
-    errno.ENAMETOOLONG: "choose a shorter path",
-    errno.ENOSPC: "make room on the drive, or save elsewhere",
-}
-
-
-def failed(what: str, path: str, error: OSError) -> DirectoryError:
-    """Return what the system said against a file or directory of a checkpoint."""
-    return DirectoryError(
-        f"cannot {what} {path}",
-        errno=error.errno,
-        path=path,
-        found=error.strerror or str(error),
-        cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
-    )
+        yield begin, flat[begin : begin + count].to(dtype).cpu()

@@ -9,7 +9,8 @@ import contextlib
 import json
 import math
 import os
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -40,6 +41,10 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
+#: What a tensor that is to be written is like: its dtype and its shape.
+Spec: TypeAlias = tuple[torch.dtype, Sequence[int]]
+
+
 class Entry(NamedTuple):
     """Where a tensor is in its file: `begin` in bytes."""
 
@@ -52,6 +57,11 @@ class Entry(NamedTuple):
     def numel(self) -> int:
         """Elements of the tensor."""
         return self.nbytes // self.dtype.itemsize
+
+
+def nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:

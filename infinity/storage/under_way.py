@@ -30,20 +30,21 @@ class UnderWay:
         taken._transfers, self._transfers = self._transfers, deque()
         return taken
 
-    def wait(self) -> None:
-        """Wait for all of them, and do what follows each.
+    def wait(self, left: int = 0) -> None:
+        """Wait for all of them but the last `left`, and do what follows each.
 
         Raises:
             TransferError, CorruptionError: of the first that failed; the others are over, too.
         """
         try:
-            while self._transfers:
+            while len(self._transfers) > left:
                 ticket, then = self._transfers[0]
                 ticket.wait()
                 self._transfers.popleft()
                 then()
-        finally:
+        except BaseException:
             self.drop()
+            raise
 
     def drop(self) -> None:
         """Wait for all of them, whatever comes of it."""

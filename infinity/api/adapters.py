@@ -1,0 +1,202 @@
+"""Models of PEFT in files: adapters alone, as PEFT has them, or what they make of their base."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.core.errors import ConfigError, StateDictError
+from infinity.storage.tensor_header import Spec
+
+from .gathered import gathered
+from .module_state import Values, plain_name, state_of
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model is one of PEFT, or one of transformers that has adapters."""
+    return isinstance(getattr(model, "peft_config", None), dict)
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the model that the adapters are in."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert isinstance(base, nn.Module)
+    return base
+
+
+class Adapter(NamedTuple):
+    """An adapter: its directory ("" for the default one), its configuration as text, and its tensors by the
+    names that PEFT gives them."""
+
+    folder: str
+    config: str
+    sources: dict[str, torch.Tensor]
+
+
+def adapters_of(model: Any) -> list[Adapter]:
+    """Return the adapters of a model, as `PeftModel.save_pretrained` lays them out.
+
+    Raises:
+        StateDictError: what PEFT saves of one is not in the model, but computed.
+    """
+    import peft
+
+    state = state_of(model)
+    # PEFT chooses by names. What it is given has none but the shapes.
+    shown = {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in state.items()}
+    by_id = {id(tensor): state[name] for name, tensor in shown.items()}
+    found = []
+    for name, config in model.peft_config.items():
+        with contextlib.ExitStack() as stack:
+            if config.is_prompt_learning:  # then PEFT computes it, by a small module
+                encoder = model.prompt_encoder[name]
+                stack.enter_context(torch.no_grad())
+                if Values(encoder, None).engine is not None:
+                    stack.enter_context(gathered(encoder))
+            chosen = peft.get_peft_model_state_dict(model, state_dict=dict(shown), adapter_name=name)
+            sources = {}
+            for key, tensor in chosen.items():
+                if tensor.is_meta and id(tensor) not in by_id:
+                    raise StateDictError(
+                        f"the adapter {name!r} cannot be exported alone",
+                        expected="tensors of the model",
+                        found=f"{key!r}, which PEFT computes from several",
+                        cure="merge_adapters=True",
+                    )
+                prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
+                value = by_id[id(tensor)] if tensor.is_meta else tensor.detach().cpu().clone()
+                sources[plain_name(prefix + key)] = value
+        found.append(Adapter("" if name == "default" else name, _config_text(model, config), sources))
+    return found
+
+
+def _config_text(model: Any, config: Any) -> str:
+    base = base_of(model)
+    config = copy.copy(config)
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    mapping = None
+    if config.task_type is None:
+        mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=mapping)
+        with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
+            return file.read()
+
+
+class Merged:
+    """What a model is when its active adapters are merged into its base. The model stays as it is: each layer
+    that has adapters is copied, and PEFT merges the copy, which is written and dropped.
+
+    Attributes:
+        specs: dtype and shape of each tensor, by its name in the base, in the order of the modules.
+        sources: those that are tensors of the model; the others come from `layers`.
+        untied: whether the base has tied parameters of which one name alone is merged.
+
+    Raises:
+        ConfigError: PEFT cannot merge them.
+    """
+
+    def __init__(self, model: Any, values: Values) -> None:
+        self.sources: dict[str, torch.Tensor] = {}
+        self.specs: dict[str, Spec] = {}
+        self._values = values
+        self._layers: dict[str, nn.Module] = {}
+        self._bases: list[torch.Tensor] = []  # what adapters are merged into
+        _check(model)
+        self._visit("", base_of(model), set())
+        others = {id(t) for t in self.sources.values()}
+        bases = {id(t) for t in self._bases}
+        self.untied = len(bases) < len(self._bases) or not bases.isdisjoint(others)
+
+    def _visit(self, prefix: str, module: nn.Module, seen: set[nn.Module]) -> None:
+        """Go through the modules as PEFT does when it unloads them."""
+        if module in seen:
+            return
+        seen.add(module)
+        if _is_layer(module):
+            self._add(prefix, module)
+            return
+        for name, value in state_of(module, recurse=False).items():
+            self._stream(prefix + name, value)
+        for name, inner in module._modules.items():
+            if inner is not None:
+                self._visit(f"{prefix}{name}.", inner, seen)
+
+    def _stream(self, name: str, value: torch.Tensor) -> None:
+        name = plain_name(name)
+        self.sources[name] = value
+        self.specs[name] = self._values.spec(name, value)
+
+    def _add(self, prefix: str, module: nn.Module) -> None:
+        """Find out what becomes of a layer, with a copy of it that has no values."""
+        given: dict[int, Any] = {id(b): b for b in module.buffers()}
+        origins = dict(given)
+        for param in module.parameters():
+            dtype, shape = self._values.spec(prefix, param)
+            given[id(param)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False)
+            origins[id(given[id(param)])] = param
+        unloaded = _unload(copy.deepcopy(module, given), merge=False)
+        merges = any(hasattr(m, "base_layer") for m in module.modules())
+        for name, value in state_of(unloaded).items():
+            origin = origins.get(id(value))
+            if origin is not None and not merges:  # a whole module that was trained in the place of another
+                self._stream(prefix + name, origin)
+                continue
+            self._layers[prefix] = module
+            self.specs[plain_name(prefix + name)] = value.dtype, tuple(value.shape)
+            if isinstance(origin, nn.Parameter):
+                self._bases.append(origin)
+
+    def layers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, values) of what adapters are merged into: one layer at a time is in memory, with what
+        PEFT needs to merge it."""
+        for prefix, module in self._layers.items():
+            yield from self._merge(prefix, module)
+
+    def _merge(self, prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        values = self._values.read(module.parameters())
+        given: dict[int, Any] = {id(p): nn.Parameter(v, False) for p, v in values.items()}
+        for name, value in state_of(_unload(copy.deepcopy(module, given).cpu(), merge=True)).items():
+            yield plain_name(prefix + name), value.detach()
+
+
+def _is_layer(module: Any) -> bool:
+    return hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
+
+
+def _unload(layer: Any, *, merge: bool) -> nn.Module:
+    """Return what PEFT leaves of a layer when it unloads it."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        unloaded = layer.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
+    else:
+        if merge:
+            layer.merge()
+        unloaded = layer.get_base_layer()
+    assert isinstance(unloaded, nn.Module)
+    return unloaded
+
+
+def _check(model: Any) -> None:
+    why = ""
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        why = "prompts, which are no part of the base's parameters"
+    try:
+        getattr(getattr(model, "base_model", None), "_check_merge_allowed", lambda: None)()
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(
+            "these adapters cannot be merged into their base",
+            expected="adapters that PEFT can merge",
+            found=why,
+            cure="merge_adapters=False, which exports the adapters alone",
+        )

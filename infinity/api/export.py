@@ -1,0 +1,369 @@
+"""`export`: what a model has learned, in files that other programs read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from infinity.core.errors import ConfigError, CorruptionError, StateDictError, WrapError
+from infinity.core.sizes import parse_dtype, parse_size
+from infinity.hardware.shelter import Shelter
+from infinity.storage.checkpoints import Found, find
+from infinity.storage.folder import Folder
+from infinity.storage.shards import Shards
+from infinity.storage.tensor_file import TensorFile
+from infinity.storage.tensor_header import Spec
+
+from .adapters import Merged, adapters_of, base_of, has_adapters
+from .checkpoint import (
+    Progress,
+    check_free,
+    interruptible,
+    path_of,
+    reading_ring,
+    settle,
+    texts_of,
+    writing_ring,
+    wrong_index,
+)
+from .engine import Engine
+from .module_state import Values, plain_name, state_of
+
+_PIECE: Final = 4 << 20  # bytes of a checkpoint that are in memory at once
+#: The names that a checkpoint may give its texts.
+_TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|jinja|model)")
+_CONFIG: Final = "config.json"
+
+
+def export(
+    model: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    tokenizer: Any = None,
+    merge_adapters: bool = False,
+    progress: Progress | None = None,
+) -> str:
+    """Write a model as safetensors files, chunk by chunk through one lease of host memory.
+
+    Of a model of transformers: what `from_pretrained` reads (its configurations, too), by the names that the
+    model has now. Of a model of PEFT: its adapters, for `PeftModel.from_pretrained`. Of any other module: its
+    state dict, for `safetensors.torch.load_model`. Tied parameters are written once. With delayed updates the
+    newest values are.
+
+    Args:
+        model: as `wrap` returned it, a part of it, or a plain module. Or the path of a checkpoint of
+            `infinity.save`, or of a directory of checkpoints: of these the one that was completed last.
+        path: the directory that is made. One that has something in it is refused.
+        dtype: of all parameters: "fp32" (the masters), "bf16" or "fp16". None: the compute dtype, as each
+            parameter is; of a plain module the dtypes that it has; of a checkpoint the one that its
+            config.json names, or else fp32 (without a config.json, frozen ones in the compute dtype of their
+            run). Buffers stay as they are.
+        max_shard_size: bytes of parameters and buffers in a file; what is larger has one for itself. Adapters
+            are always in one.
+        tokenizer: what has `save_pretrained`, a tokenizer or a processor: its files are written, too. Those
+            that a checkpoint has are in any case.
+        merge_adapters: for a model of PEFT: write the model that it makes of its base with the active
+            adapters, layer by layer, as its `merge_and_unload` does in that dtype. The model stays as it is.
+        progress: called with the bytes written, and all bytes, on another thread. It may not use the model.
+
+    Returns:
+        The directory. It is whole from one moment on; whatever happens before leaves nothing that looks so.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+        WrapError: it is neither a module nor a path.
+        StateDictError: it has tensors that such files cannot have, or is a checkpoint of a model of PEFT.
+        ParameterError: parameters are being edited, in a `gathered(write=True)` block.
+        CorruptionError: the checkpoint is not as it was saved.
+        DirectoryError: there is no checkpoint; or the directory is not empty, cannot be written, or its drive
+            has no room.
+        TransferError: a drive reports an error.
+    """
+    target = os.path.abspath(path_of(path, "model"))
+    wanted = None if dtype is None else parse_dtype(dtype)
+    limit = parse_size(max_shard_size, "max_shard_size")
+    engine: Engine | None = None
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(_saved(tokenizer))
+        if isinstance(model, nn.Module):
+            engine, content = _of_module(model, wanted, limit, merge_adapters)
+        elif isinstance(model, (str, os.PathLike)):
+            content = _of_checkpoint(find(path_of(model)), wanted, limit, stack)
+            _check_merge(merge_adapters, False)
+        else:
+            raise WrapError(
+                "export takes a model",
+                expected="a torch.nn.Module, or the path of a checkpoint",
+                found=type(model).__name__,
+                cure="infinity.export(model, path)",
+            )
+
+        def write(told: Progress) -> str:
+            if engine is not None:
+                settle(engine)
+            return _write(target, content, files, told)
+
+        if engine is not None:
+            return interruptible(engine.shelter, write, progress)
+        shelter = Shelter(lambda: contextlib.nullcontext)
+        stack.callback(shelter.close)
+        return interruptible(shelter, write, progress)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors in files of one name, and what fills them."""
+
+    stem: str
+    tensors: Mapping[str, Spec]
+    fill: Callable[[Shards], None]
+    limit: int | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """All that is written; the last of the texts says that it is whole."""
+
+    parts: list[_Part]
+    texts: dict[str, str]
+
+
+def _write(path: str, content: _Content, files: Mapping[str, str], told: Progress) -> str:
+    done = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        told(done, total)
+
+    with Folder(path) as folder, writing_ring(path) as ring, contextlib.ExitStack() as stack:
+        shards = [
+            Shards(folder, ring, p.stem, p.tensors, limit=p.limit, tied=p.tied, told=tell)
+            for p in content.parts
+        ]
+        total = sum(s.nbytes for s in shards)
+        check_free(path, total, "the model", "or export elsewhere, or in another dtype")
+        for name, source in files.items():
+            if name not in content.texts:
+                folder.copy(name, source)
+        for part, each in zip(content.parts, shards, strict=True):
+            stack.enter_context(each)
+            part.fill(each)
+            each.finish()
+        for name, text in content.texts.items():
+            folder.write(name, text)
+        told(done, total)
+        folder.commit()
+    return path
+
+
+@contextlib.contextmanager
+def _saved(tokenizer: Any) -> Iterator[dict[str, str]]:
+    """Lend the files of a tokenizer: name → path."""
+    if tokenizer is None:
+        yield {}
+        return
+    if not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise ConfigError(
+            "the tokenizer cannot be saved",
+            expected="what has `save_pretrained`, as tokenizers and processors of transformers",
+            found=type(tokenizer).__name__,
+            cure="leave tokenizer out",
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer.save_pretrained(temporary)
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(temporary) for name in names]
+        yield {os.path.relpath(path, temporary): path for path in sorted(found)}
+
+
+def _check_merge(asked: bool, possible: bool) -> None:
+    if asked and not possible:
+        raise ConfigError(
+            "merge_adapters=True, and there are no adapters",
+            expected="a model of PEFT",
+            found="one without adapters",
+            cure="merge_adapters=False",
+        )
+
+
+# -- modules ---------------------------------------------------------------------------------
+
+
+def _of_module(
+    model: nn.Module, dtype: torch.dtype | None, limit: int, merge: bool
+) -> tuple[Engine | None, _Content]:
+    """Return the engine of a module, if it has one, and what is to be written of it."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+    values = Values(inner, dtype)
+    adapted = has_adapters(inner)
+    _check_merge(merge, adapted)
+    if adapted and not merge:
+        return values.engine, _adapters(inner, values)
+    merged = Merged(inner, values) if merge else None
+    if merged is not None:
+        inner, sources, specs = base_of(inner), merged.sources, merged.specs
+    else:
+        sources = {plain_name(name): value for name, value in state_of(inner).items()}
+        specs = {name: values.spec(name, value) for name, value in sources.items()}
+    tied = _tied(inner, sources)
+    dropped = {*tied, *(getattr(inner, "_keys_to_ignore_on_save", None) or ())}
+    sources = {name: value for name, value in sources.items() if name not in dropped}
+
+    def fill(shards: Shards) -> None:
+        values.write(shards, sources)
+        for name, value in merged.layers() if merged is not None else ():
+            shards.write(name, 0, value)
+
+    specs = {name: spec for name, spec in specs.items() if name not in dropped}
+    if dtype is None:
+        floating = (d for d, _ in specs.values() if d.is_floating_point)
+        dtype = values.engine.config.compute_dtype if values.engine is not None else next(floating, None)
+    texts = texts_of(inner)
+    if _CONFIG in texts:
+        untied = {"tie_word_embeddings": False} if merged is not None and merged.untied else {}
+        texts[_CONFIG] = _edited({**json.loads(texts[_CONFIG]), **untied}, dtype)
+    return values.engine, _Content([_Part("model", specs, fill, limit, tied)], texts)
+
+
+def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which names are left out, and under which name each is written: as `save_pretrained` does it, of
+    tied names those that transformers ties by itself; of a module of another kind all but the first."""
+    names: dict[int, list[str]] = {}
+    for name, value in sources.items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(id(value), []).append(name)
+    declared = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    found = {}
+    for group in names.values():
+        kept = group[:1]
+        if hasattr(model, "_tied_weights_keys"):
+            free = [name for name in group if not any(re.search(pattern, name) for pattern in declared)]
+            kept = free or kept
+        found.update({name: kept[0] for name in group if name not in kept})
+    return found
+
+
+def _edited(config: Any, dtype: torch.dtype | None) -> str:
+    """Return a configuration as text that says in which dtype the parameters are."""
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    said = {} if dtype is None else {key: str(dtype).removeprefix("torch.")}
+    return json.dumps({**config, **said}, indent=2, sort_keys=True) + "\n"
+
+
+def _adapters(model: nn.Module, values: Values) -> _Content:
+    parts, texts = [], {}
+    for adapter in sorted(adapters_of(model), key=lambda a: not a.folder):  # the default one last
+        prefix = f"{adapter.folder}/" if adapter.folder else ""
+        specs = {name: values.spec(name, value) for name, value in adapter.sources.items()}
+        fill = functools.partial(values.write, sources=adapter.sources)
+        parts.append(_Part(f"{prefix}adapter_model", specs, fill))
+        texts[f"{prefix}adapter_config.json"] = adapter.config
+    return _Content(parts, texts)
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def _of_checkpoint(
+    found: Found, dtype: torch.dtype | None, limit: int, stack: contextlib.ExitStack
+) -> _Content:
+    """Return what is to be written of a checkpoint, whose files stay open until `stack` ends."""
+    index = found.content
+    try:
+        texts, tied = _texts_of(found), {t: n for n, p in index["parameters"].items() for t in p["tied"]}
+        ring = stack.enter_context(reading_ring())
+        files = {}
+        for stem in ("parameters", "buffers"):
+            if (path := found.file(stem)) is not None:
+                file = TensorFile.open(path, ring, index["crcs"][stem])
+                files[stem] = stack.enter_context(file)
+        there = files["parameters"].entries if "parameters" in files else {}
+        if lacking := index["parameters"].keys() ^ there.keys():
+            raise KeyError(min(lacking))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise wrong_index(found.path, error) from error
+    config = texts.pop(_CONFIG, None)
+    if config is not None:
+        _check_no_adapters(found, index["parameters"])
+        dtype = dtype or _dtype_of(config)
+        texts[_CONFIG] = _edited(config, dtype)
+    specs: dict[str, Spec] = {}
+    sources: dict[str, tuple[TensorFile, str]] = {}
+    for stem, file in files.items():
+        for name, entry in file.entries.items():
+            cast = entry.dtype.is_floating_point and stem == "parameters" and dtype
+            specs[plain_name(name)] = cast or entry.dtype, entry.shape
+            sources[plain_name(name)] = file, name
+
+    def fill(shards: Shards) -> None:
+        memory = torch.empty(_PIECE, dtype=torch.uint8)
+        for name, (file, saved) in sources.items():
+            entry = file.entries[saved]
+            numel, count = entry.nbytes // entry.dtype.itemsize, _PIECE // entry.dtype.itemsize
+            for first in range(0, numel, count):
+                piece = memory.view(entry.dtype)[: numel - first]
+                file.read(saved, first, piece)
+                shards.write(name, first, piece)
+
+    tied = {plain_name(alias): plain_name(name) for alias, name in tied.items()}
+    return _Content([_Part("model", specs, fill, limit, tied)], texts)
+
+
+def _texts_of(found: Found) -> dict[str, Any]:
+    """Return the texts of a checkpoint; its config.json as values."""
+    texts = dict(found.content.get("texts", {}))
+    wrong = ""
+    for name, text in texts.items():
+        if not _TEXT.fullmatch(name) or name.startswith("model.safetensors") or not isinstance(text, str):
+            wrong = f"{name!r}: {text!r:.200}"
+    if not wrong and _CONFIG in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            texts[_CONFIG] = json.loads(texts[_CONFIG])
+        if not isinstance(texts[_CONFIG], dict):
+            wrong = f"{_CONFIG}: {texts[_CONFIG]!r:.200}"
+    if wrong:
+        raise CorruptionError(
+            f"the index of {found.path} has texts that no version of infinity has written",
+            path=found.path,
+            expected="configurations and files of tokenizers, by names of their own",
+            found=wrong,
+            cure="use another checkpoint",
+        )
+    return texts
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a configuration names, if it is one in which a model computes; fp32 otherwise."""
+    try:
+        return parse_dtype(config.get("dtype") or config.get("torch_dtype") or "fp32")
+    except ConfigError:
+        return torch.float32
+
+
+def _check_no_adapters(found: Found, names: Any) -> None:
+    adapted = next((name for name in names if name.startswith("base_model.") or ".base_layer." in name), None)
+    if adapted is not None:
+        raise StateDictError(
+            f"the checkpoint {found.path} is of a model of PEFT",
+            expected="one without adapters: what belongs to an adapter, only the model knows",
+            found=repr(adapted),
+            cure="build and wrap the model as its run does, infinity.load(optimizer, checkpoint), then "
+            "infinity.export(model, path), with merge_adapters=True for the merged model",
+        )

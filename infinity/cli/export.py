@@ -1,0 +1,74 @@
+"""`infinity export`: the model of a checkpoint, in files that other programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from infinity.api.export import export
+from infinity.core.errors import ConfigError
+from infinity.core.sizes import format_size, parse_dtype, parse_size
+
+from .console import finish, status_line
+from .options import json_option
+
+_LINES = 20  # of progress, where there is no terminal
+
+
+@click.command("export")
+@click.argument("checkpoint")
+@click.argument("directory", metavar="DIR")
+@click.option("--dtype", help="fp32, bf16 or fp16. Default: that of the model's config.json, or else fp32.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file.")
+@json_option
+def export_command(
+    checkpoint: str, directory: str, dtype: str | None, max_shard_size: str, as_json: bool
+) -> None:
+    """Write the model in CHECKPOINT to a new directory DIR: safetensors files, and of a model of transformers
+    all that `from_pretrained` reads.
+
+    CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
+    so any machine with room on its drive can do it. A DIR with something in it is refused.
+    """
+    for name, value in (("CHECKPOINT", checkpoint), ("DIR", directory)):
+        if not value:  # such as an unset "$DIR"; it would be the current one
+            raise ConfigError(
+                f"{name} names no directory", expected="a path", found="''", cure="name the directory"
+            )
+    wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
+    limit = parse_size(max_shard_size, "--max-shard-size")
+    with status_line() as say:
+        shown = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            if total and shown < (shown := done * _LINES // total):
+                say(f"{format_size(done)} of {format_size(total)}")
+
+        path = export(checkpoint, directory, wanted, limit, progress=progress)
+    files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+    result = {
+        "path": path,
+        "files": dict(sorted(files.items())),
+        "bytes": sum(files.values()),
+        "load": _how_to_load(path, list(files)),
+    }
+    finish(result, _show, as_json=as_json)
+
+
+def _show(result: Any) -> None:
+    click.echo(f"{result['path']}: {len(result['files'])} files, {format_size(result['bytes'])}")
+    click.echo(f"load it: {result['load']}")
+
+
+def _how_to_load(path: str, files: list[str]) -> str:
+    if "config.json" in files:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            names = json.load(file).get("architectures") or ["AutoModel"]
+        return f"transformers.{names[0]}.from_pretrained({path!r})"
+    if "model.safetensors" in files:
+        return f"safetensors.torch.load_model(model, {os.path.join(path, 'model.safetensors')!r})"
+    return f"model.load_state_dict(safetensors.torch.load_file(file), strict=False) for each file in {path!r}"

@@ -1,0 +1,397 @@
+"""What is exported is what other programs read: transformers, and safetensors itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.api.module_state import state_of
+from infinity.cli.main import run
+from infinity.core.errors import (
+    BudgetError,
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    ParameterError,
+    StateDictError,
+    WrapError,
+)
+from infinity.storage import checkpoints
+
+from .architectures import ARCHITECTURES
+from .models import GPT
+from .offloaded import ON_HOST, config_for
+from .quick import quick
+
+#: RWKV edits its parameters when it is evaluated; the rest is not of transformers.
+_LEFT_OUT = ("RWKV", "UNet2DCondition", "DiT", "Flux", "SD3", "EfficientNet", "Swin (timm)")
+
+
+def wrap(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    folder.mkdir(exist_ok=True, parents=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return infinity.wrap(model, torch.optim.AdamW(trained, lr=1e-2), config_for(folder, **settings))
+
+
+def tensors_in(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors in the files of a directory, which are those that its index names, if it has one."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensors = safetensors.torch.load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    index = Path(folder, "model.safetensors.index.json")
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["weight_map"].keys() == found.keys()
+        assert set(content["weight_map"].values()) == {p.name for p in Path(folder).glob("*.safetensors")}
+        assert content["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype is value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick([n for n in ARCHITECTURES if n not in _LEFT_OUT], ["GPT-2", "Llama", "Qwen3", "Mixtral", "T5"]),
+)
+def test_transformers_reads_it_with_the_same_outputs(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = ARCHITECTURES[name].build(), ARCHITECTURES[name].feed()
+    kind = type(model)
+    model, adam = wrap(model, tmp_path / "run", device_memory="64MiB", output_dtype=None)
+    loss = getattr(model(**batch), "loss", None)
+    if loss is not None:
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+    model.eval()
+    before = model.config.to_dict()
+    infinity.export(model, tmp_path / "live", max_shard_size="20KB")
+    assert len(list((tmp_path / "live").glob("model-*.safetensors"))) > 1
+    infinity.save(adam, tmp_path / "saved")
+    infinity.export(tmp_path / "saved", tmp_path / "of checkpoint")
+    with torch.no_grad():
+        wanted = model(**batch)
+    infinity.close(adam)
+    assert model.config.to_dict() == before  # what says how it was exported is in the files alone
+    # Each once, however many names it has.
+    assert len(tensors_in(tmp_path / "live")) == len({id(t) for t in state_of(model).values()})
+    for folder in ("live", "of checkpoint"):
+        read, said = kind.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(said.values()), said  # nothing missing, unexpected or made anew
+        assert read.dtype is torch.float32
+        assert read.config.architectures == [kind.__name__]
+        with torch.no_grad():
+            found = read.eval()(**batch)
+        for key, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[key], value), (folder, key)
+
+
+class Net(nn.Module):
+    """Tied, with persistent buffers and others, a frozen layer, and BatchNorm, which stays fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.arange(4, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.frozen(self.tokens(x))))
+
+
+def train(model: nn.Module, adam: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        adam.scale(model(torch.arange(32)).float().square().mean()).backward()
+        adam.step()
+        adam.zero_grad()
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
+    torch.manual_seed(0)
+    model, adam = wrap(Net(), tmp_path / "run", dtype="bf16")
+    train(model, adam)
+    yield model, adam
+    infinity.close(adam)
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The masters, and what has none in fp32."""
+    engine, found = engine_of(model), {}
+    for name, param in model.named_parameters():
+        state = (
+            engine.states.read([engine.params[param]])[engine.params[param]] if param.requires_grad else {}
+        )
+        found[name] = state.get("master", model.state_dict()[name].float())
+    return found
+
+
+def test_a_module_of_any_kind_in_any_dtype(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    model, adam = net
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    buffers = {n: state[n] for n in state if n not in dict(model.named_parameters(remove_duplicate=False))}
+    exact = masters(model)
+    assert not torch.equal(exact["tokens.weight"], state["tokens.weight"].float())
+    once = {n: v for n, v in state.items() if n != "head.weight"}
+    infinity.save(adam, tmp_path / "saved")
+
+    infinity.export(model, tmp_path / "compute")
+    assert_equal(tensors_in(tmp_path / "compute"), once)
+    assert once["norm.weight"].dtype is torch.float32
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        wanted = {n: v.to(dtype) for n, v in exact.items()} | buffers
+        for source in (model, tmp_path / "saved"):
+            infinity.export(source, tmp_path / f"{name} {source is model}", name, "9KB")
+            assert_equal(tensors_in(tmp_path / f"{name} {source is model}"), wanted)
+    infinity.export(tmp_path / "saved", tmp_path / "as saved")
+    kept = exact | buffers | {n: state[n] for n in state if n.startswith("frozen")}
+    assert_equal(tensors_in(tmp_path / "as saved"), kept)
+
+    read = Net()
+    for folder in ("compute", "fp32 True", "as saved"):
+        files = list((tmp_path / folder).glob("*.safetensors"))
+        if len(files) == 1:
+            safetensors.torch.load_model(read, files[0])  # which knows tied parameters
+            with safetensors.safe_open(files[0], "pt") as file:
+                assert file.metadata() == {"format": "pt", "head.weight": "tokens.weight"}
+        for file in files:
+            read.load_state_dict(safetensors.torch.load_file(file), strict=False)
+    assert torch.equal(read.head.weight, exact["tokens.weight"])
+
+    # A part of it, one that is plain, and a compiled one.
+    infinity.export(model.norm, tmp_path / "part")
+    assert_equal(tensors_in(tmp_path / "part"), {n[5:]: v for n, v in once.items() if n.startswith("norm.")})
+    infinity.export(read, tmp_path / "plain")
+    assert_equal(
+        tensors_in(tmp_path / "plain"), {n: v for n, v in read.state_dict().items() if n != "head.weight"}
+    )
+    read.frozen = torch.compile(read.frozen)  # type: ignore[assignment]
+    infinity.export(torch.compile(read), tmp_path / "compiled")  # type: ignore[arg-type]
+    assert_equal(tensors_in(tmp_path / "compiled"), tensors_in(tmp_path / "plain"))
+    train(model, adam, 1)
+
+
+def test_delayed_updates_give_the_newest_values(tmp_path: Path) -> None:
+    for place in ("device", "host"):
+        settings = {**ON_HOST, "parameters": place, "update": "delayed", "delay_warmup_steps": 0}
+        model, adam = wrap(Net(), tmp_path / place, dtype="bf16", **settings)
+        train(model, adam, 3)
+        infinity.export(model, tmp_path / f"{place} bf16")
+        infinity.export(model, tmp_path / f"{place} fp32", "fp32")
+        newest = {n: v.clone() for n, v in model.state_dict().items() if n != "head.weight"}
+        assert_equal(tensors_in(tmp_path / f"{place} bf16"), newest)
+        found = tensors_in(tmp_path / f"{place} fp32")
+        assert torch.equal(found["tokens.weight"], masters(model)["tokens.weight"])
+        train(model, adam, 1)
+        infinity.close(adam)
+
+
+def test_the_config_names_the_dtype_that_was_written(tmp_path: Path) -> None:
+    import transformers
+
+    model = ARCHITECTURES["GPT-2"].build()
+    model, adam = wrap(model, tmp_path / "run", dtype="bf16")
+    infinity.save(adam, tmp_path / "saved")
+    for source, dtype, wanted in (
+        (model, None, torch.bfloat16),
+        (model, "fp16", torch.float16),
+        (tmp_path / "saved", None, torch.float32),
+        (tmp_path / "saved", "bf16", torch.bfloat16),
+    ):
+        path = infinity.export(source, tmp_path / f"{source is model} {dtype}", dtype)
+        assert {t.dtype for t in tensors_in(path).values()} == {wanted}
+        assert transformers.AutoModelForCausalLM.from_pretrained(path).dtype is wanted
+    infinity.close(adam)
+    # What was loaded in bf16 says so, and its checkpoint, too.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "False bf16")
+    model, adam = wrap(model, tmp_path / "again")
+    infinity.save(adam, tmp_path / "saved again")
+    path = infinity.export(tmp_path / "saved again", tmp_path / "third")
+    assert {t.dtype for t in tensors_in(path).values()} == {torch.bfloat16}
+    infinity.close(adam)
+
+
+def test_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
+    import transformers
+
+    from .test_ecosystem import tokenizer
+
+    words = tokenizer()
+    infinity.export(ARCHITECTURES["GPT-2"].build(), tmp_path / "out", tokenizer=words)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read("w1 w2")["input_ids"] == words("w1 w2")["input_ids"]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 96
+
+
+def test_a_state_dict_beyond_the_budget_names_these_calls_and_they_do(tmp_path: Path) -> None:
+    config = {"host_memory": "14MiB", "device_memory": "4MiB", "read_ahead_memory": 0}
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+    wanted = {n: v.clone() for n, v in layers.state_dict().items()}
+    model, adam = wrap(layers, tmp_path / "run", **config)
+    with pytest.raises(BudgetError) as caught:
+        model.state_dict()
+    assert "`infinity.export(model, path)`" in str(caught.value.cure)
+    assert "`infinity.save(optimizer, path)`" in str(caught.value.cure)
+    with pytest.raises(BudgetError, match=r"infinity\.save\(optimizer, path\)"):
+        adam.state_dict()
+    infinity.export(model, tmp_path / "out")
+    infinity.save(adam, tmp_path / "saved")
+    assert_equal(tensors_in(tmp_path / "out"), wanted)
+    infinity.close(adam)
+
+
+def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
+    net: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    model, adam = net
+    saved = infinity.save(adam, tmp_path / "saved")
+    out = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="merge_adapters"):
+        infinity.export(model, out, merge_adapters=True)
+    with pytest.raises(ConfigError, match="merge_adapters"):
+        infinity.export(saved, out, merge_adapters=True)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        infinity.export(model, out, tokenizer="gpt2")
+    with pytest.raises(ConfigError, match="dtype"):
+        infinity.export(model, out, "int8")
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        infinity.export(model, out, max_shard_size="many")
+    with pytest.raises(ConfigError, match="no name"):
+        infinity.export(model, "")
+    with pytest.raises(WrapError, match="takes a model"):
+        infinity.export(adam, out)
+    with pytest.raises(DirectoryError, match="no checkpoint"):
+        infinity.export(tmp_path / "nothing", out)
+    with pytest.raises(StateDictError, match="meta"):
+        infinity.export(nn.Linear(3, 3, device="meta"), out)
+    with pytest.raises(StateDictError, match="float64"):
+        infinity.export(nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex128))]), out)
+    with infinity.gathered(model.norm, write=True):
+        with pytest.raises(ParameterError, match="leave `with infinity"):
+            infinity.export(model, out)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    for target in (tmp_path / "there", tmp_path / "there" / "notes.txt", saved):
+        with pytest.raises(DirectoryError):
+            infinity.export(model, target)
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["notes.txt"]
+    infinity.load(adam, saved)
+    (tmp_path / "empty").mkdir()
+    infinity.export(model, tmp_path / "empty")
+    other, second = wrap(nn.Linear(8, 8), tmp_path / "other")
+    with pytest.raises(ParameterError, match="several wrapped models"):
+        infinity.export(nn.ModuleList([model, other]), out)
+    infinity.close(second)
+    with pytest.raises(ClosedError):
+        infinity.export(other, out)
+    train(model, adam, 1)
+
+
+# -- checkpoints and the command line ------------------------------------------------------------
+
+
+def rewrite(path: Path, index: dict[str, Any]) -> None:
+    """Put another index, with a checksum that is right, into the place of a checkpoint's."""
+    inner = checkpoints._dump(index)
+    text = b'{"crc32c":"' + checkpoints._crc(inner).encode() + b'","index":' + inner + b"}"
+    (path / "index.json").write_bytes(text)
+
+
+def test_hostile_and_damaged_checkpoints_are_refused(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    _, adam = net
+    path = Path(infinity.save(adam, tmp_path / "saved"))
+    index, out = checkpoints.find(str(path)).content, tmp_path / "out"
+    parameters = index["parameters"]
+    for changes in (
+        {"texts": {"../config.json": "{}"}},
+        {"texts": {"/etc/passwd": "x"}},
+        {"texts": {"model.safetensors.index.json": "{}"}},
+        {"texts": {"modeling.py": "raise SystemExit"}},
+        {"texts": {"config.json": "[" * 100_000}},
+        {"texts": {"config.json": "[]"}},
+        {"texts": {"tokenizer.json": 3}},
+        {"texts": 3},
+        {"parameters": {**parameters, "more": {"step": 0, "trainable": True, "tied": []}}},
+        {"parameters": {}},
+        {"parameters": None},
+        {"crcs": {}},
+        {"files": {"parameters": "../parameters-01234567.safetensors"}},
+        {"files": {}},
+    ):
+        rewrite(path, {**index, **changes})
+        with pytest.raises(CorruptionError):
+            infinity.export(path, out)
+        assert not out.exists()
+    rewrite(path, index)
+    infinity.export(path, tmp_path / "whole")
+    [file] = path.glob("parameters-*")
+    content = file.read_bytes()
+    for damaged in (content[:-1], content[:100], content[:-1] + bytes([content[-1] ^ 1]), b""):
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptionError):
+            infinity.export(path, out)
+        assert not out.exists()
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, adam = wrap(ARCHITECTURES["Llama"].build(), tmp_path / "run", dtype="bf16")
+    infinity.save(adam, tmp_path / "llama")
+    wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    infinity.close(adam)
+    _, adam = wrap(GPT(tied=True), tmp_path / "run")
+    infinity.save(adam, tmp_path / "gpt")
+    infinity.close(adam)
+
+    arguments = ["export", str(tmp_path / "llama"), str(tmp_path / "out"), "--dtype", "bf16"]
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    assert f"transformers.LlamaForCausalLM.from_pretrained('{tmp_path / 'out'}')" in shown.out
+    assert " of " in shown.err
+    assert_equal(tensors_in(tmp_path / "out"), wanted)
+    assert run([*arguments, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["what"].endswith("is not empty")
+    assert error["cure"].startswith("name another directory")
+
+    assert run(["export", str(tmp_path / "gpt"), str(tmp_path / "plain"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["files"]) == ["model.safetensors"]
+    assert found["bytes"] == (tmp_path / "plain" / "model.safetensors").stat().st_size
+    assert found["load"].startswith("safetensors.torch.load_model(model, ")
+    small = ["export", str(tmp_path / "gpt"), str(tmp_path / "small"), "--max-shard-size", "100KB"]
+    assert run(small) == 0
+    assert "load_file(file)" in capsys.readouterr().out
+    assert_equal(tensors_in(tmp_path / "small"), tensors_in(tmp_path / "plain"))
+    for wrong in (
+        [*small[:3], "--dtype", "int8"],
+        [*small[:3], "--max-shard-size", "x"],
+        ["export", "", "x"],
+        ["export", str(tmp_path / "gpt"), ""],
+        ["export", str(tmp_path / "run"), str(tmp_path / "no")],
+    ):
+        assert run(wrong) == 2
+        assert "to change: " in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,180 @@
+"""Models of PEFT in files: their adapters alone, and merged into their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.core.errors import ConfigError, StateDictError
+
+from .models import huggingface
+from .offloaded import config_for
+from .test_ecosystem import adapted, llama, need, tokens
+from .test_export import assert_equal, tensors_in
+
+pytestmark = pytest.mark.ecosystem
+
+KINDS = ["lora", "dora", "ia3", "saved", "embedding", "prompt"]
+
+
+def built(kind: str) -> Any:
+    model = adapted(kind)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+def trained(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    folder.mkdir()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, adam = infinity.wrap(model, optimizer, config_for(folder, **settings))
+    model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    adam.step()
+    adam.zero_grad()
+    return model.eval(), adam
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(1)).logits
+
+
+def state(model: Any, adam: Any) -> list[torch.Tensor]:
+    values = [v.clone() for v in model.state_dict().values()]
+    return [*values, *(v for s in adam.state_dict()["state"].values() for _, v in sorted(s.items()))]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_alone_and_merged(kind: str, dtype: str, tmp_path: Path) -> None:
+    peft = need("peft")
+    model, adam = trained(built(kind), tmp_path / "run", dtype=dtype, output_dtype=None)
+    wanted, before = logits(model), state(model, adam)
+    infinity.export(model, tmp_path / "alone")
+
+    plain = llama().to(wanted.dtype)
+    plain.load_state_dict(base_of(model))
+    read = peft.PeftModel.from_pretrained(plain, tmp_path / "alone", autocast_adapter_dtype=False)
+    if dtype == "fp32":
+        assert torch.equal(logits(read), wanted)
+    read.save_pretrained(tmp_path / "by peft")  # the same files
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        found, own = tmp_path / "alone" / name, tmp_path / "by peft" / name
+        if name.endswith("json"):
+            assert json.loads(found.read_text()) == json.loads(own.read_text())
+        else:
+            assert_equal(safetensors.torch.load_file(found), safetensors.torch.load_file(own))
+
+    if kind == "prompt":
+        with pytest.raises(ConfigError, match="merge_adapters=False"):
+            infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    else:
+        infinity.export(model, tmp_path / "merged", max_shard_size="50KB", merge_adapters=True)
+        merged, said = type(plain).from_pretrained(tmp_path / "merged", output_loading_info=True)
+        assert not any(said.values())
+        assert merged.dtype is wanted.dtype
+        assert_equal(merged.state_dict(), read.merge_and_unload().state_dict())
+        if dtype == "fp32":
+            assert torch.allclose(logits(merged), wanted, atol=1e-5)
+            assert torch.equal(logits(merged), logits(read.get_base_model()))
+    after = state(model, adam)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    if kind == "lora" and dtype == "fp32":
+        assert torch.equal(logits(infinity.unwrap(model).merge_and_unload()), logits(merged))
+    infinity.close(adam)
+
+
+def base_of(model: Any) -> dict[str, torch.Tensor]:
+    """The values of the base, without what adapters add to them."""
+    prefix = "base_model." if model.active_peft_config.is_prompt_learning else "base_model.model."
+    found = {}
+    for name, value in model.state_dict().items():
+        name = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
+        if not any(
+            part in name for part in ("lora_", "ia3_", "modules_to_save", "prompt_", "word_embeddings")
+        ):
+            found[name] = value
+    return found
+
+
+def test_masters_are_merged_in_fp32(tmp_path: Path) -> None:
+    model, adam = trained(built("lora"), tmp_path / "run", dtype="bf16")
+    engine = engine_of(model)
+    infinity.export(model, tmp_path / "merged", "fp32", merge_adapters=True)
+    infinity.export(model, tmp_path / "alone", "fp32")
+    alone = tensors_in(tmp_path / "alone")
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    low, high = (
+        engine.states.read([engine.params[p]])[engine.params[p]]["master"]
+        for p in (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    )
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert torch.equal(alone[f"{name}.lora_A.weight"], low)
+    base = base_of(model)["model.layers.0.self_attn.q_proj.weight"].float()
+    found = tensors_in(tmp_path / "merged")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found, base + high @ low * layer.scaling["default"])
+    infinity.close(adam)
+
+
+def test_an_embedding_that_is_tied_is_merged_by_itself(tmp_path: Path) -> None:
+    """PEFT would change the head with it, and what the model computes."""
+    peft = need("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["wte", "c_attn"],
+        fan_in_fan_out=True,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model, adam = trained(peft.get_peft_model(huggingface("gpt2"), config), tmp_path / "run")
+    wanted = logits(model)
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    transformers = need("transformers")
+    read, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(said.values())
+    assert not read.config.tie_word_embeddings
+    assert torch.allclose(logits(read), wanted, atol=1e-5)
+    infinity.close(adam)
+
+
+def test_several_adapters_and_plain_models(tmp_path: Path) -> None:
+    peft = need("peft")
+    model = built("lora")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+    infinity.export(model, tmp_path / "out")
+    read = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+    read.load_adapter(tmp_path / "out" / "other", "other")
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        read.set_adapter(name)
+        assert torch.equal(logits(model), logits(read))
+        infinity.export(model, tmp_path / name, merge_adapters=True)
+        merged = type(model.get_base_model()).from_pretrained(tmp_path / name)
+        assert torch.allclose(logits(merged), logits(model), atol=1e-5)
+
+
+def test_a_checkpoint_of_a_run_with_adapters_says_what_to_do(tmp_path: Path) -> None:
+    model, adam = trained(built("lora"), tmp_path / "run")
+    infinity.save(adam, tmp_path / "saved")
+    infinity.export(model, tmp_path / "out")
+    infinity.close(adam)
+    with pytest.raises(StateDictError, match=r"infinity\.load\(optimizer, checkpoint\), then"):
+        infinity.export(tmp_path / "saved", tmp_path / "again")
+    model, adam = trained(built("lora"), tmp_path / "second")
+    infinity.load(adam, tmp_path / "saved")
+    infinity.export(model, tmp_path / "again")
+    assert_equal(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "out"))
+    infinity.close(adam)
