@@ -426,7 +426,7 @@ class ShardedParam:
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
             found=found,
-            cure="edit values inside `with infinity.gathered(params, write=True):`, or unwrap, resize, wrap again",
+            cure="edit inside `with infinity.gathered(params, write=True):`, or unwrap, change it, wrap it",
         )
 
 
