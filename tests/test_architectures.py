@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
+from infinity.autograd.containers import cast
 from infinity.core.errors import BudgetError, ParameterChangedError, ReleasedParameterError
 
 from .architectures import ARCHITECTURES
@@ -166,3 +168,32 @@ def test_what_an_architecture_cannot_do_says_what_to_write(
             seeded(model)
         with infinity.gathered(model.parameters(), write="write" in cure):
             torch.testing.assert_close(seeded(model), wanted, rtol=1e-5, atol=1e-6)
+
+
+OF_TRANSFORMERS = [n for n, a in ARCHITECTURES.items() if a.build.__qualname__.startswith("hf.")]
+#: RWKV changes its weights at its first forward; XLNet cannot be used in bf16.
+NOT_USED = {("RWKV", "fp32"), ("RWKV", "bf16"), ("XLNet", "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, d) for n in OF_TRANSFORMERS for d in ("fp32", "bf16") if (n, d) not in NOT_USED],
+)
+def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) -> None:
+    """The bits of transformers' own, with parameters that are read where they are."""
+    model = build(name).eval()
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    model.to(kind).save_pretrained(tmp_path / "model")
+    plain = type(model).from_pretrained(tmp_path / "model", dtype=kind).eval()
+    (tmp_path / "nvme").mkdir()
+    config = config_for(tmp_path / "nvme", dtype=dtype, output_dtype=None)
+    used = infinity.inference(tmp_path / "model", config)
+    torch.manual_seed(1)
+    batch = cast(ARCHITECTURES[name].feed(), kind)
+    try:
+        with torch.no_grad():
+            wanted, found = tensors(plain(**batch)), tensors(used(**batch))
+        assert all(plan.place for plan in engine_of(used).tiers.plans)
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+    finally:
+        infinity.close(used)

@@ -156,6 +156,16 @@ def test_tokens_and_logits_are_those_of_transformers(
     assert not any(p.requires_grad for p in model.parameters())
 
 
+def test_what_transformers_keeps_in_fp32(directory: Any, standing: Any, tmp_path: Path) -> None:
+    path = directory("t5")
+    wanted = class_of("t5").from_pretrained(path, dtype=torch.float16).eval()
+    kept = {name for name, p in wanted.named_parameters() if p.dtype is torch.float32}
+    assert kept
+    model = standing(path, config_of(tmp_path, dtype="fp16"))
+    assert {name for name, p in model.named_parameters() if p.dtype is torch.float32} == kept
+    assert torch.equal(logits(model), logits(wanted))
+
+
 def test_a_model_that_was_built(standing: Any, tmp_path: Path) -> None:
     case = models.case("gpt")
     case.model.eval()
@@ -450,12 +460,19 @@ def test_a_checkpoint_of_a_model_that_is_built(standing: Any, tmp_path: Path) ->
     with torch.no_grad():
         case.model(**batch)  # its buffers are no longer those of a new one
         wanted = case.model.eval()(**batch)
+    values = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     path = saved(case.model, tmp_path / "run")
     with pytest.raises(DataError, match=r"weights="):
         infinity.inference(path, config_of(tmp_path / "nvme"))
     with hugging_face.without_values():
         built = models.build("cnn", seed=5)
     model = standing(built, config_of(tmp_path / "nvme"), weights=path)
+    assert torch.equal(model(**batch), wanted)
+    infinity.close(model)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text("{}")  # as in a directory of Hugging Face
+    save_file(values, tmp_path / "files" / "model.safetensors")
+    model = standing(models.build("cnn", seed=6), config_of(tmp_path / "nvme"), weights=tmp_path / "files")
     assert torch.equal(model(**batch), wanted)
     other = models.build("gpt")
     before = dict(other.named_parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 class Engine:
     """Everything that one wrapped model has. Made by `wrap`, and by `inference`, without an optimizer: then
-    every parameter is frozen. `weights`: where the values are, if not in the parameters."""
+    every parameter is frozen. `weights`: where the values are, if not in the parameters; `kept`: names of
+    parameters that stay fp32."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         weights: Weights | None = None,
+        kept: Collection[str] = (),
     ) -> None:
         decoupled = optimizer is not None and check_optimizer(optimizer)
         groups = check_model(model, optimizer)
@@ -84,7 +86,7 @@ class Engine:
         node = node_for(device.torch_device, config.directories)
 
         members, scopes = discover(model, config.units)
-        specs = param_specs(model, members, groups, config.compute_dtype)
+        specs = param_specs(model, members, groups, config.compute_dtype, kept)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         layouts = partition(units, config.elements_per_chunk)
         placements = config.placements

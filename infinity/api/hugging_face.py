@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -85,6 +86,10 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
             model: Any = kind._from_config(config, **{_dtype_keyword(): dtype})
     except Exception as error:
         raise _unreadable(directory, error) from error
+    for name in kept(model, dtype, parameters=False):
+        owner, _, own = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        buffers[own] = buffers[own].float()
     if os.path.isfile(os.path.join(directory, "generation_config.json")) and model.can_generate():
         from transformers import GenerationConfig
 
@@ -93,6 +98,20 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
         except Exception as error:
             raise _unreadable(directory, error) from error
     return model.eval()  # type: ignore[no-any-return]
+
+
+def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozenset[str]:
+    """Return the names of the parameters, or of the buffers, that transformers leaves in fp32 in a model that
+    is loaded in `dtype`."""
+    patterns: list[str] = []
+    if dtype is torch.float16:
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or []
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns += getattr(model, "_keep_in_fp32_modules_strict", None) or []
+    searched = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    tensors = model.named_parameters(remove_duplicate=False) if parameters else model.named_buffers()
+    names = (name for name, tensor in tensors if tensor.is_floating_point())
+    return frozenset(name for name in names if any(s.search(name) for s in searched))
 
 
 def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
@@ -134,8 +153,8 @@ def without_values() -> Iterator[None]:
 
 
 def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights | None:
-    """Return where the values of the parameters of `model` are, by their first names; None: only
-    transformers can tell. Persistent buffers get their values. `stack` closes the files.
+    """Return where the values of the parameters of `model` are; None: only transformers can tell. Persistent
+    buffers get their values. `stack` closes the files.
 
     Raises:
         DataError: there are no safetensors files, or not all parameters in them.
@@ -161,7 +180,7 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
             raise other_shape(directory, first, param.shape, "another number of elements")
         if not all(_equal(found[0], other) for other in found[1:]):
             return None  # they are not tied after all
-        pieces[first] = found[0]
+        pieces |= dict.fromkeys(names, found[0])
     if lacking:
         raise missing(directory, lacking)
     for name, buffer in model.named_buffers():
@@ -252,6 +271,8 @@ def _targets(model: Any, entries: Mapping[str, Entry]) -> dict[str, list[str]] |
     """Return the tensors of the files that each parameter and buffer consists of, one after the other; None:
     that is not all that transformers does with them. See [Note: names in files]."""
     known = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    if not hasattr(model, "base_model_prefix"):  # a model of somebody's own
+        return {name: [name] for name in entries if name in known}
     if importlib.util.find_spec("transformers.core_model_loading") is not None:
         return _converted(model, entries, known)
     if getattr(model, "_checkpoint_conversion_mapping", None):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 import torch
@@ -60,7 +60,7 @@ def inference(
             cure="inference(model, infinity.Config(...))",
         )
     with contextlib.ExitStack() as stack:
-        values = None
+        values, kept = None, frozenset[str]()
         if isinstance(model, nn.Module):
             if weights is not None:
                 _check_buffers(model)
@@ -74,14 +74,15 @@ def inference(
                     cure="leave weights out",
                 )
             model, values = _built(path_of(model), config, stack)
+            kept = hugging_face.kept(model, config.compute_dtype)
         if values is not None:
             values.progress = progress
-        engine = _stand(model, config, values)
+        engine = _stand(model, config, values, kept)
         engine.keep(stack.pop_all())  # files that parameters are read from while the model is used
         return model
 
 
-def _stand(model: nn.Module, config: Config, values: Weights | None) -> Engine:
+def _stand(model: nn.Module, config: Config, values: Weights | None, kept: Collection[str]) -> Engine:
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             if module.training:
@@ -94,7 +95,7 @@ def _stand(model: nn.Module, config: Config, values: Weights | None) -> Engine:
             undo.callback(param.requires_grad_)
             param.requires_grad_(False)
         with torch.inference_mode(False):  # as in `wrap`
-            engine = Engine(model, None, config, values)
+            engine = Engine(model, None, config, values, kept)
         engine.frozen = trainable
         undo.pop_all()
     return engine
@@ -236,7 +237,8 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         entry = file.entries[name]
         if entry.shape != tuple(param.shape):
             raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
-        pieces[first] = [Piece(file, name, entry.numel)]
+        parts = [Piece(file, name, entry.numel)]
+        pieces |= {each: parts for each in names}
     if lacking:
         raise hugging_face.missing(found.path, lacking)
     buffers = found.file("buffers")

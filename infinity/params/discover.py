@@ -15,7 +15,7 @@ would not take it for one that is released. They are scopes, too, that have pres
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -181,9 +181,13 @@ def _add_working_sets(scopes: Sequence[Scope]) -> None:
 
 
 def param_specs(
-    model: nn.Module, members: Iterable[UnitMembers], groups: Mapping[int, int], dtype: torch.dtype
+    model: nn.Module,
+    members: Iterable[UnitMembers],
+    groups: Mapping[int, int],
+    dtype: torch.dtype,
+    kept: Collection[str] = (),
 ) -> list[list[ParamSpec]]:
-    """Return the spec of each unit's parameters."""
+    """Return the spec of each unit's parameters; `kept`: names of those that stay fp32."""
     # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
     keep = {
         id(p)
@@ -196,7 +200,7 @@ def param_specs(
             ParamSpec(
                 name,
                 tuple(p.shape),
-                torch.float32 if id(p) in keep else dtype,
+                torch.float32 if id(p) in keep or name in kept else dtype,
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
             )

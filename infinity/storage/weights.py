@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class Weights:
-    """The pieces of parameters, by the parameter's name. Whoever opened the files closes them.
+    """The pieces of parameters, by each of a parameter's names. Whoever opened the files closes them.
 
     Attributes:
         progress: called with the bytes that were read, and all bytes; None: nobody is told.
@@ -41,7 +41,8 @@ class Weights:
         self.progress: Callable[[int, int], None] | None = None
         self._done = 0
         self._left: dict[str, None] = {}  # the parameters of which elements stay where they are
-        self._total = sum(_nbytes(p, p.numel) for parts in pieces.values() for p in parts)
+        once = {id(parts): parts for parts in pieces.values()}  # a parameter may have several names
+        self._total = sum(_nbytes(p, p.numel) for parts in once.values() for p in parts)
 
     def read(self, name: str, first: int, out: torch.Tensor) -> None:
         """Read the elements of a parameter from element `first` on into `out`, flat, of whichever dtype and
