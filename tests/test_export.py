@@ -246,7 +246,7 @@ def test_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_beyond_the_budget_names_these_calls_and_they_do(tmp_path: Path) -> None:
-    config = {"host_memory": "14MiB", "device_memory": "4MiB", "read_ahead_memory": 0}
+    config = {"host_memory": "14MiB", "device_memory": "6MiB", "read_ahead_memory": 0}
     layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
     wanted = {n: v.clone() for n, v in layers.state_dict().items()}
     model, adam = wrap(layers, tmp_path / "run", **config)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import ParameterChangedError
+from infinity.core.errors import ParameterChangedError, ParameterError
 
+from .models import huggingface
+from .offloaded import config_for
 from .small_net import WIDTH, Wrapped, build, tokens, train
 
 
@@ -53,3 +57,23 @@ def test_unfreezing_what_has_no_state_is_refused(config: infinity.Config) -> Non
     with pytest.raises(ParameterChangedError, match="frozen at `wrap`"):
         model(tokens())
     infinity.close(wrapped_optimizer)
+
+
+@pytest.mark.parametrize("parameters", ["nvme", "device"])
+def test_embeddings_are_resized_as_the_error_says(parameters: str, tmp_path: Path) -> None:
+    config = config_for(tmp_path, parameters=parameters)
+    model = huggingface("gpt2")
+    infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    ids = torch.arange(12)[None]
+
+    def resized() -> None:
+        model.resize_token_embeddings(128)
+        model(ids)
+
+    with pytest.raises(ParameterError, match=r"infinity\.unwrap\(model\)"):
+        resized()
+    infinity.unwrap(model)
+    model.resize_token_embeddings(128)
+    _, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert model(ids).logits.shape[-1] == 128
+    infinity.close(optimizer)

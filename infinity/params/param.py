@@ -71,8 +71,9 @@ _METADATA: set[Any] = {
 }
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = (
-    "read or edit it inside `with infinity.gathered(params):` (write=True to edit); to resize it, "
-    "`infinity.unwrap(model)`, change it and wrap it again"
+    "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it after "
+    "`infinity.unwrap(model)`; wrappers of whole models (DistributedDataParallel, FSDP) cannot have a "
+    "wrapped one: train it as it is"
 )
 
 
@@ -416,17 +417,16 @@ class ShardedParam:
     def check(self, storage: torch.UntypedStorage | None) -> None:
         """Raise `ParameterChangedError` if the parameter was cast, or moved out of `storage`."""
         param = self.param
-        if param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape:
-            found = f"{param.dtype}, shape {tuple(param.shape)}"
-        elif storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage):
+        wrong = param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape
+        if not wrong and (storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage)):
             return
-        else:
-            found = "other storage"
         raise ParameterChangedError(
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
-            found=found,
-            cure="edit inside `with infinity.gathered(params, write=True):`, or unwrap, change it, wrap it",
+            found=f"{param.dtype}, shape {tuple(param.shape)}" if wrong else "other storage",
+            cure="`infinity.unwrap(model)`, resize or cast it, and wrap it again"
+            if wrong
+            else "edit inside `with infinity.gathered(params, write=True):`, or unwrap, change and wrap it",
         )
 
 
