@@ -188,6 +188,7 @@ def refused(generate: Any, *arguments: Any) -> str:
 
 def test_what_cannot_be_done_says_what_to_write(directory: Path, generate: Any, tmp_path: Path) -> None:
     assert "--prompt TEXT" in refused(generate, directory)
+    assert "is no text" in refused(generate, directory, "--prompt", "\udcff")
     assert "has no tokens" in refused(generate, directory, "--prompt", "")
     assert "--tokens 63" in refused(generate, directory, "--prompt", "y", "--tokens", "64")
     assert "check --prompts" in refused(generate, directory, "--prompts", str(tmp_path / "none.txt"))

@@ -156,6 +156,18 @@ def test_tokens_and_logits_are_those_of_transformers(
     assert not any(p.requires_grad for p in model.parameters())
 
 
+def test_parameters_on_every_tier(directory: Any, standing: Any, tmp_path: Path) -> None:
+    path = directory("llama", "bf16")
+    place = {"device": 0.3, "host": 0.3, "nvme": 0.4}
+    model = standing(path, config_of(tmp_path, dtype="bf16", parameters=place))
+    assert len({plan.copy_tier for plan in engine_of(model).tiers.plans}) == 3
+    wanted = plain(path, "llama", "bf16")
+    for _ in range(2):
+        assert torch.equal(generated(model), generated(wanted))
+    state = model.state_dict()
+    assert all(torch.equal(state[n], p) for n, p in wanted.state_dict().items())
+
+
 def test_what_transformers_keeps_in_fp32(directory: Any, standing: Any, tmp_path: Path) -> None:
     path = directory("t5")
     wanted = class_of("t5").from_pretrained(path, dtype=torch.float16).eval()

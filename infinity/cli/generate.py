@@ -28,6 +28,7 @@ _ENGINE: Final = (
     *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "prefetch_memory", "units"),
     *("chunk_elements", "block_bytes", "queue_depth", "aio_backend", "io_deadline"),
 )
+_EVERY: Final = 1.0  # seconds between two words of how far it is
 _OPTIONS: Final = [o for o in OPTIONS if o.section == "engine" and o.name in _ENGINE]
 
 
@@ -68,6 +69,13 @@ def generate_command(
     """
     texts = [text] if text is not None else []
     texts += read_prompts(file) if file is not None else []
+    for each in texts:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "a prompt is no text", expected="text in UTF-8", found=ascii(each), cure="--prompt TEXT"
+            ) from None
     if not texts:
         raise ConfigError(
             "nothing to go on from",
@@ -76,13 +84,15 @@ def generate_command(
             cure="--prompt TEXT",
         )
     config = run_of(read_values(config_file, given)).config()
-    with contextlib.ExitStack() as stack:
-        say = stack.enter_context(status_line(quiet=as_json))
+    stream = len(texts) == 1 and not as_json
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as status:
+        say = status.enter_context(status_line(quiet=as_json))
         writer = open_writer(directory, config, _reading(say))
         stack.callback(close, writer.model)
         task = _Task(writer, tokens, at_once, temperature, drawn)
         say(f"{writer.name}: {task.parameters:,} parameters")
-        stream = len(texts) == 1 and not as_json
+        if stream:
+            status.close()  # the text comes where it was
         result = task.run(texts, None if stream else say, _streamed if stream else None)
         if not stream and not as_json:
             for number, output in enumerate(result["outputs"]):
@@ -218,7 +228,7 @@ class _Task:
     ) -> Iterator[Callable[[list[int]], None]]:
         engine, decoded = self._writer.engine, self._writer.decoder()
         last: list[Figures] = []
-        every = max(1, self._tokens // 10)
+        said = [0.0]
 
         def told(tokens: list[int]) -> None:
             now = Figures.of(engine)
@@ -227,7 +237,8 @@ class _Task:
             last.append(now)
             if streamed is not None:
                 streamed(decoded(tokens[0], len(last) == self._tokens))
-            if say is not None and len(last) % every == 0:
+            if say is not None and (now.time - said[0] > _EVERY or len(last) == self._tokens):
+                said[0] = now.time
                 speed = rows / (now.time - last[-2].time) if len(last) > 1 else 0.0
                 say(
                     f"batch {number + 1} of {batches}: {len(last)} of {self._tokens} tokens"
