@@ -307,7 +307,9 @@ def _of_checkpoint(
     specs: dict[str, Spec] = {}
     sources: dict[str, tuple[TensorFile, str]] = {}
     for stem, file in files.items():
-        for name, entry in file.entries.items():
+        # In the order of the model, whatever that of the file.
+        for name in index["parameters"] if stem == "parameters" else file.entries:
+            entry = file.entries[name]
             cast = entry.dtype.is_floating_point and stem == "parameters" and dtype
             specs[plain_name(name)] = cast or entry.dtype, entry.shape
             sources[plain_name(name)] = file, name

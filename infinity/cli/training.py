@@ -120,6 +120,7 @@ class Training:
         if self.workload.tokenizer is not None:
             state["tokenizer"] = self.workload.tokenizer
         keep_last = self.run.train.keep_last
+        self.engine.states.quiesce()  # the update under way is the step's
         before = metrics(self.optimizer)
         self.saved = save(
             self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
