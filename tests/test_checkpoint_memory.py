@@ -66,7 +66,8 @@ def measure(folder: Path, layers: int, dtype: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"], []))
 def test_memory_of_saves_loads_and_exports_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
-    found = [measure(tmp_path / str(layers), layers, dtype) for layers in (4, 32)]
+    # The smaller one already fills what is on its way at once.
+    found = [measure(tmp_path / str(layers), layers, dtype) for layers in (16, 48)]
     for name in found[0].keys() - {"numel"}:
         assert all(f[name] <= (16 if "checkpoint" in name else 4) * MIB for f in found), found
         slope = (found[-1][name] - found[0][name]) / (found[-1]["numel"] - found[0]["numel"])

@@ -36,7 +36,7 @@ def test_cures_are_in_the_words_of_who_asked(
     with pytest.raises(ConfigError) as raised:
         Config(optimizer_state="nvme")
     assert raised.value.cure == 'nvme="/path/on/a/drive", or optimizer_state="host"'
-    small = ["--layers", "1", "--width", "64", "--heads", "2", "--device", "cpu", "--data", text]
+    small = ["--layers", "1", "--width", "64", "--heads", "2", "--device", "cpu", "--data", text, "--no-save"]
     small += ["--steps", "1", "--batch", "1", "--sequence", "8", "--sample-tokens", "0"]
     command = ["train", *small, "--optimizer-state", "nvme"]
     assert run([*command, "--json"]) == 2

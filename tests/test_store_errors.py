@@ -44,8 +44,10 @@ def test_a_failed_write_that_nobody_waited_for_arrives(tmp_path: Path) -> None:
     with store_of(tmp_path, pool=pool) as store:
         _read_only(store, tmp_path)
         with pool.lease("a", ROOM) as lease:
+            store._rings[0].hold(True)  # or the read may already be told
             first = store.write(1, "gradient", fill(lease, 1))
             after = store.read(1, "gradient", lease)
+            store._rings[0].hold(False)
         with pytest.raises(TransferError, match="write of part 'gradient' of chunk 1 failed"):
             _check_for(store, 20)
         with pytest.raises(TransferError, match="write of part 'gradient' of chunk 1 failed"):
