@@ -66,9 +66,10 @@ def measure(folder: Path, layers: int, dtype: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"], []))
 def test_memory_of_saves_loads_and_exports_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
-    # The smaller one already fills what is on its way at once.
-    found = [measure(tmp_path / str(layers), layers, dtype) for layers in (16, 48)]
+    # The smaller one already fills what is on its way at once, of which it is the drive's affair how much is
+    # there when somebody looks: one transfer more or less is no growth.
+    found = [measure(tmp_path / str(layers), layers, dtype) for layers in (16, 64)]
     for name in found[0].keys() - {"numel"}:
-        assert all(f[name] <= (16 if "checkpoint" in name else 4) * MIB for f in found), found
-        slope = (found[-1][name] - found[0][name]) / (found[-1]["numel"] - found[0]["numel"])
-        assert slope < 0.1, found
+        assert all(f[name] <= (16 if "checkpoint" in name else 4) * MIB for f in found), (name, found)
+        grown = found[-1][name] - found[0][name] - 4 * MIB
+        assert grown / (found[-1]["numel"] - found[0]["numel"]) < 0.1, (name, found)
