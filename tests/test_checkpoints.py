@@ -295,3 +295,30 @@ def test_keep_last_and_the_newest(tmp_path: Path) -> None:
     assert adam.steps == 4
 
     infinity.close(adam)
+
+
+def test_a_parameter_that_was_frozen_meanwhile_begins_with_its_first_step(tmp_path: Path) -> None:
+    """Its moments were not saved then: with the count of its steps alone, it would learn too little."""
+
+    def made(*, frozen: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].requires_grad_(not frozen)
+        adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return infinity.wrap(model, adam, config_for(tmp_path, **ON_NVME))
+
+    def step(model: nn.Module, adam: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 8)).square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+
+    saved: Path | None = None
+    for frozen in (False, True, False):
+        model, adam = made(frozen=frozen)
+        if saved is not None:
+            infinity.load(adam, saved, strict=False)
+        step(model, adam)
+        saved = Path(infinity.save(adam, tmp_path / "saved"))
+        states = adam.state_dict()["state"].values()
+        infinity.close(adam)
+    assert [float(s["step"]) for s in states] == [1, 1, 3, 3]

@@ -258,7 +258,10 @@ class _Loading:
             if self._two and self._again is not None:
                 self._fill_backs(self._again)
         for sharded, name in self._names.items():
-            sharded.step = int(index["parameters"][name]["step"])
+            saved = index["parameters"][name]
+            # What was frozen there, or is here, has no moments: they begin anew, and so do its steps.
+            has_moments = sharded.spec.trainable and saved["trainable"]
+            sharded.step = int(saved["step"]) if has_moments else 0
         for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
             group.update(options)
         engine.optimizer.set_counts(index["counts"])
