@@ -297,7 +297,7 @@ class User:
         if activations is not None:
             self.check(not activations.in_use, f"{activations.in_use} bytes of activations")
         units = [u for u in self.engine.units if not u.on_device and u.state.value != "sharded"]
-        held = sum(u.layout.copy_nbytes for u in units)
+        held = sum(u.layout.gathered_nbytes for u in units)
         self.check(
             self.engine.residency.cache.allocated == held,
             f"{self.engine.residency.cache.allocated} bytes and not {held}",

@@ -123,9 +123,9 @@ def test_parse_dtype_refuses(name: Any) -> None:
         parse_dtype(name)
 
 
-def test_runs_and_norm_blocks_fit_the_alignment() -> None:
-    assert sizes.RUN_ELEMENTS * torch.bfloat16.itemsize % sizes.ALIGNMENT == 0
-    assert sizes.NORM_BLOCK % sizes.RUN_ELEMENTS == 0
+def test_norm_blocks_fit_the_alignment() -> None:
+    assert sizes.NORM_BLOCK * torch.bfloat16.itemsize % sizes.ALIGNMENT == 0
+    assert sizes.NORM_BLOCK % sizes.SEGMENT_ELEMENTS == 0
     assert [str(t) for t in Tier] == ["device", "host", "nvme"]
 
 

@@ -330,7 +330,7 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
         sizes[update] = engine.footprint.host
         infinity.close(adam)
         run = case("gpt")
-    assert sizes["delayed"]["parameters being updated"] == sum(u.layout.copy_nbytes for u in engine.units)
+    assert sizes["delayed"]["parameters being updated"] == sum(u.layout.gathered_nbytes for u in engine.units)
     assert sizes["delayed"]["gradients"] == 2 * sizes["overlap"]["gradients"]
     fixed = sizes["delayed"]["parameters being updated"] + sizes["delayed"]["gradients"]
     with pytest.raises(BudgetError, match="parameters being updated"):

@@ -96,7 +96,7 @@ def test_a_held_unit_is_counted_warned_of_once_and_goes_when_it_is_let_go(tmp_pa
             optimizer.step()
             optimizer.zero_grad()
     assert len([w for w in record if "stay on the device" in str(w.message)]) == 1
-    nbytes = engine_of(model).units[0].layout.copy_nbytes
+    nbytes = engine_of(model).units[0].layout.gathered_nbytes
     metrics = infinity.metrics(optimizer)
     assert metrics["memory/held_units"] == 1
     assert metrics["memory/held(GiB)"] == nbytes / 2**30
@@ -435,7 +435,7 @@ def test_a_prefetch_that_finds_no_memory_is_no_error(tmp_path: Path) -> None:
     for unit in engine.units[2:]:
         unit._memory.fill = _out_of_memory  # type: ignore[method-assign]
     engine.residency.prefetch()
-    assert engine.residency.cache.allocated == sum(u.layout.copy_nbytes for u in engine.units if u.filled)
+    assert engine.residency.cache.allocated == sum(u.layout.gathered_nbytes for u in engine.units if u.filled)
     assert not any(u.filled for u in engine.units[2:])
     with pytest.raises(torch.OutOfMemoryError):
         model(batch())

@@ -121,7 +121,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def units_of(model: Any) -> list[int]:
-    return [u.layout.copy_nbytes for u in engine_of(model).units]
+    return [u.layout.gathered_nbytes for u in engine_of(model).units]
 
 
 # -- the same numbers -------------------------------------------------------------------------

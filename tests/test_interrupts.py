@@ -180,7 +180,7 @@ def test_a_load_is_started_once(tmp_path: Path) -> None:
     model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path))
     engine = engine_of(model)
     layout = engine.units[1].layout
-    target = torch.zeros(layout.copy_nbytes, dtype=torch.uint8)
+    target = torch.zeros(layout.gathered_nbytes, dtype=torch.uint8)
     slots = {c.id: engine.store.versions.slot(c.id, "copy") for c in layout.chunks}
     load = Load(target, layout.chunks, slots, None)
     assert not load.started
@@ -194,7 +194,7 @@ def test_a_load_is_started_once(tmp_path: Path) -> None:
     engine.loader.start(load)
     assert not load.chunks
     with infinity.gathered(model):
-        assert torch.equal(target, engine.units[1].view(0, layout.copy_nbytes))
+        assert torch.equal(target, engine.units[1].view(0, layout.gathered_nbytes))
     infinity.close(optimizer)
 
 

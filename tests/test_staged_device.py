@@ -309,7 +309,7 @@ def test_a_unit_gets_its_memory_once_when_it_is_wrapped(
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", counted)
         model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
-    whole = [u.layout.copy_nbytes for u in engine_of(model).units]
+    whole = [u.layout.gathered_nbytes for u in engine_of(model).units]
     assert sizes == [pair for nbytes in whole for pair in ((0, nbytes), (nbytes, 0))]
     infinity.close(optimizer)
 

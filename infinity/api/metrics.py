@@ -57,7 +57,7 @@ def metrics(thing: object) -> dict[str, float]:
         "memory/device(GiB)": (engine.footprint.total(Tier.DEVICE)) / GiB,
         "memory/device_units_peak(GiB)": engine.residency.cache.peak / GiB,
         "memory/held_units": float(len(held)),
-        "memory/held(GiB)": sum(u.layout.copy_nbytes for u in held) / GiB,
+        "memory/held(GiB)": sum(u.layout.gathered_nbytes for u in held) / GiB,
         "memory/host(GiB)": engine.footprint.total(Tier.HOST) / GiB,
         "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
         "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,

@@ -24,9 +24,6 @@ TiB: Final = 1 << 40
 ALIGNMENT: Final = 4096
 #: Elements whose squares are summed as one tree in a norm (see [Note: norms]).
 NORM_BLOCK: Final = 65_536
-#: A run of segments of one dtype begins and ends on a multiple of this many elements, so that
-#: its bytes are a multiple of ALIGNMENT in every dtype of at least two bytes.
-RUN_ELEMENTS: Final = 2048
 #: Every parameter begins on a multiple of this many elements, so that kernels find it aligned.
 SEGMENT_ELEMENTS: Final = 64
 

@@ -18,7 +18,7 @@ from infinity.hardware.device import Device, Event
 from infinity.params.publish import Publisher
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import MOMENTS, ChunkParts
+from infinity.planning.parts import MOMENTS, ChunkParts, Part
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
@@ -137,7 +137,7 @@ class ChunkIO:
         """Give a back in host memory the values that its update begins with, where it is the master."""
         plan, chunk, store = self._plan, self.chunk, self._tiers.store
         if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
-            here, there = self.copy, store.view(chunk.id, "copy")
+            here, there = self.copy, store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel)
             cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), here.nbytes)
 
     def _offset(self, part: str) -> int:
@@ -162,7 +162,7 @@ class ChunkIO:
         """The copy in the compute dtype."""
         chunk, store = self.chunk, self._tiers.store
         if store.tier(chunk.id, "copy", self.copy_version) is Tier.HOST:
-            return store.view(chunk.id, "copy", chunk.dtype, version=self.copy_version)
+            return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.copy_version)
         leased = self._leased("copy", chunk.dtype, chunk.numel)
         return self.device_copy if leased is None else leased
 
@@ -175,12 +175,13 @@ class ChunkIO:
         plan, chunk, tiers = self._plan, self.chunk, self._tiers
         flat = self._leased("state", torch.float32, plan.parts["state"].nbytes // 4)
         if flat is not None:
-            return flat.view(-1, chunk.numel).unbind()
+            return _unpadded(flat, plan.parts["state"], chunk)
         if chunk.id not in tiers.sections:
             on_host = plan.state_tier is Tier.HOST
             bytes_ = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
             with torch.inference_mode(False):
-                tiers.sections[chunk.id] = bytes_.view(torch.float32).view(-1, chunk.numel).unbind()
+                flat = bytes_.view(torch.float32)
+                tiers.sections[chunk.id] = _unpadded(flat, plan.parts["state"], chunk)
         return tiers.sections[chunk.id]
 
     @property
@@ -275,6 +276,11 @@ class ChunkIO:
             if self._lease is not None:
                 self._lease.release()
                 self._lease = None
+
+
+def _unpadded(flat: torch.Tensor, part: Part, chunk: Chunk) -> tuple[torch.Tensor, ...]:
+    """Return the sections of a part, without what they are padded with."""
+    return tuple(section[: chunk.numel] for section in flat.view(len(part.sections), -1).unbind())
 
 
 def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO | None:

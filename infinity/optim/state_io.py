@@ -307,7 +307,7 @@ class States:
         if tier is Tier.DEVICE:
             yield self._tiers.units[chunk.unit].chunk_view(chunk)
         elif tier is Tier.HOST:
-            yield store.view(chunk.id, "copy", chunk.dtype, version=version)
+            yield store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=version)
         else:
             plan = self._tiers.plans[chunk.id]
             lease = self._tiers.pool.lease("load", plan.load_lease)

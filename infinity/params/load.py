@@ -292,7 +292,8 @@ class _Worker:
         target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
         place = self._plans[chunk.id].place
         if lease is None:
-            source = self._store.view(chunk.id, "copy", version=load.slots[chunk.id])
+            version = load.slots[chunk.id]
+            source = self._store.view(chunk.id, "copy", numel=chunk.copy_nbytes, version=version)
         elif place is None:
             source = lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
         else:

@@ -67,7 +67,9 @@ class Publisher:
             if self._store.tier(chunk.id, "copy") is not Tier.DEVICE:
                 self._versions.flip(chunk.id, "copy")
                 continue
-            back = self._store.view(chunk.id, "copy", chunk.dtype, version=Version.BACK)
+            back = self._store.view(
+                chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=Version.BACK
+            )
             event = self._device.h2d(unit.chunk_view(chunk), back, after, chunk=chunk.id)
             self._versions.copied(chunk.id, "copy")
             self._events[chunk.id] = event
@@ -82,7 +84,7 @@ class Publisher:
                 continue
             here = unit.chunk_view(chunk)
             on_host = Version.BACK if self._store.tier(chunk.id, "copy") is Tier.DEVICE else Version.FRONT
-            there = self._store.view(chunk.id, "copy", chunk.dtype, version=on_host)
+            there = self._store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=on_host)
             with torch.no_grad():
                 held = here.clone()
             arrived = device.h2d(here, there, device.mark())

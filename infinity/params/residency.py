@@ -147,7 +147,7 @@ class Residency:
     def _record_unshard(self, unit: ParamUnit) -> None:
         log, load = self._recorder.log, unit.last_load
         if log is not None and load is not None and load.began:
-            log.add("unshard", load.began, now(), unit=unit.index, nbytes=unit.layout.copy_nbytes)
+            log.add("unshard", load.began, now(), unit=unit.index, nbytes=unit.layout.gathered_nbytes)
             load.began = 0  # when it is used again, it is there already
 
     # -- values that change -----------------------------------------------------------------

@@ -86,7 +86,7 @@ class ParamUnit:
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.writers: set[object] = set()  # those of them whose end takes over every edit
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
-        self._memory = device.memory(layout.copy_nbytes)
+        self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
         self._device = device
         self._load: Load | None = None
@@ -163,7 +163,7 @@ class ParamUnit:
             return
         self._warned = True
         warnings.warn(
-            f"{format_size(self.layout.copy_nbytes)} of unit {self.layout.name!r} stay on the device: "
+            f"{format_size(self.layout.gathered_nbytes)} of unit {self.layout.name!r} stay on the device: "
             "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
             "array, a view that a module returned). They count as yours, beside device_memory, until it "
             "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
@@ -174,7 +174,7 @@ class ParamUnit:
     def warn_room(self, needed: int, planned: int) -> None:
         """Tell the user that units in use at once need `needed` bytes and not `planned`."""
         warnings.warn(
-            f"unit {self.layout.name!r} needs {format_size(self.layout.copy_nbytes)} on the device while "
+            f"unit {self.layout.name!r} needs {format_size(self.layout.gathered_nbytes)} on the device while "
             f"other units are in use: {format_size(needed)} instead of the planned {format_size(planned)}; "
             "more units are used at once than the model's structure shows. Name larger units with "
             "Config(units=[...]) to have this planned.",
@@ -247,7 +247,7 @@ class ParamUnit:
             raise
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
-        load = Load(self.view(0, self.layout.copy_nbytes), self.layout.chunks, slots, after)
+        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after)
         self._loader, self._load = loader, load
         loader.start(load, urgent=urgent)
         self.stale = False

@@ -236,8 +236,8 @@ def demand(
         for directory, size in zip(spread_over_directories(sizes, weights), sizes, strict=True):
             given[directory] += size
         arenas = tuple(given)
-    resident = {u.index for u in layouts if u.copy_nbytes and plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
-    big = max(layouts, key=lambda u: u.copy_nbytes)
+    resident = {u.index for u in layouts if u.gathered_nbytes and plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
+    big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
         placed=by_tier,
         durable=durable,
@@ -255,10 +255,10 @@ def demand(
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
         },
         working=max(
-            (sum(layouts[u].copy_nbytes for u in set(s) if u not in resident) for s in working_sets),
+            (sum(layouts[u].gathered_nbytes for u in set(s) if u not in resident) for s in working_sets),
             default=0,
         ),
-        away=sum(u.copy_nbytes for u in layouts if u.index not in resident),
+        away=sum(u.gathered_nbytes for u in layouts if u.index not in resident),
         # One unit's gradients are on their way while the next one's arrive.
         gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]),
         arriving=max((p.nbytes for u in layouts for p in u.params if p.trainable), default=0)
@@ -270,7 +270,7 @@ def demand(
         link=(total.link_each, total.link_once),
         host_elements=on_host,
         arenas=arenas,
-        largest=(big.name, big.copy_nbytes),
+        largest=(big.name, big.gathered_nbytes),
         units=len(layouts),
         chunks=len(plans),
     )

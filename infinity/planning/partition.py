@@ -1,13 +1,14 @@
-"""How units are cut: parameters → segments → runs → chunks.
+"""How units are cut: parameters → runs → slices → chunks → segments.
 
-A *unit* is a list of parameters that are gathered and released together. Its elements form one
-flat shard (the whole unit; the world is 1). Inside it
+A *unit* is a list of parameters that are gathered and released together.
 
-- parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run;
-- each parameter begins on a multiple of SEGMENT_ELEMENTS, each run on one of RUN_ELEMENTS;
-- a run is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is
-  trainable as a whole or not at all, and the blocks of a norm lie on the same grid for every
-  chunk size ([Note: norms]).
+- Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
+  multiple of SEGMENT_ELEMENTS.
+- A run is cut into as many equal *slices* as there are ranks, padded to SEGMENT_ELEMENTS. They lie side by
+  side in the unit's gathered storage: rank r's is the r-th, in its place. What a rank has of all runs is its
+  shard (the whole unit, with one rank).
+- A slice is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is trainable as a
+  whole or not at all, and the blocks of a norm lie on the same grid for every chunk size ([Note: norms]).
 
 Frozen chunks have a copy and nothing else.
 """
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import NORM_BLOCK, RUN_ELEMENTS, SEGMENT_ELEMENTS, ceil_to
+from infinity.core.sizes import NORM_BLOCK, SEGMENT_ELEMENTS, ceil_to
 
 
 class ParamSpec(NamedTuple):
@@ -60,7 +61,7 @@ class Segment(NamedTuple):
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a unit's shard. `start` and `numel` count elements of the shard (padding
-    included), `copy_offset` bytes of the unit's copy."""
+    included), `copy_offset` bytes of the unit's gathered storage."""
 
     id: int
     unit: int
@@ -92,17 +93,48 @@ class Chunk:
         )
 
 
+class Run(NamedTuple):
+    """A run in a unit's gathered storage: its first byte, and as many slices as there are ranks, each of
+    `slice_numel` elements."""
+
+    begin: int
+    slice_numel: int
+    world: int
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Bytes of one slice."""
+        return self.slice_numel * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slices."""
+        return self.slice_nbytes * self.world
+
+
 @dataclass(frozen=True)
 class UnitLayout:
-    """Where each parameter of a unit lies. `byte_offsets[i]` is the place of parameter i in the
-    unit's copy."""
+    """Where each parameter of a unit lies. `byte_offsets[i]` is the place of parameter i in the unit's
+    gathered storage; `chunks` are those of this rank's shard."""
 
     index: int
     name: str
     params: tuple[ParamSpec, ...]
     byte_offsets: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    copy_nbytes: int
+    runs: tuple[Run, ...]
+
+    @functools.cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole unit's copy, as forward and backward use it."""
+        return sum(r.nbytes for r in self.runs)
+
+    @functools.cached_property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shard of it."""
+        return sum(r.slice_nbytes for r in self.runs)
 
     @functools.cached_property
     def trainable_chunks(self) -> tuple[Chunk, ...]:
@@ -111,25 +143,32 @@ class UnitLayout:
 
     @functools.cached_property
     def gradient_nbytes(self) -> int:
-        """Bytes of the unit's gradients in the compute dtype."""
-        return sum(c.copy_nbytes for c in self.chunks if c.trainable)
+        """Bytes of the whole unit's gradients in the compute dtype."""
+        return sum(r.nbytes for r in self.runs if r.trainable)
 
 
 def partition(
-    units: Sequence[tuple[str, Sequence[ParamSpec]]], chunk_elements: int
+    units: Sequence[tuple[str, Sequence[ParamSpec]]], chunk_elements: int, *, rank: int = 0, world: int = 1
 ) -> tuple[UnitLayout, ...]:
-    """Cut `units` (name, parameters) into chunks; chunk ids count up over all units, in order."""
+    """Cut `units` (name, parameters) into the chunks of one of `world` ranks; chunk ids count up over all
+    units, in order, and are the same on all ranks."""
     layouts = []
     next_id = 0
     for index, (name, params) in enumerate(units):
-        layout = _cut(index, name, tuple(params), chunk_elements, next_id)
+        layout = _cut(index, name, tuple(params), chunk_elements, next_id, rank, world)
         next_id += len(layout.chunks)
         layouts.append(layout)
     return tuple(layouts)
 
 
 def _cut(
-    index: int, name: str, params: tuple[ParamSpec, ...], chunk_elements: int, first_id: int
+    index: int,
+    name: str,
+    params: tuple[ParamSpec, ...],
+    chunk_elements: int,
+    first_id: int,
+    rank: int,
+    world: int,
 ) -> UnitLayout:
     # Wide dtypes first, trainable before frozen: runs are few, and the order depends on nothing
     # but the specs. The sort is stable, so registration order decides within a group.
@@ -140,7 +179,8 @@ def _cut(
     order = sorted(range(len(params)), key=lambda i: (*run_key(i), params[i].group))
     byte_offsets = [0] * len(params)
     chunks: list[Chunk] = []
-    start = copy_offset = 0  # of the run, in elements and bytes
+    runs: list[Run] = []
+    start = copy_offset = 0  # of the run: in elements of the shard, and in bytes
     position = 0
     while position < len(order):
         key = run_key(order[position])
@@ -151,12 +191,15 @@ def _cut(
             places.append((i, length))
             length = ceil_to(length + params[i].numel, SEGMENT_ELEMENTS)
             position += 1
-        length = ceil_to(max(length, 1), RUN_ELEMENTS)
+        slice_numel = ceil_to(-(-max(length, 1) // world), SEGMENT_ELEMENTS)
         first = params[places[0][0]]
+        run = Run(copy_offset, slice_numel, world, first.dtype, first.trainable)
+        runs.append(run)
         for i, at in places:
             byte_offsets[i] = copy_offset + at * first.dtype.itemsize
-        for begin in range(0, length, chunk_elements):
-            numel = min(chunk_elements, length - begin)
+        for begin in range(0, slice_numel, chunk_elements):
+            numel = min(chunk_elements, slice_numel - begin)
+            at = rank * slice_numel + begin
             chunks.append(
                 Chunk(
                     id=first_id + len(chunks),
@@ -165,13 +208,13 @@ def _cut(
                     numel=numel,
                     dtype=first.dtype,
                     trainable=first.trainable,
-                    copy_offset=copy_offset + begin * first.dtype.itemsize,
-                    segments=tuple(_segments(params, places, begin, begin + numel)),
+                    copy_offset=copy_offset + at * first.dtype.itemsize,
+                    segments=tuple(_segments(params, places, at, at + numel)),
                 )
             )
-        start += length
-        copy_offset += length * first.dtype.itemsize
-    return UnitLayout(index, name, params, tuple(byte_offsets), tuple(chunks), copy_offset)
+        start += slice_numel
+        copy_offset += run.nbytes
+    return UnitLayout(index, name, params, tuple(byte_offsets), tuple(chunks), tuple(runs))
 
 
 def _segments(

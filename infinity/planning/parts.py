@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.core.sizes import Tier
+from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 
 from .in_place import InPlace
 from .partition import Chunk, UnitLayout
@@ -190,7 +190,7 @@ def plan_chunks(
 
 
 def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:
-    nbytes, lease = chunk.copy_nbytes, place.lease_nbytes
+    nbytes, lease = ceil_to(chunk.copy_nbytes, ALIGNMENT), place.lease_nbytes
     read = 2 * sum(window.nbytes for window in place.windows)
     copy = Part((nbytes,), (Tier.NVME,), 0, in_place=True)
     moved = Moved(read=read, read_again=read, link_each=2 * nbytes)
@@ -206,7 +206,7 @@ def _parts_of(
     staged: bool,
     delayed: bool,
 ) -> ChunkParts:
-    nbytes, fp32 = chunk.copy_nbytes, chunk.section_nbytes
+    nbytes, fp32 = ceil_to(chunk.copy_nbytes, ALIGNMENT), ceil_to(chunk.section_nbytes, ALIGNMENT)
     on_nvme = copy_tier is Tier.NVME
     load_lease = nbytes if on_nvme else 0
     used = Moved(  # by forward and backward

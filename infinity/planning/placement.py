@@ -31,7 +31,7 @@ def assign(
     model and every stretch of the schedule uses both tiers' bandwidth.
     """
     chunks = [c for u in layouts for c in u.trainable_chunks]
-    copies = _spread([u.copy_nbytes for u in layouts], parameters)
+    copies = _spread([u.shard_nbytes for u in layouts], parameters)
     states = _spread([c.numel for c in chunks], optimizer_state)
     grads = _spread([c.numel for c in chunks], gradients)
     return Assignment(
