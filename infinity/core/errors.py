@@ -23,6 +23,8 @@
     ├── BackendError (RuntimeError)      an I/O backend is unknown or does not work here
     ├── ClosedError (RuntimeError)       the engine or one of its parts was closed, or forked
     ├── ThreadError (RuntimeError)       another thread uses the model, and does not end
+    ├── RankError (RuntimeError)         another rank failed, is gone, or has not come in time
+    │   └── DivergenceError              ranks do not do the same
     └── DataError (ValueError)           training data or a model directory cannot be used
 
 A message says what was expected, what was found and what to change (`cure`).
@@ -40,12 +42,14 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "DirectoryError",
+    "DivergenceError",
     "GradientError",
     "InfinityError",
     "OptimizerTypeError",
     "ParameterChangedError",
     "ParameterError",
     "PrecisionError",
+    "RankError",
     "ReleasedParameterError",
     "ShortTransferError",
     "StateDictError",
@@ -191,6 +195,14 @@ class ClosedError(InfinityError, RuntimeError):
 
 class ThreadError(InfinityError, RuntimeError):
     """Another thread uses the model, and does not end."""
+
+
+class RankError(InfinityError, RuntimeError):
+    """Another rank failed, is gone, or has not come in time."""
+
+
+class DivergenceError(RankError):
+    """Ranks do not do the same."""
 
 
 class DataError(InfinityError, ValueError):
