@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
 from infinity.hardware import cpu_adam
+from infinity.hardware.comm import Comm, connect
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.shelter import Shelter
@@ -29,7 +31,7 @@ from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
 from infinity.optim.loading import check_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.optim.state_io import States, bump
+from infinity.optim.state_io import States
 from infinity.optim.update import Updater
 from infinity.params.cache import Cache
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
@@ -52,12 +54,14 @@ from infinity.storage.weights import Weights
 
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
-from .init import release as release_scratch
+from .ranks import check_ranks, check_same
 from .refusal import add_cure
 from .state_dict import install
+from .take_over import take_over
 from .this_machine import budget_here, threads_of
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_NUMBERS = itertools.count()  # in the order in which they are made: the same on all ranks
 
 
 class Engine:
@@ -72,23 +76,49 @@ class Engine:
         config: Config,
         weights: Weights | None = None,
         kept: Collection[str] = (),
+        mesh: object = None,
     ) -> None:
         decoupled = optimizer is not None and check_optimizer(optimizer)
         groups = check_model(model, optimizer)
         self.config = config
+        self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
         self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
         wait_for_dropped()
         device = open_device(config.device, self.recorder)
+        comm = connect(mesh, device=device.torch_device, timeout=config.rank_timeout)
+        try:
+            self._make(model, optimizer, device, comm, groups, decoupled, weights, kept)
+        except BaseException as error:
+            comm.post(error)
+            comm.close()
+            raise
+
+    def _make(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: Device,
+        comm: Comm,
+        groups: Any,
+        decoupled: bool,
+        weights: Weights | None,
+        kept: Collection[str],
+    ) -> None:
+        config = self.config
+        if comm.world > 1:
+            check_ranks(comm, config, trains=optimizer is not None)
         cpu_adam.set_threads(threads_of(config, staged=device.staged))
         node = node_for(device.torch_device, config.directories)
 
         members, scopes = discover(model, config.units)
         specs = param_specs(model, members, groups, config.compute_dtype, kept)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
-        layouts = partition(units, config.elements_per_chunk)
+        if comm.world > 1:
+            check_same(comm, units, config)
+        layouts = partition(units, config.elements_per_chunk, rank=comm.rank, world=comm.world)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
@@ -103,14 +133,15 @@ class Engine:
             delayed=config.update == "delayed",
             places=files.places if files is not None else None,
         )
-        self.budget = budget_here(config, device)
+        self.budget = budget_here(config, device, comm)
         sets = [s.working_set for s in scopes]
         try:
             self.footprint: Footprint = footprint(
                 layouts, plans, sets, config, self.budget, staged=device.staged
             )
         except BudgetError as error:
-            add_cure(error, units, sets, config, device)
+            if comm.world == 1:
+                add_cure(error, units, sets, config, device)
             raise
         with contextlib.ExitStack() as undo:
             pool = PinnedPool(
@@ -135,11 +166,13 @@ class Engine:
                 recorder=self.recorder,
                 node=node,
                 files=files,
+                rank=comm.rank,
             )
             try:
                 store = make_store()
             except DirectoryError as error:
-                add_cure(error, units, sets, config, device)
+                if comm.world == 1:
+                    add_cure(error, units, sets, config, device)
                 raise
             undo.callback(store.close)
             self.shelter = Shelter(device.carry, staged=device.staged)
@@ -156,7 +189,7 @@ class Engine:
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
                 *(model, optimizer, members, specs, layouts, scopes, plans),
-                *(store, pool, heap, device, decoupled, weights),
+                *(store, pool, heap, device, comm, decoupled, weights),
             )
             undo.pop_all()
 
@@ -173,10 +206,11 @@ class Engine:
         pool: PinnedPool,
         heap: PinnedHeap | None,
         device: Device,
+        comm: Comm,
         decoupled: bool,
         weights: Weights | None,
     ) -> None:
-        self.device, self.store, self.pool = device, store, pool
+        self.device, self.store, self.pool, self.comm = device, store, pool, comm
         units = []
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
@@ -185,9 +219,14 @@ class Engine:
                 for i, (p, spec) in enumerate(zip(member.params.values(), unit_specs, strict=True))
             ]
             self.params.update({s.param: s for s in sharded})
-            on_device = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
+            placed_here = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             units.append(
-                ParamUnit(layout, sharded, device, on_device=on_device, look=self.config.check_edits)
+                ParamUnit(
+                    *(layout, sharded, device, comm),
+                    on_device=placed_here and comm.world == 1,
+                    kept_apart=placed_here and comm.world > 1,
+                    look=self.config.check_edits,
+                )
             )
         self.units = units
         self.updates = Updates(self.recorder)
@@ -206,6 +245,7 @@ class Engine:
             store,
             pool,
             device,
+            comm,
             room=self.footprint.gradients_nbytes,
             updates=self.updates,
             recorder=self.recorder,
@@ -214,12 +254,13 @@ class Engine:
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
-        self.states = States(self.tiers, self.updater, self.residency, room, self.shelter)
-        self.edits = Edits(self.tiers, self.states, self.shelter)
+        self.states = States(self.tiers, self.updater, self.residency, comm, room, self.shelter)
+        self.edits = Edits(self.tiers, self.states, comm, self.shelter)
         self.activations = (
             Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )
-        self._take_over(model, optimizer, weights)
+        state = {} if optimizer is None else optimizer.state
+        take_over(model, state, units, self.states, device, comm, weights)
         self.phases = Phases(
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),
@@ -241,8 +282,9 @@ class Engine:
         self._unguard = misuse.guard(model, optimizer)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
-        parts = self.updater, self.loader, self.gradients, store, pool, device, self.activations, self._kept
-        self._reaper = Reaper(self, functools.partial(_shut_down, self.shelter, *parts, self.hooks.keys))
+        parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
+        ends = functools.partial(_shut_down, self.shelter, *parts, self._kept, self.hooks.keys)
+        self._reaper = Reaper(self, ends)
         _ENGINES.add(self)
 
     def _offload(self, optimizer: torch.optim.Optimizer, decoupled: bool) -> OffloadOptimizer:
@@ -289,36 +331,6 @@ class Engine:
             self._optimizer.publish()
         else:
             self.phases.finish()
-
-    def _take_over(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None
-    ) -> None:
-        state: Any = {} if optimizer is None else optimizer.state
-        if weights is not None:
-            weights.check()
-        for unit in self.units:
-            old = [p.param for p in unit.params]
-            moments: dict[int, Mapping[str, Any]] = {}
-            for sharded in unit.params:
-                saved = state.get(sharded.param)
-                if saved and sharded.spec.trainable:
-                    sharded.step = int(saved["step"])
-                    moments[sharded.index] = saved
-            data = [p.data for p in old]
-            self.states.take_over(unit, moments, weights)
-            bump(unit.params)  # what a graph from before has saved of them is gone
-            for param in old:
-                state.pop(param, None)
-            for tensor in data:
-                release_scratch(tensor)
-            del data
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device.torch_device)
-        for unit in self.units:
-            if unit.on_device:
-                unit.looked()
 
     def keep(self, stack: contextlib.ExitStack) -> None:
         """Close `stack` when all else is closed."""
@@ -376,6 +388,7 @@ def _shut_down(
     store: Store,
     pool: PinnedPool,
     device: Device,
+    comm: Comm,
     activations: Activations | None,
     kept: contextlib.ExitStack,
     keys: list[int],
@@ -389,6 +402,7 @@ def _shut_down(
 
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(kept.close)
+        stack.callback(comm.close)
         stack.callback(pool.close)
         stack.callback(store.close)
         stack.callback(device.close)  # after it no copy reads what the ones above unpin

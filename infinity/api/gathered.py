@@ -14,11 +14,12 @@ from infinity.grads.sharded_grad import ShardedGrad
 from infinity.optim.misuse import not_for_training
 
 from .engine import Engine, engine_of
+from .ranks import check_source
 
 
 @contextlib.contextmanager
 def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False, source: int = 0
 ) -> Iterator[None]:
     """Have the values of `params` on the device inside the block.
 
@@ -33,6 +34,8 @@ def gathered(
             through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
             that torch counts raise; those that it does not (``p.data.copy_()``, numpy) are found only
             with ``Config(check_edits=True)``, and may be lost.
+        source: the rank whose edits are kept, where there are several. The block is collective then: all
+            ranks enter it, with the same parameters.
 
     Raises:
         WrapError: they belong to no wrapped model.
@@ -55,8 +58,8 @@ def gathered(
         of.setdefault(engine_of(param), []).append(param)
     with contextlib.ExitStack() as stack:
         # In one order, whoever asks: two threads must not each have a model that the other waits for.
-        for engine in sorted(of, key=id):
-            stack.enter_context(_gathered(engine, of[engine], write))
+        for engine in sorted(of, key=lambda e: e.number):
+            stack.enter_context(_gathered(engine, of[engine], write, source))
         yield
 
 
@@ -72,13 +75,16 @@ def _check_one_version(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
+def _gathered(engine: Engine, params: list[nn.Parameter], write: bool, source: int) -> Iterator[None]:
     engine.phases.check()
     if write and not engine.trains:
         raise not_for_training("`gathered(write=True)`")
     engine.gradients.wait()
     indices = sorted({engine.params[p].unit for p in params})
     owner = object()
+    if engine.comm.world > 1:
+        check_source(engine.comm, source)
+        engine.comm.exchange(f"gathered(write={write}, source={source}) of the units {indices}")
     if write and engine.residency.has_two_versions:
         # An edit is of the newest, and what comes after it sees it.
         if engine.phases.is_forward_here():
@@ -95,7 +101,7 @@ def _gathered(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterat
         if write:
             for index in indices:
                 named = {engine.params[p].index for p in params if engine.params[p].unit == index}
-                stack.enter_context(engine.edits.editing(engine.units[index], named, owner))
+                stack.enter_context(engine.edits.editing(engine.units[index], named, owner, source))
         stack.callback(saved.leave, saved.enter(owner))
         yield
 

@@ -24,6 +24,7 @@ from infinity.storage.under_way import UnderWay
 from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring, wrong_index
 from .engine import Engine, engine_of
 from .random_state import set_random_state
+from .ranks import check_one
 from .user_state import decode, is_tokenizer
 
 _SHOWN: Final = 20  # names in a message
@@ -68,6 +69,7 @@ def load(
     that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.
     """
     engine, name = engine_of(optimizer), path_of(path)
+    check_one(engine.comm, "`infinity.load`", "`load_state_dict()` of model and optimizer, on all ranks")
     engine.check_trains()
     # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
     loading, given = engine.shelter.run(

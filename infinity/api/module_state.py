@@ -13,6 +13,7 @@ from infinity.storage.shards import Shards
 from infinity.storage.tensor_header import Spec
 
 from .engine import Engine, engine_of
+from .ranks import check_one
 
 
 def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, torch.Tensor]:
@@ -47,6 +48,8 @@ class Values:
         self._dtype = dtype
         sharded = [p for p in module.parameters() if sharded_of(p) is not None]
         self.engine: Engine | None = engine_of(sharded[0]) if sharded else None
+        if self.engine is not None:
+            check_one(self.engine.comm, "`infinity.export`", "`model.state_dict()`, called on all ranks")
         if self.engine is not None:
             self.engine.phases.check()
             if not all(p in self.engine.params for p in sharded):

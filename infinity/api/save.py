@@ -32,6 +32,7 @@ from .checkpoint import (
 )
 from .engine import Engine, engine_of
 from .random_state import random_state
+from .ranks import check_one
 from .user_state import encode, files_of, is_tokenizer
 
 _NO_ROOM: Final = (
@@ -78,6 +79,7 @@ def save(
         TransferError: a drive reports an error.
     """
     engine = engine_of(optimizer)
+    check_one(engine.comm, "`infinity.save`", "`state_dict()` of model and optimizer, on all ranks")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ConfigError(
             f"keep_last={keep_last!r} makes no sense", expected="None, or 1 and more", cure="keep_last=2"

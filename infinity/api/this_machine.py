@@ -6,9 +6,12 @@ import errno
 import os
 import shlex
 
+import numpy as np
+
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import Tier
+from infinity.hardware.comm import Comm
 from infinity.hardware.cores import adam_threads, usable_cores
 from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory, nameless_file
@@ -67,9 +70,16 @@ def drive_here(directory: str, weight: float = 1.0) -> Drive:
     return Drive(directory=directory, free=free, system=found.st_dev, weight=weight)
 
 
-def budget_here(config: Config, device: Device) -> Budget:
-    """Return the budgets in bytes; what is not named is taken from nine tenths of what is free."""
-    return budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
+def budget_here(config: Config, device: Device, comm: Comm) -> Budget:
+    """Return the budgets of this rank in bytes; what is not named is taken from nine tenths of what is free.
+    Ranks of one machine share its memory, and all have what the poorest has: what is evicted must not
+    depend on the rank."""
+    whole = budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
+    sharing = 1 if device.staged else comm.local_world
+    mine = np.array([whole.device // sharing, whole.host // comm.local_world])
+    told = comm.exchange("the budgets", mine.tobytes()) if comm.world > 1 else [mine.tobytes()]
+    on_device, on_host = np.min([np.frombuffer(t, dtype=mine.dtype) for t in told], axis=0)
+    return Budget(int(on_device), int(on_host), sharing, comm.local_world)
 
 
 def threads_of(config: Config, *, staged: bool) -> int:

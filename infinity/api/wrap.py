@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -15,12 +15,17 @@ from infinity.optim.optimizer import OffloadOptimizer
 from .engine import Engine, engine_of
 from .unwrap import restore
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _Model = TypeVar("_Model", bound=nn.Module)
 #: Models and optimizers after `unwrap`.
 _PLAIN_AGAIN: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tuple[_Model, OffloadOptimizer]:
+def wrap(
+    model: _Model, optimizer: torch.optim.Optimizer, config: Config, mesh: DeviceMesh | None = None
+) -> tuple[_Model, OffloadOptimizer]:
     """Take over a model's parameters and its optimizer's state; return both.
 
     The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
@@ -31,11 +36,16 @@ def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tup
         model: any `nn.Module` with dense floating-point parameters.
         optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
         config: budgets and placements.
+        mesh: the ranks that train the model together, one dimension; None: those of the default process
+            group of `torch.distributed`, which is made where ``WORLD_SIZE`` says that there are several
+            (torchrun). `wrap` is called on all ranks then, with the same model and settings; the first rank's
+            values count, and rank r's random numbers go on from the first rank's seed plus r.
 
     Raises:
         WrapError: the model or the optimizer cannot be taken over.
         BudgetError: the run does not fit; nothing has been touched.
         DirectoryError: an NVMe directory cannot be used; nothing has been touched.
+        DivergenceError, RankError: the ranks have not the same model or settings; one of them failed.
         ConfigError, BackendError: a device, units or an I/O backend of `config` are not there.
     """
     if not isinstance(config, Config):
@@ -46,7 +56,7 @@ def wrap(model: _Model, optimizer: torch.optim.Optimizer, config: Config) -> tup
             cure="wrap(model, optimizer, infinity.Config(...))",
         )
     with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
-        engine = Engine(model, optimizer, config)
+        engine = Engine(model, optimizer, config, mesh=mesh)
     return model, engine.optimizer
 
 

@@ -326,7 +326,7 @@ class Phases:
     def end_unit_backward(self, unit: ParamUnit) -> None:
         """The gradients that this backward makes for a unit are there, all or as far as anybody knows; what
         comes later is added to them."""
-        self._gradients.send(unit)
+        self._gradients.reduce(unit)
 
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
@@ -347,6 +347,7 @@ class Phases:
 
     def end_backward(self) -> None:
         """The outermost backward is over: all of its gradients are there."""
+        self._gradients.reduce_rest()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on
         else:

@@ -32,6 +32,7 @@ from infinity.core.sizes import Tier, format_size
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
 
+from .alone import check_alone
 from .case import Case
 from .console import check_outputs, finite, is_log, table_of
 from .data import Corpus, find_files, open_stream
@@ -72,6 +73,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             built.
         DataError: the text or the model cannot be read.
     """
+    check_alone("`infinity train`")
     train = run.train
     case = Case(run, planning=False)
     config, workload = case.config, case.workload

@@ -97,6 +97,9 @@ class Config:
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
             and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
             each step, state dict of the optimizer and `unwrap`. For debugging: slow.
+        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 3:
+            optimizer state, gradients and parameters. Others are not available yet.
+        rank_timeout: seconds that a rank waits for the others before it is an error.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -130,6 +133,8 @@ class Config:
     io_deadline: float = IO_DEADLINE
     threads: int | None = None
     check_edits: bool = False
+    zero_stage: int = 3
+    rank_timeout: float = 1800.0
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
@@ -219,6 +224,7 @@ class Config:
             )
         self._number("max_grad_norm", self.max_grad_norm, positive=True, optional=True)
         self._number("io_deadline", self.io_deadline, positive=True)
+        self._number("rank_timeout", self.rank_timeout, positive=True)
         if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
             wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
             self._wrong("io_deadline", wanted, self.io_deadline, f"io_deadline={IO_DEADLINE}")
@@ -233,6 +239,7 @@ class Config:
             ("loss_scale_window", 1, 1, None),
             ("threads", 1, 1, None),
             ("delay_warmup_steps", 0, 1, None),
+            ("zero_stage", 0, 1, 3),
         ):
             value = getattr(self, name)
             if value is None and name in ("chunk_elements", "threads", "block_bytes", "queue_depth"):

@@ -11,14 +11,15 @@ memory: there the buffer keeps what autograd made, and a chunk's pieces are writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
 
 from infinity.core.waiting import Latch
 from infinity.hardware.device import Device, Event
-from infinity.planning.partition import Chunk, Segment, UnitLayout
+from infinity.planning.partition import Chunk, Run, Segment, UnitLayout
 
 
 class Arrival(NamedTuple):
@@ -30,6 +31,27 @@ class Arrival(NamedTuple):
     zero: bool = False
 
 
+class SealedBuffer(Protocol):
+    """What a unit's gradient leaves the device from."""
+
+    layout: UnitLayout
+    arrivals: dict[int, Arrival]
+    nbytes: int
+    there: Callable[[], AbstractContextManager[None]]
+
+    def mark(self) -> Event | None:
+        """Return an event of all that was done with it so far."""
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk of it: (chunk.numel,) in its dtype."""
+
+    def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what has arrived of a chunk: (first element within the chunk, values); the rest is zero."""
+
+    def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
+        """Return what has arrived of one segment: (segment.numel,)."""
+
+
 class UnitBuffer:
     """What has arrived of one unit's gradient and has not left, by parameter: see [Note: one buffer].
 
@@ -38,6 +60,7 @@ class UnitBuffer:
 
     def __init__(self, layout: UnitLayout, device: Device) -> None:
         self.layout = layout
+        self._keeps = not device.staged and layout.world == 1  # what autograd made
         self.arrivals: dict[int, Arrival] = {}
         self.nbytes = 0  # that it takes on the device
         self.there = device.carry()
@@ -48,7 +71,7 @@ class UnitBuffer:
 
     def needs(self, index: int) -> int:
         """Return the bytes that `put` would take more than there are."""
-        if self._device.staged:
+        if not self._keeps:
             return 0 if self._flat is not None else self.layout.gradient_nbytes
         return 0 if index in self._kept else self.layout.params[index].nbytes
 
@@ -56,7 +79,7 @@ class UnitBuffer:
         """Have `grad` as the gradient of parameter `index` as soon as `arrivals` has it: an interrupt before
         that leaves the parameter as it was, or to be put again. `shared`: others may write to `grad`."""
         spec, grad = self.layout.params[index], grad.detach()
-        if not self._device.staged:
+        if self._keeps:
             flat = grad.to(spec.dtype).contiguous().view(-1)
             self.nbytes += self.needs(index)
             self._kept[index] = flat.clone() if shared and flat.data_ptr() == grad.data_ptr() else flat
@@ -66,8 +89,7 @@ class UnitBuffer:
                 self.nbytes = self.layout.gradient_nbytes
                 device = self._device.torch_device
                 self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        begin = self.layout.byte_offsets[index]
-        place = self._flat[begin : begin + spec.nbytes].view(spec.dtype).view(grad.shape)
+        place = self._place(index).view(grad.shape)
         if self._device.current() == self._current:
             place.copy_(grad)
             return
@@ -76,6 +98,16 @@ class UnitBuffer:
         done = self._device.mark()
         with self.there():
             self._device.wait_on_device(done)
+
+    def _place(self, index: int) -> torch.Tensor:
+        assert self._flat is not None
+        begin, spec = self.layout.byte_offsets[index], self.layout.params[index]
+        return self._flat[begin : begin + spec.nbytes].view(spec.dtype)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Add `grad` to what has arrived of parameter `index`, in its dtype. Not where pieces are kept."""
+        with self.there(), torch.no_grad():
+            self._place(index).add_(grad.detach().reshape(-1))
 
     def seal(self) -> None:
         """Make zero what did not arrive: nothing is put any more."""
@@ -90,6 +122,15 @@ class UnitBuffer:
                         self._flat[end:begin].zero_()
                     end = begin + self.layout.params[index].nbytes
             self._flat[end:].zero_()
+
+    def run(self, run: Run) -> torch.Tensor:
+        """Return a run of the sealed buffer, of trainable parameters: flat, in its dtype; zeros where nothing
+        arrived on this rank."""
+        if self._flat is None:
+            return torch.zeros(run.nbytes, dtype=torch.uint8, device=self._device.torch_device).view(
+                run.dtype
+            )
+        return self._flat[run.begin : run.begin + run.nbytes].view(run.dtype)
 
     def mark(self) -> Event | None:
         """Return an event of all that was done with it so far."""
@@ -126,10 +167,10 @@ class Leaving:
     come before whatever takes its memory next drops `buffer`.
     """
 
-    def __init__(self, buffer: UnitBuffer, chunks: list[Chunk], after: Event | None) -> None:
+    def __init__(self, buffer: SealedBuffer, chunks: list[Chunk], after: Event | None) -> None:
         self.unit = buffer.layout.index
         self.arrivals = buffer.arrivals
-        self.buffer: UnitBuffer | None = buffer
+        self.buffer: SealedBuffer | None = buffer
         self.nbytes = buffer.nbytes
         self.chunks = chunks
         self.after = after

@@ -14,21 +14,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from infinity.core.spans import Recorder, now
+from infinity.core.errors import GradientError
+from infinity.core.spans import Recorder
+from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device, HostStream, Task
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
-from infinity.planning.partition import Chunk, Segment
+from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Slot, Store
 
-from .buffer import Arrival, Leaving, UnitBuffer
-from .gradient_chunks import ChunkGradients, GradientIO
+from .buffer import Arrival, Leaving, SealedBuffer, UnitBuffer
+from .chunk_work import ChunkWork
+from .gradient_chunks import ChunkGradients
 from .norms import Norms
-from .sharded_grad import ShardedGrad
+from .reduction import ReducedBuffer, agree
+from .sharded_grad import ShardedGrad, in_backward
 
 
 class Gradients:
@@ -41,6 +45,7 @@ class Gradients:
         store: Store,
         pool: PinnedPool,
         device: Device,
+        comm: Comm,
         *,
         room: int,
         updates: Updates,
@@ -52,7 +57,9 @@ class Gradients:
         self._recorder = recorder
         self.chunks = ChunkGradients(units, plans, store, pool, device, recorder)
         self.entries = self.chunks.entries
-        self._norms = Norms(units, self.entries)
+        self._work = ChunkWork(self.chunks, recorder)
+        self._comm = comm
+        self._norms = Norms(units, self.entries, comm)
         self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
         self.backwards = 0  # that have begun
         self._begun = 0
@@ -102,6 +109,13 @@ class Gradients:
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
         elif grad is not None:
+            if self._comm.world > 1 and not in_backward():
+                raise GradientError(
+                    f"{sharded.name!r} was given a gradient, and there are several ranks",
+                    expected="the gradient that a backward made, or None",
+                    found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
+                    cure="add what you want to the loss, and call its backward",
+                )
             buffer = self._buffer_for(sharded)
             buffer.put(sharded.index, grad)
             ours = ShardedGrad(sharded, self, factor)
@@ -129,6 +143,9 @@ class Gradients:
         sharded, index = grad.sharded, grad.sharded.index
         buffer = self._buffer_for(sharded)
         waiting = buffer.arrivals.get(index)
+        if waiting is not None and not waiting.zero and self._comm.world > 1:
+            buffer.add(index, other)  # it is reduced with the rest of the unit, on all ranks at once
+            return
         if waiting is not None and not waiting.zero:  # that goes first
             self.send(self.units[sharded.unit])
             buffer, waiting = self._buffer_for(sharded), None
@@ -144,7 +161,7 @@ class Gradients:
         buffer = self._filling.get(sharded.unit)
         if buffer is None:
             buffer = UnitBuffer(self.units[sharded.unit].layout, self._device)
-        if not self._fits(buffer.needs(sharded.index)):
+        if self._comm.world == 1 and not self._fits(buffer.needs(sharded.index)):
             self._make_room(sharded.unit, buffer.needs(sharded.index))
         self._filling[sharded.unit] = buffer
         return buffer
@@ -163,20 +180,67 @@ class Gradients:
                 self._let_go()
 
     def complete(self, unit: ParamUnit) -> bool:
-        """Return whether every parameter that can have a gradient has one waiting."""
+        """Return whether every parameter that can have a gradient has one waiting. With several ranks, never:
+        they reduce a unit where the program says, not where its gradients happen to be there."""
+        if self._comm.world > 1:
+            return False
         buffer = self._filling.get(unit.index)
         arrivals = buffer.arrivals if buffer is not None else {}
         return all(p.index in arrivals for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
     @sheltered
+    def reduce(self, unit: ParamUnit) -> None:
+        """`send`, of what has arrived on any rank, and this rank's slices of it. Collective.
+
+        Raises:
+            RankError: another rank failed, or does something else.
+        """
+        if self._comm.world == 1:
+            self.send(unit)
+            return
+        buffer = self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
+        arrivals = agree(self._comm, unit.layout, buffer.arrivals)
+        for index in arrivals:  # what arrived elsewhere is this rank's gradient, too
+            param = unit.params[index].param
+            if param.grad is None:
+                param.grad = ShardedGrad(unit.params[index], self, 1.0 / self.scale)
+        if all(arrival.zero for arrival in arrivals.values()):
+            self.send(unit)
+            return
+        self._let_go()
+        buffer.seal()
+        reduced = ReducedBuffer(self._comm, buffer, arrivals, self._device)
+        self._filling.pop(unit.index, None)
+        self._send(unit, reduced)
+
+    @sheltered
+    def reduce_rest(self) -> None:
+        """`reduce` what is left when a backward ends, on any rank: units whose inputs need no gradient."""
+        if self._comm.world == 1:
+            self.send_all()
+            return
+        mine = bytes(i in self._filling for i in range(len(self.units)))
+        told = self._comm.exchange("the end of a backward", mine)
+        for unit in self.units:
+            if any(units[unit.index] for units in told):
+                self.reduce(unit)
+
+    @sheltered
     def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
-        still reads what `unit` had."""
+        still reads what `unit` had. With several ranks, zeros alone: the rest is reduced first."""
+        buffer = self._filling.get(unit.index)
+        if self._comm.world > 1 and not (buffer and all(a.zero for a in buffer.arrivals.values())):
+            return
         self._let_go()
         self._wait_tasks(unit.index)
         buffer = self._filling.pop(unit.index, None)
-        if buffer is None or not buffer.arrivals:
-            return
+        if buffer is not None and buffer.arrivals:
+            buffer.seal()
+            self._send(unit, buffer)
+
+    def _send(self, unit: ParamUnit, buffer: SealedBuffer) -> None:
+        self._wait_tasks(unit.index)
         arrivals = buffer.arrivals
         self._forget_replaced(unit, arrivals)
         written = []
@@ -191,11 +255,10 @@ class Gradients:
             return
         self._keep_clear(unit, written)
         self._device.trim()
-        buffer.seal()
         self._device.wait_on_device(buffer.mark())
         leaving = Leaving(buffer, written, self._device.mark())
         self._leaving.append(leaving)
-        self._tasks.append((unit.index, self._stream.submit(lambda: self._take(leaving))))
+        self._tasks.append((unit.index, self._stream.submit(lambda: self._work.take(leaving))))
 
     def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Arrival]) -> None:
         """Forget the values of chunks that nobody will see again: another gradient replaces them, or
@@ -300,7 +363,7 @@ class Gradients:
                 if self.scale != 1.0 and not np.isfinite(entry.squares).all():
                     continue  # the step has to see that it overflowed
                 self._keep_clear(unit, [chunk])
-                self._stream.submit(lambda c=chunk, s=segments: self._clamp(c, s, *bounds)).wait()  # type: ignore[misc]
+                self._stream.submit(lambda c=chunk, s=segments: self._work.clamp(c, s, *bounds)).wait()  # type: ignore[misc]
 
     @sheltered
     def clear(self) -> None:
@@ -314,7 +377,7 @@ class Gradients:
     @sheltered
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
-        the parameter."""
+        the parameter. Collective, with several ranks."""
         self.wait()
         sharded = grad.sharded
         out = torch.zeros(sharded.spec.numel, dtype=torch.float32)
@@ -323,7 +386,11 @@ class Gradients:
             for segment in chunk.segments:
                 if segment.param == sharded.index and segment.param in self.entries[chunk.id].present:
                     part = out[segment.offset : segment.offset + segment.numel]
-                    self._stream.submit(lambda c=chunk, s=segment, o=part: self._read(c, s, o)).wait()  # type: ignore[misc]
+                    self._stream.submit(lambda c=chunk, s=segment, o=part: self._work.read(c, s, o)).wait()  # type: ignore[misc]
+        if self._comm.world > 1:
+            self._comm.exchange(f"a look at the gradient of {sharded.name!r}")
+            for rank, first, end in unit.layout.owners(sharded.index):
+                self._comm.broadcast(out[first:end], rank)
         if grad.factor != 1.0:
             out.mul_(grad.factor)
         return out.view(sharded.spec.shape)
@@ -357,94 +424,8 @@ class Gradients:
                     entry.clear()
                     continue
                 segments = [s for s in chunk.segments if s.param in stale]
-                self._stream.submit(lambda c=chunk, s=segments: self._erase(c, s)).wait()  # type: ignore[misc]
+                self._stream.submit(lambda c=chunk, s=segments: self._work.erase(c, s)).wait()  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish and end the worker."""
         self._stream.close()
-
-    # -- the worker -------------------------------------------------------------------------
-
-    def _take(self, leaving: Leaving) -> None:
-        begin, nbytes = now(), leaving.nbytes
-        try:
-            works: deque[GradientIO] = deque()
-            try:
-                self._issue(leaving, works)
-                while works:
-                    self._finish(works.popleft(), leaving)
-            finally:
-                for work in works:  # only after an error is anything left
-                    work.close()
-        finally:
-            leaving.issued.open()
-        if (log := self._recorder.log) is not None:
-            log.add("reduce", begin, now(), unit=leaving.unit, nbytes=nbytes)
-
-    def _issue(self, leaving: Leaving, works: deque[GradientIO]) -> None:
-        """Start what can be started: all chunks at once, as far as there are leases."""
-        left = True
-        for chunk in leaving.chunks:
-            while (work := self.chunks.take(chunk, leaving, alone=not works)) is None:
-                self._finish(works.popleft(), leaving)
-            if work.ready:
-                self._finish(work, leaving)
-                continue
-            works.append(work)
-            left = left and work.has_left
-        if left:
-            leaving.issued.open()
-
-    def _finish(self, work: GradientIO, leaving: Leaving) -> None:
-        """Have what arrived for a chunk in its place, and its squares."""
-        chunk, arrivals = work.chunk, leaving.arrivals
-        entry = self.entries[chunk.id]
-        with work:
-            if entry.dtype is None:
-                entry.dtype = chunk.dtype
-                target = work.buffer(chunk.dtype)
-                work.replace(target)
-            else:
-                held = set(entry.present)
-                if self.chunks.widens(chunk, arrivals):
-                    work.widen()
-                target = work.buffer(entry.dtype)
-                for segment in chunk.segments:
-                    arrival = arrivals.get(segment.param)
-                    if arrival is None:
-                        continue
-                    part = target[segment.start : segment.start + segment.numel]
-                    if arrival.zero:
-                        part.zero_()
-                    elif arrival.fresh or segment.param not in held:
-                        work.put(part, work.arrived(segment))
-                    else:
-                        if arrival.factor != 1.0:
-                            part.mul_(arrival.factor)
-                        work.add(part, work.arrived(segment))
-            entry.present.update(s.param for s in chunk.segments if s.param in arrivals)
-            work.store(target)
-
-    def _erase(self, chunk: Chunk, segments: Sequence[Segment]) -> None:
-        entry = self.entries[chunk.id]
-        with self.chunks.open(chunk) as work:
-            target = work.buffer(entry.dtype or chunk.dtype)
-            for segment in segments:
-                target[segment.start : segment.start + segment.numel].zero_()
-                entry.present.discard(segment.param)
-            work.store(target)
-
-    def _clamp(self, chunk: Chunk, segments: Sequence[Segment], low: float, high: float) -> None:
-        entry = self.entries[chunk.id]
-        with self.chunks.open(chunk) as work:
-            target = work.buffer(entry.dtype or chunk.dtype)
-            for segment in segments:
-                target[segment.start : segment.start + segment.numel].clamp_(low, high)
-            work.store(target)
-
-    def _read(self, chunk: Chunk, segment: Segment, out: torch.Tensor) -> None:
-        entry = self.entries[chunk.id]
-        if entry.dtype is not None:
-            with self.chunks.open(chunk) as work:
-                buffer = work.buffer(entry.dtype)
-                out.copy_(buffer[segment.start : segment.start + segment.numel])

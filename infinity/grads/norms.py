@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from infinity.hardware.comm import Comm
 from infinity.params.unit import ParamUnit
 
 from .gradient_chunks import ChunkGradient
@@ -24,7 +25,8 @@ from .sharded_grad import ShardedGrad
 class Norms:
     """Answers norms. What it answers is of gradients that are complete on their tier."""
 
-    def __init__(self, units: Sequence[ParamUnit], entries: Mapping[int, ChunkGradient]) -> None:
+    def __init__(self, units: Sequence[ParamUnit], entries: Mapping[int, ChunkGradient], comm: Comm) -> None:
+        self._comm = comm
         self._entries = entries
         self._firsts: list[int] = []  # of each unit, the number of its first parameter
         self._count = 0
@@ -45,13 +47,23 @@ class Norms:
             terms = np.square(factors)[self._owners] * self._squares()
         terms = terms[wanted[self._owners]]
         # cumsum adds one after the other; sum() and np.sum would group in their own ways.
-        return math.sqrt(np.cumsum(terms)[-1]) if len(terms) else 0.0
+        mine = float(np.cumsum(terms)[-1]) if len(terms) else 0.0
+        with np.errstate(all="ignore"):
+            return float(np.sqrt(self._add_up("the norm of the gradients", np.array([mine]))[0]))
 
     def each(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the norm of each gradient, with its factor."""
         with np.errstate(all="ignore"):
-            sums = np.bincount(self._owners, self._squares(), minlength=self._count)
+            mine = np.bincount(self._owners, self._squares(), minlength=self._count)
+            sums = self._add_up("the norms of gradients", mine.astype(np.float64))
         return [math.sqrt(sums[self._number(grad)]) * abs(grad.factor) for grad in grads]
+
+    def _add_up(self, what: str, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the sums over all ranks, added in their order. Collective, with several."""
+        sums = np.zeros_like(mine)
+        for told in self._comm.exchange(what, mine.tobytes()) if self._comm.world > 1 else (mine.tobytes(),):
+            sums = sums + np.frombuffer(told)
+        return sums
 
     def _number(self, grad: ShardedGrad) -> int:
         return self._firsts[grad.sharded.unit] + grad.sharded.index

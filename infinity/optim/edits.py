@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from infinity.core.errors import ParameterChangedError
+from infinity.hardware.comm import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.unit import ParamUnit, UnitState
 
 from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
-from .state_io import States
+from .state_io import States, bump
 
 #: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
 _EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
@@ -26,8 +27,9 @@ class Edits:
         given: what state dicts gave out.
     """
 
-    def __init__(self, tiers: Tiers, states: States, shelter: Shelter) -> None:
+    def __init__(self, tiers: Tiers, states: States, comm: Comm, shelter: Shelter) -> None:
         self.shelter = shelter
+        self._comm = comm
         self._tiers = tiers
         self._states = states
         self.given = Given(staged=tiers.device.staged)
@@ -87,16 +89,24 @@ class Edits:
         self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
 
-    def _take(self, unit: ParamUnit, named: set[int]) -> None:
+    def _take(self, unit: ParamUnit, named: set[int], source: int = 0) -> None:
         """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
-        edited. Raise `ParameterChangedError` after that if data have another shape."""
+        edited; with several ranks, those of `source`. Raise `ParameterChangedError` after that if data have
+        another shape."""
         units = tuple(_EDITED.values())
         written = {u.storage._cdata for u in units}
         for each in units:
             each.own_data(written)
         moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
         refused = unit.rebind()
-        self.adopt(unit, _edited(unit) | moved | named)
+        edited = _edited(unit) | moved | named
+        if self._comm.world > 1:
+            mine = bytes(i in edited for i in range(len(unit.params)))
+            told = self._comm.exchange(f"the edits of unit {unit.layout.name!r}", mine)
+            edited = {i for i, changed in enumerate(told[source]) if changed}
+            self._comm.broadcast(unit.view(0, unit.layout.gathered_nbytes), source)
+            bump([p for p in unit.params if p.index in edited])
+        self.adopt(unit, edited)
         if refused:
             raise ParameterChangedError(
                 f"the parameter {refused[0].name!r} was given data that do not fit it",
@@ -107,7 +117,7 @@ class Edits:
             )
 
     @contextmanager
-    def editing(self, unit: ParamUnit, named: set[int], owner: object) -> Iterator[None]:
+    def editing(self, unit: ParamUnit, named: set[int], owner: object, source: int = 0) -> Iterator[None]:
         """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
         edited, and others that torch knows were; also when the block raises. `owner` keeps the unit.
 
@@ -122,7 +132,7 @@ class Edits:
             yield
         finally:
             try:
-                self._take(unit, named)
+                self._take(unit, named, source)
             finally:
                 _EDITED.pop(block, None)
                 unit.writers.discard(owner)

@@ -15,6 +15,7 @@ import torch
 
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
+from infinity.hardware.comm import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import own
 from infinity.params.param import ShardedParam
@@ -29,6 +30,7 @@ from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .leaving import Leaving, give_up
 from .pieces import follow_copy, part_of, put_together, slice_of
 from .update import Updater
+from .whole import of_first_rank, of_owners
 
 #: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
 _KINDS = ("copy", "master", *MOMENTS)
@@ -47,13 +49,20 @@ class States:
     """Reads and writes masters, moments and copies of single parameters and whole units."""
 
     def __init__(
-        self, tiers: Tiers, updater: Updater, residency: Residency, room: int, shelter: Shelter
+        self,
+        tiers: Tiers,
+        updater: Updater,
+        residency: Residency,
+        comm: Comm,
+        room: int,
+        shelter: Shelter,
     ) -> None:
         self.shelter = shelter
         self.room = room  # host bytes that the budget leaves
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
+        self._comm = comm
 
     @sheltered
     def quiesce(self) -> None:
@@ -83,8 +92,8 @@ class States:
     def _fill(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
         # What was never written reads as zeros: moments that are zero need no write.
         written = _KINDS if moments else _KINDS[:2]
-        sources = [p.param.detach().reshape(-1) for p in unit.params]
-        flat = {i: {k: saved[k].detach().reshape(-1) for k in MOMENTS} for i, saved in moments.items()}
+        sources = [of_first_rank(self._comm, p.param) for p in unit.params]
+        flat = {i: {k: of_first_rank(self._comm, saved[k]) for k in MOMENTS} for i, saved in moments.items()}
         for sharded, segment, tensors in self.segments(_KINDS, unit.params, written=written, fresh=True):
             for kind, tensor in tensors.items():
                 if kind in ("copy", "master"):
@@ -331,6 +340,13 @@ class States:
         for sharded, segment, tensors in self.segments((*MOMENTS, "master"), params):
             for kind, target in values[sharded].items():
                 part_of(target.view(-1), segment).copy_(tensors[kind])
+        for kind in (*MOMENTS, "master"):
+            of_owners(
+                self._comm,
+                self._tiers.units,
+                kind,
+                {s: v[kind].view(-1) for s, v in values.items() if kind in v},
+            )
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
 
     @sheltered
@@ -381,6 +397,7 @@ class States:
         }
         for sharded, segment, tensors in self.segments(("copy",), params):
             part_of(flat[sharded], segment).copy_(tensors["copy"])
+        of_owners(self._comm, self._tiers.units, "values", flat)
         return {s: own(v.view(s.spec.shape)) for s, v in flat.items()}  # lent memory is a part of a lease
 
     @sheltered
@@ -392,6 +409,7 @@ class States:
         for kind, chosen in (("master", exact), ("copy", [s for s in params if s not in {*exact}])):
             for sharded, segment, tensors in self.segments((kind,), chosen):
                 part_of(values[sharded].view(-1), segment).copy_(tensors[kind])
+        of_owners(self._comm, self._tiers.units, "values", {s: v.view(-1) for s, v in values.items()})
         return values
 
     @sheltered

@@ -297,7 +297,7 @@ def _compute_on_device(
     if tiers.plans[chunk.id].gradient_tier is not Tier.DEVICE:
         here, grad = grad, torch.empty_like(grad, device=device.torch_device)
         device.wait_on_device(device.h2d(grad, here, device.mark(), chunk=chunk.id))
-    in_place = tiers.units[chunk.unit].on_device and not delayed
+    in_place = tiers.plans[chunk.id].copy_tier is Tier.DEVICE and not delayed
     made: torch.Tensor | None = None
     if not io.copy_is_master:
         made = io.device_copy if in_place else torch.empty_like(io.copy, device=device.torch_device)

@@ -58,7 +58,7 @@ class Cache:
     @property
     def allocated(self) -> int:
         """Bytes of the units that have their memory and are not placed on the device."""
-        return sum(u.layout.gathered_nbytes for u in self.units if u.filled and not u.on_device)
+        return sum(u.nbytes for u in self.units if not u.on_device)
 
     def load(self, unit: ParamUnit, *, urgent: bool = False) -> None:
         """Start to load a unit, in the version that it is to show. Raises what `ParamUnit.load` raises."""
@@ -105,11 +105,11 @@ class Cache:
         ranks: dict[int, int] | None = None
         for index in dict.fromkeys(self.schedule.upcoming()):
             unit = self.units[index]
-            if unit.stale or unit.state is not UnitState.SHARDED:
+            if unit.waits_for_owner or unit.state is not UnitState.SHARDED:
                 continue
             if newest and self._updates.has_unit(index):
                 return  # which version is the newest is not known yet
-            need = 0 if unit.filled else unit.layout.gathered_nbytes
+            need = unit.missing_nbytes
             if self.allocated + need > self._capacity:
                 ranks = ranks if ranks is not None else self._ranks()
                 if not self._evict(need, ranks, later_than=ranks[index]):
@@ -121,7 +121,7 @@ class Cache:
                 return  # what is loaded for later can be loaded later
 
     def _make_room(self, unit: ParamUnit) -> None:
-        need = 0 if unit.filled else unit.layout.gathered_nbytes
+        need = unit.missing_nbytes
         if self.allocated + need <= self._capacity or self._evict(need, self._ranks()):
             return
         if not self._warned:

@@ -43,12 +43,18 @@ class Load:
     """
 
     def __init__(
-        self, target: torch.Tensor, chunks: Sequence[Chunk], slots: Mapping[int, Slot], after: Event | None
+        self,
+        target: torch.Tensor,
+        chunks: Sequence[Chunk],
+        slots: Mapping[int, Slot],
+        after: Event | None,
+        here: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.target = target  # uint8, the unit's storage
         self.chunks = deque(chunks)
         self.slots = slots  # by chunk id; that they flip before it is read changes nothing
         self.after = after
+        self.here = here or {}  # copies that are on the device already, elsewhere (uint8, by chunk id)
         self.started = False
         self.issued = Latch()
         self.event: Event | None = None
@@ -291,7 +297,9 @@ class _Worker:
     def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
         target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
         place = self._plans[chunk.id].place
-        if lease is None:
+        if lease is None and chunk.id in load.here:
+            source = load.here[chunk.id]
+        elif lease is None:
             version = load.slots[chunk.id]
             source = self._store.view(chunk.id, "copy", numel=chunk.copy_nbytes, version=version)
         elif place is None:

@@ -67,9 +67,7 @@ class Publisher:
             if self._store.tier(chunk.id, "copy") is not Tier.DEVICE:
                 self._versions.flip(chunk.id, "copy")
                 continue
-            back = self._store.view(
-                chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=Version.BACK
-            )
+            back = self._store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=Version.BACK)
             event = self._device.h2d(unit.chunk_view(chunk), back, after, chunk=chunk.id)
             self._versions.copied(chunk.id, "copy")
             self._events[chunk.id] = event

@@ -188,8 +188,9 @@ class Residency:
     @sheltered
     def refresh(self) -> None:
         """Give the memory of changed units that somebody holds its new values; when this returns, an
-        alias shows them."""
-        stale = [u for u in self.units if u.stale]
+        alias shows them. With several ranks it does when its unit is used next: who holds what is not
+        the same on all."""
+        stale = [u for u in self.units if u.waits_for_owner]
         for unit in stale:
             if unit.on_device:
                 self._resume(unit)

@@ -19,7 +19,6 @@ counted.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import sys
 import warnings
@@ -30,12 +29,14 @@ import torch
 
 from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import format_size
+from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device
-from infinity.planning.partition import Chunk, UnitLayout
+from infinity.planning.partition import UnitLayout
 from infinity.storage.versions import Slot
 
 from .load import Load, Loader
 from .param import ShardedParam
+from .unit_memory import UnitMemory
 
 
 class UnitState(enum.Enum):
@@ -56,11 +57,12 @@ class UnitState(enum.Enum):
 IDLE_STATES = (UnitState.LOADING, UnitState.LOADED, UnitState.GATHERED)
 
 
-class ParamUnit:
+class ParamUnit(UnitMemory):
     """The parameters of one unit and their storage on the device.
 
     Args:
         on_device: placed on the device: the copy's place is the storage.
+        kept_apart: this rank's shard is placed on the device, in memory of its own.
         persistent: not released after use; what is placed on the device always is.
         look: notice edits that torch does not count, by a checksum at every use.
     """
@@ -70,13 +72,14 @@ class ParamUnit:
         layout: UnitLayout,
         params: Sequence[ShardedParam],
         device: Device,
+        comm: Comm,
         *,
         on_device: bool,
+        kept_apart: bool = False,
         persistent: bool = False,
         look: bool = False,
     ) -> None:
-        self.layout = layout
-        self.params = tuple(params)
+        super().__init__(layout, params, device, kept_apart=kept_apart)
         self.on_device = on_device
         self.persistent = persistent or on_device
         self.state = UnitState.SHARDED
@@ -86,46 +89,20 @@ class ParamUnit:
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.writers: set[object] = set()  # those of them whose end takes over every edit
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
-        self._memory = device.memory(layout.gathered_nbytes)
-        self.storage = self._memory.storage
         self._device = device
+        self._comm = comm
         self._load: Load | None = None
         self._loader: Loader | None = None
         self._arriving: Callable[[], None] | None = None
         self._warned = False
         self._look = look
         self._sums: list[int] | None = None  # of the parameters; None while the engine changes the values
-        places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
-        self._starts = [at for at, _ in places]
-        self._order = [i for _, i in places]
         self._owners: tuple[int, int, list[int]] | None = None
 
     @property
     def index(self) -> int:
         """The unit's number, in the order in which `discover` found it."""
         return self.layout.index
-
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
-        with torch.inference_mode(False):  # the thread that fills it is not in that mode
-            tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
-            size = dtype.itemsize
-            return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
-
-    def chunk_view(self, chunk: Chunk) -> torch.Tensor:
-        """Return the part of the storage that holds a chunk's copy, in its compute dtype."""
-        return self.view(chunk.copy_offset, chunk.copy_nbytes, chunk.dtype)
-
-    def values(self, sharded: ShardedParam) -> torch.Tensor:
-        """Return the flat values of one of the unit's parameters, in the storage."""
-        spec = sharded.spec
-        return self.view(
-            self.layout.byte_offsets[sharded.index], spec.numel * spec.dtype.itemsize, spec.dtype
-        )
-
-    def param_at(self, offset: int) -> ShardedParam:
-        """Return the parameter that lies at byte `offset` of the storage."""
-        return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
@@ -247,7 +224,7 @@ class ParamUnit:
             raise
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
-        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after)
+        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.apart())
         self._loader, self._load = loader, load
         loader.start(load, urgent=urgent)
         self.stale = False
@@ -308,16 +285,26 @@ class ParamUnit:
         if self._load is not None:
             self._device.wait_on_device(self._load.wait_issued())
             # The event stays with a load that the host has not seen done: reshard asks again.
-        if self._sums is None:
+        if self._sums is None and self._comm.world == 1:
             self.looked()
         if self.state is UnitState.LOADING:
             self.state = UnitState.LOADED
 
     def gather(self) -> None:
         """LOADED → GATHERED: have the slices of all ranks. The slice of the only one is the whole: see
-        [Note: load and gather]."""
-        if self.state is UnitState.LOADED:
-            self.state = UnitState.GATHERED
+        [Note: load and gather].
+
+        Raises:
+            RankError: another rank failed, or does something else.
+        """
+        if self.state is not UnitState.LOADED:
+            return
+        if self._comm.world > 1:
+            self._comm.exchange(f"gather of unit {self.layout.name!r}")
+            for run in self.layout.runs:
+                self._comm.gather(self.view(run.begin, run.nbytes))
+            self.looked()
+        self.state = UnitState.GATHERED
 
     def unshard(self) -> None:
         """GATHERED → UNSHARDED.
@@ -379,7 +366,8 @@ class ParamUnit:
     def reshard(self) -> bool:
         """LOADING, LOADED or GATHERED → SHARDED: free the storage. The copy was clean: nothing is written.
 
-        Returns False, and does nothing, if somebody holds it: [Note: held units].
+        Returns False, and does nothing, if somebody holds it: [Note: held units]. With several ranks it is
+        SHARDED on all at the same time: what somebody holds on one keeps its memory, and is filled again.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
@@ -390,11 +378,11 @@ class ParamUnit:
         self._become(self.state)  # released: from here on nobody makes an alias
         self._wait_load()
         held = self.is_held()
-        if held and not keep:
+        if held and not keep and self._comm.world == 1:
             return False
         edited = self.edited()
         if held:
-            self.stale = True
+            self.stale = self.stale or keep
             self.state = UnitState.SHARDED
         else:
             self._free()
@@ -402,7 +390,7 @@ class ParamUnit:
             self._forget_edits()
             cure = "edit inside such a block; the values are those from before the edit"
             raise _edit_of(edited[0], "between its uses", cure)
-        return not held
+        return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
         """As `reshard`, for the values are about to be those of another version. What somebody holds keeps
@@ -425,6 +413,23 @@ class ParamUnit:
         self._memory.drop()
         self.filled = self.stale = False
         self._sums = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count as its own on the device. What somebody holds on one rank counts there alone, and
+        must not decide what all ranks do."""
+        there = self.filled if self._comm.world == 1 else self.state is not UnitState.SHARDED
+        return self.layout.gathered_nbytes if there else 0
+
+    @property
+    def waits_for_owner(self) -> bool:
+        """Whether its memory is held, with values from before an update, which `refresh` gives it anew."""
+        return self.stale and self._comm.world == 1
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes that a load takes more than there are."""
+        return self.layout.gathered_nbytes - self.nbytes
 
     @property
     def in_use(self) -> bool:

@@ -79,10 +79,13 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that the engine may take, resolved for this machine."""
+    """Bytes that the engine of one rank may take, resolved for this machine; and how many ranks share what
+    the settings name."""
 
     device: int
     host: int
+    device_ranks: int = 1
+    host_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,12 @@ class Demand:
         raise BudgetError(
             f"the run does not fit the {short[0]} memory that it was given",
             expected=f"{short[0]}_memory of at least {format_size(needed)} ({needed} bytes): {named}",
-            found=f"{format_size(given)} ({given} bytes)",
-            cure=", ".join(f'{t}_memory="{whole_mebibytes(getattr(least, t))}"' for t in short),
+            found=f"{format_size(given)} ({given} bytes)"
+            + (f" for each of {ranks} ranks" if (ranks := getattr(budget, f"{short[0]}_ranks")) > 1 else ""),
+            cure=", ".join(
+                f'{t}_memory="{whole_mebibytes(getattr(least, t) * getattr(budget, f"{t}_ranks"))}"'
+                for t in short
+            ),
         )
 
 
@@ -236,7 +243,10 @@ def demand(
         for directory, size in zip(spread_over_directories(sizes, weights), sizes, strict=True):
             given[directory] += size
         arenas = tuple(given)
-    resident = {u.index for u in layouts if u.gathered_nbytes and plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
+    # With several ranks what is placed on the device is a shard; the whole is there while it is used.
+    placed_here = (u for u in layouts if u.world == 1)
+    resident = {u.index for u in placed_here if plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
+    reducing = max((u.reduction_nbytes for u in layouts), default=0)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
         placed=by_tier,
@@ -260,7 +270,7 @@ def demand(
         ),
         away=sum(u.gathered_nbytes for u in layouts if u.index not in resident),
         # One unit's gradients are on their way while the next one's arrive.
-        gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]),
+        gradients=sum(sorted(u.gradient_nbytes for u in layouts)[-2:]) + reducing,
         arriving=max((p.nbytes for u in layouts for p in u.params if p.trainable), default=0)
         if staged
         else 0,

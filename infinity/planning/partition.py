@@ -7,8 +7,9 @@ A *unit* is a list of parameters that are gathered and released together.
 - A run is cut into as many equal *slices* as there are ranks, padded to SEGMENT_ELEMENTS. They lie side by
   side in the unit's gathered storage: rank r's is the r-th, in its place. What a rank has of all runs is its
   shard (the whole unit, with one rank).
-- A slice is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is trainable as a
-  whole or not at all, and the blocks of a norm lie on the same grid for every chunk size ([Note: norms]).
+- A slice is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is trainable
+  as a whole or not at all, and the blocks of a norm lie on the same grid for every chunk size ([Note:
+  norms]).
 
 Frozen chunks have a copy and nothing else.
 """
@@ -131,6 +132,22 @@ class UnitLayout:
         """Bytes of the whole unit's copy, as forward and backward use it."""
         return sum(r.nbytes for r in self.runs)
 
+    @property
+    def world(self) -> int:
+        """How many ranks have a slice of each run."""
+        return self.runs[0].world
+
+    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield who has which elements of parameter `index`: (rank, first, end), in order."""
+        spec, place = self.params[index], self.byte_offsets[index]
+        run = next(r for r in self.runs if r.begin <= place < r.begin + r.nbytes)
+        at = (place - run.begin) // run.dtype.itemsize
+        for rank in range(at // run.slice_numel, run.world):
+            first = max(0, rank * run.slice_numel - at)
+            end = min(spec.numel, (rank + 1) * run.slice_numel - at)
+            if first < end:
+                yield rank, first, end
+
     @functools.cached_property
     def shard_nbytes(self) -> int:
         """Bytes of this rank's shard of it."""
@@ -140,6 +157,13 @@ class UnitLayout:
     def trainable_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that have optimizer state."""
         return tuple(c for c in self.chunks if c.trainable)
+
+    @functools.cached_property
+    def reduction_nbytes(self) -> int:
+        """Bytes that adding up the gradients of all ranks takes beside those of this one: the slices that
+        come from the others, and their sum in fp32."""
+        runs = [r for r in self.runs if r.trainable and r.world > 1]
+        return sum(r.slice_numel * 4 for r in runs) + max((r.nbytes for r in runs), default=0)
 
     @functools.cached_property
     def gradient_nbytes(self) -> int:

@@ -1,0 +1,72 @@
+"""What several ranks must agree on before they build one engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
+from infinity.hardware.comm import Comm
+from infinity.planning.partition import ParamSpec
+
+#: Settings that may differ between ranks: where a rank has its drives and its devices.
+_OWN = ("nvme", "device", "host_memory", "device_memory", "threads")
+
+
+def check_ranks(comm: Comm, config: Config, *, trains: bool) -> None:
+    """Raise `ConfigError` for what is not available yet with several ranks."""
+    refused = None
+    if config.update == "delayed":
+        refused = 'update="delayed"', 'update="overlap"'
+    elif config.zero_stage != 3:
+        refused = f"zero_stage={config.zero_stage}", "zero_stage=3"
+    elif not trains:
+        refused = "`infinity.inference`", "run it in one process for each copy of the model"
+    if refused is not None:
+        raise ConfigError(
+            f"{refused[0]} is not available with several ranks yet",
+            expected="training with ZeRO stage 3, its update not delayed",
+            found=f"{refused[0]} on {comm.world} ranks",
+            cure=refused[1],
+        )
+
+
+def check_same(comm: Comm, units: Sequence[tuple[str, Sequence[ParamSpec]]], config: Config) -> None:
+    """Raise `DivergenceError` unless all ranks have the same model and the same settings."""
+    settings = {
+        name: getattr(config, name) for name in sorted(vars(config)) if name not in (*_OWN, "placements")
+    }
+    for what, thing in (("model", units), ("settings", settings)):
+        digest = hashlib.sha256(repr(thing).encode()).hexdigest()[:16]
+        comm.exchange(f"wrap of the {what} {digest}")
+
+
+def seed(comm: Comm) -> None:
+    """Give every rank random numbers of its own: rank r's seed is rank 0's, plus r."""
+    first = comm.exchange("the seed", torch.initial_seed().to_bytes(8, "little"))[0]
+    torch.manual_seed((int.from_bytes(first, "little") + comm.rank) % (1 << 64))
+
+
+def check_source(comm: Comm, source: int) -> None:
+    """Raise `ConfigError` unless `source` is one of the ranks."""
+    if not 0 <= source < comm.world:
+        raise ConfigError(
+            "`gathered` names a rank that is not there",
+            expected=f"a rank from 0 to {comm.world - 1}",
+            found=f"source={source!r}",
+            cure="source=0",
+        )
+
+
+def check_one(comm: Comm, call: str, cure: str) -> None:
+    """Raise `ConfigError` for a call that is not available yet with several ranks."""
+    if comm.world > 1:
+        raise ConfigError(
+            f"{call} is not available with several ranks yet",
+            expected="one rank",
+            found=f"{comm.world} ranks",
+            cure=cure,
+        )

@@ -1,0 +1,61 @@
+"""What `wrap` does with the values that there are: parameters and moments go to their tiers, buffers to the
+device. With several ranks those of the first count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from infinity.hardware.comm import Comm
+from infinity.hardware.device import Device
+from infinity.optim.state_io import States, bump
+from infinity.params.unit import ParamUnit
+from infinity.storage.weights import Weights
+
+from .init import release as release_scratch
+from .ranks import seed
+
+
+def take_over(
+    model: nn.Module,
+    state: Any,
+    units: Sequence[ParamUnit],
+    states: States,
+    device: Device,
+    comm: Comm,
+    weights: Weights | None,
+) -> None:
+    """Take the values of `units` over, one after the other; what they were in is free then. `state`: of the
+    optimizer; `weights`: where values are, if not in the parameters."""
+    if weights is not None:
+        weights.check()
+    for unit in units:
+        old = [p.param for p in unit.params]
+        moments: dict[int, Mapping[str, Any]] = {}
+        for sharded in unit.params:
+            saved = state.get(sharded.param)
+            if saved and sharded.spec.trainable:
+                sharded.step = int(saved["step"])
+                moments[sharded.index] = saved
+        data = [p.data for p in old]
+        states.take_over(unit, moments, weights)
+        bump(unit.params)  # what a graph from before has saved of them is gone
+        for param in old:
+            state.pop(param, None)
+        for tensor in data:
+            release_scratch(tensor)
+        del data
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = here = buffer.to(device.torch_device)
+                if comm.world > 1:
+                    module._buffers[name] = here = here.contiguous()
+                    comm.broadcast(here.view(-1))
+    for unit in units:
+        if unit.on_device:
+            unit.looked()
+    if comm.world > 1:
+        seed(comm)

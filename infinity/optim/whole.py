@@ -1,0 +1,36 @@
+"""Whole parameters of several ranks: what each has of them, brought together. With one rank, nothing is
+done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from infinity.hardware.comm import Comm
+from infinity.params.param import ShardedParam
+from infinity.params.unit import ParamUnit
+
+
+def of_first_rank(comm: Comm, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that count, flat: those of the first rank, which the memory of the others gets.
+    Collective."""
+    flat = tensor.detach().reshape(-1)
+    if comm.world > 1:
+        comm.broadcast(flat)
+    return flat
+
+
+def of_owners(
+    comm: Comm, units: Sequence[ParamUnit], kind: str, values: Mapping[ShardedParam, torch.Tensor]
+) -> None:
+    """Have what other ranks own of whole parameters, flat: one after the other, in the order of units.
+    Collective.
+
+    Raises:
+        RankError: another rank failed, or looks at something else.
+    """
+    for sharded in sorted(values, key=lambda s: (s.unit, s.index)) if comm.world > 1 else ():
+        comm.exchange(f"a look at the {kind} of {sharded.name!r}")
+        for rank, first, end in units[sharded.unit].layout.owners(sharded.index):
+            comm.broadcast(values[sharded][first:end], rank)

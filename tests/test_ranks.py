@@ -1,0 +1,181 @@
+"""One model over several ranks: the bits of plain torch, and one end where ranks do not do the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .quick import quick
+from .ranks import all_well, run_ranks
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"parameters": "host", "optimizer_state": "host", "gradients": "host"},
+    "nvme": {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"},
+    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "state on nvme": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
+    "split": {
+        "parameters": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        "optimizer_state": {"host": 0.5, "nvme": 0.5},
+        "gradients": {"device": 0.2, "host": 0.3, "nvme": 0.5},
+    },
+}
+
+#: ranks, model, placement, dtype, and what else is set
+CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
+    "gpt": (2, "gpt", "nvme", "bf16", {"clip": 0.5, "accumulate": 2, "groups": True}),
+    "gpt, four ranks": (4, "gpt", "split", "fp32", {"clip": 0.5}),
+    "gpt, three ranks": (3, "gpt", "state on nvme", "bf16", {"accumulate": 3}),
+    "gpt, tied, recomputed": (
+        2,
+        "gpt",
+        "host",
+        "fp32",
+        {"sizes": {"tied": True, "recompute": "non-reentrant"}},
+    ),
+    "gpt, recomputed reentrantly": (2, "gpt", "nvme", "fp32", {"sizes": {"recompute": "reentrant"}}),
+    "gpt, partly frozen": (2, "gpt", "host", "bf16", {"frozen": ["blocks.0"]}),
+    "gpt, at once": (2, "gpt", "nvme", "fp32", {"config": {"update": "sync", "device_memory": "least"}}),
+    "gpt, activations on the host": (
+        *(2, "gpt", "device", "fp32"),
+        {"sizes": {"recompute": "non-reentrant"}, "config": {"activations": "host"}},
+    ),
+    "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
+    "lstm": (2, "lstm", "split", "fp32", {}),
+    "moe": (2, "moe", "nvme", "bf16", {}),
+    "gpt2": (2, "gpt2", "host", "fp16", {"accumulate": 2}),
+    "llama": (2, "llama", "state on nvme", "bf16", {}),
+    "qwen2": (2, "qwen2", "nvme", "fp32", {"clip": 0.5}),
+}
+
+
+def settings_of(folder: Path, place: str, dtype: str, **config: Any) -> dict[str, Any]:
+    memory = {"device_memory": "64MiB", "host_memory": "512MiB", "threads": 1}
+    return {"device": "cpu", "dtype": dtype, "nvme": str(folder), **PLACES[place], **memory, **config}
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        CASES,
+        ["gpt", "gpt, tied, recomputed"],
+        [n for n in CASES if n not in ("gpt, tied, recomputed", "gpt")],
+    ),
+)
+def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
+    world, model, place, dtype, more = CASES[name]
+    config = dict(more.get("config", {}))
+    if config.get("device_memory") == "least":
+        config["device_memory"] = "2MiB"
+    given = {"model": model, "steps": 5, **more, "config": settings_of(tmp_path, place, dtype, **config)}
+    script = "from tests.rank_training import main; main()"
+    results = run_ranks(world, script, json.dumps(given), seconds=120)
+    assert all_well(results) == ["same\n"] * world
+
+
+HEAD = """
+import json, os, signal, sys, time
+import torch
+from torch import nn
+import infinity
+torch.set_num_threads(1)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(0)
+layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.layers = layers
+        self.last = nn.Linear(32, 8)
+        self.order, self.hook = [0, 1, 2], None
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in self.order:
+            x = self.layers[i](x)
+        return self.last(x)
+
+model = Model()
+config = infinity.Config(**json.loads(sys.argv[1]))
+adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+"""
+
+LOOP = """
+model, adam = infinity.wrap(model, adam, config)
+
+def loss(scale=1.0):
+    return model(torch.full((2, 8), rank + 1.0)).square().mean() * scale
+
+def step():
+    loss().backward()
+    adam.step()
+    adam.zero_grad()
+
+step()
+step()
+"""
+
+#: what the last of two ranks does and the first does not
+DIVERGES = {
+    "skips a layer": "model.order = [0, 2]\nstep()",
+    "uses layers in another order": "model.order = [1, 0, 2]\nstep()",
+    "does one more backward": "loss().backward()\nstep()",
+    "does one more forward": "with torch.no_grad(): loss()\nstep()",
+    "steps without a backward": "adam.step()\nstep()",
+    "steps twice": "step()\nadam.step()\nstep()",
+    "raises in its forward": "model.order = [7]\nstep()",
+    "raises in its backward": "l = loss()\nl.register_hook(lambda g: 1 / 0)\nl.backward()",
+    "raises in a hook": "model.layers[1].register_forward_hook(lambda *a: 1 / 0)\nstep()",
+    "raises between": "raise ValueError('mine')",
+    "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
+    "gathers alone": "with infinity.gathered(model): pass\nstep()",
+    "edits alone": "with infinity.gathered(model.first, write=True): model.first.weight.zero_()\nstep()",
+    "looks at a gradient alone": "loss().backward()\ninfinity.gradient(model.last.weight)\nadam.step()",
+    "asks for a state dict alone": "model.state_dict()\nstep()",
+    "drops a gradient": "loss().backward()\nmodel.last.weight.grad = None\nloss().backward()\nadam.step()",
+    "ends": "sys.exit(0)",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+SAME = {
+    "drops a gradient": "loss().backward()\nloss().backward()\nadam.step()",
+    "looks at a gradient alone": "loss().backward()\nadam.step()",
+}
+
+
+@pytest.mark.parametrize("how", quick(DIVERGES, ["skips a layer", "raises in its forward"], [*DIVERGES][2:]))
+def test_ranks_that_do_not_do_the_same_all_end(how: str, tmp_path: Path) -> None:
+    same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
+    script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"
+    settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
+    (first, _, said), (last, _, other_said) = run_ranks(2, script, json.dumps(settings), seconds=60)
+    assert first == 1, (said, other_said)
+    assert "RankError" in said or "DivergenceError" in said, said
+    if how not in ("ends", "is killed", "is interrupted"):
+        assert last == 1, other_said
+    assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
+
+
+def test_a_rank_that_catches_what_it_raised_may_go_on(tmp_path: Path) -> None:
+    """As long as what it does is what the others do."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+if rank == 1:
+    model.order = [7]
+    try:
+        step()
+    except IndexError:
+        model.order = [0, 1, 2]
+step()
+print(adam.grad_norm)
+infinity.close(adam)
+"""
+    )
+    settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
+    first, second = all_well(run_ranks(2, script, json.dumps(settings)))
+    assert first == second
