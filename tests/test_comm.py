@@ -40,7 +40,7 @@ for dtype in (torch.bfloat16, torch.float16, torch.float32):
             flat = wanted[rank].reshape(-1).clone()
             comm.broadcast(flat, source)
             assert torch.equal(flat, wanted[source].reshape(-1))
-for length in (0, 1, 503, 504, 505, 100_000):
+for length in (0, 1, 499, 500, 501, 100_000):
     value = bytes([rank + 1]) * (length + rank)
     assert comm.exchange(f"{length}", value) == [bytes([r + 1]) * (length + r) for r in range(world)]
 comm.close()
@@ -160,6 +160,11 @@ def test_a_rank_that_is_stopped_is_too_late(which: int) -> None:
     others_end(
         lambda waits: WAITS["exchange"] if waits else does, which, "within rank_timeout", 10, timeout=2
     )
+
+
+def test_what_is_long_is_compared_to_its_end() -> None:
+    script = 'comm.exchange("x" * 1000 + str(rank))'
+    assert all("DivergenceError" in err for _, _, err in ranks(2, script))
 
 
 def test_the_mean_is_that_of_doubles_to_a_rounding() -> None:

@@ -133,10 +133,13 @@ DIVERGES = {
     "raises between": "raise ValueError('mine')",
     "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
     "gathers alone": "with infinity.gathered(model): pass\nstep()",
-    "edits alone": "with infinity.gathered(model.first, write=True): model.first.weight.zero_()\nstep()",
+    "edits alone": "with infinity.gathered(model.first, write=True): model.first.weight.data.zero_()\nstep()",
     "looks at a gradient alone": "loss().backward()\ninfinity.gradient(model.last.weight)\nadam.step()",
     "asks for a state dict alone": "model.state_dict()\nstep()",
     "drops a gradient": "loss().backward()\nmodel.last.weight.grad = None\nloss().backward()\nadam.step()",
+    "drops a gradient before its step": "loss().backward()\nmodel.last.weight.grad = None\nadam.step()",
+    "scales a gradient": "loss().backward()\nmodel.last.weight.grad.mul_(0.5)\nadam.step()",
+    "has another learning rate": "adam.param_groups[0]['lr'] = 0.5\nstep()",
     "ends": "sys.exit(0)",
     "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
 }
@@ -179,3 +182,95 @@ infinity.close(adam)
     settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
     first, second = all_well(run_ranks(2, script, json.dumps(settings)))
     assert first == second
+
+
+def test_what_arrives_on_one_rank_is_the_gradient_of_all(tmp_path: Path) -> None:
+    """A parameter that a rank does not use has a gradient there all the same; one that none uses has none."""
+    script = (
+        HEAD
+        + """
+class Switch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(8, 8)
+        self.one, self.other, self.none = (nn.Parameter(torch.ones(8)) for _ in range(3))
+
+    def forward(self, x, use):
+        return self.both(x) * (self.one if use == 0 else self.other if use == 1 else 1)
+
+config = infinity.Config(**json.loads(sys.argv[1]), units=["Switch"])
+model = Switch()
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0), config)
+x = torch.ones(2, 8)
+for uses in ((0, 1), (2, 0), (1, 1)):
+    for use in (uses[rank], 2):  # one that is only accumulated to on some ranks, too
+        model(x, use).sum().backward()
+    found = {n: infinity.gradient(p) for n, p in model.named_parameters()}
+    print({n: None if g is None else g.flatten()[:2].tolist() for n, g in found.items()})
+    adam.step()
+    adam.zero_grad()
+print(model.state_dict()["one"].tolist(), model.state_dict()["none"].tolist())
+infinity.close(adam)
+"""
+    )
+    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    assert first == second
+    lines = first.splitlines()
+    assert all("'none': None" in line for line in lines[:3])
+    assert ["'one': None" in line for line in lines[:3]] == [False, False, True]
+    assert ["'other': None" in line for line in lines[:3]] == [False, True, False]
+    assert lines[3].endswith(str([1.0] * 8))
+
+
+def test_a_gradient_that_a_user_assigns_is_refused(tmp_path: Path) -> None:
+    script = HEAD + LOOP + "model.last.weight.grad = torch.ones(8, 32)\nloss().backward()\n"
+    for code, _, err in run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))):
+        assert code == 1
+        assert "GradientError: 'last.weight' was given a gradient, and there are several ranks" in err
+
+
+def test_edits_of_one_rank_count_on_all(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + LOOP
+        + """
+for source in (0, 1):
+    with infinity.gathered(model.first, write=True, source=source), torch.no_grad():
+        model.first.weight.fill_(rank + 2.0)
+    with infinity.gathered(model):
+        assert model.first.weight.eq(source + 2.0).all()
+with infinity.gathered(model):
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+assert all(torch.equal(kept[n], v) for n, v in model.state_dict().items())
+infinity.unwrap(model)
+assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
+print(float(sum(v.double().sum() for v in kept.values())))
+"""
+    )
+    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("infinity.save(adam, sys.argv[1])", "`infinity.save` is not available"),
+        ("infinity.load(adam, sys.argv[1])", "`infinity.load` is not available"),
+        ("infinity.export(model, 'out')", "`infinity.export` is not available"),
+        ("infinity.inference(nn.Linear(2, 2), config)", "`infinity.inference` is not available"),
+        ("with infinity.gathered(model, source=2): pass", "names a rank that is not there"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(call: str, words: str, tmp_path: Path) -> None:
+    for code, _, err in run_ranks(2, HEAD + LOOP + call, json.dumps(settings_of(tmp_path, "host", "fp32"))):
+        assert code == 1
+        assert words in err
+
+
+@pytest.mark.parametrize("more", [{"zero_stage": 1}, {"update": "delayed"}, {"device_memory": 4096}])
+def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any], tmp_path: Path) -> None:
+    given = {**settings_of(tmp_path, "nvme", "fp32"), **more}
+    for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
+        assert code == 1
+        assert "ConfigError" in err or "BudgetError" in err
+    assert not list(tmp_path.rglob("*.arena"))

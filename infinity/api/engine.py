@@ -293,6 +293,7 @@ class Engine:
             tiers=self.tiers,
             residency=self.residency,
             gradients=self.gradients,
+            comm=self.comm,
             states=self.states,
             edits=self.edits,
             updater=self.updater,

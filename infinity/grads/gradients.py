@@ -32,7 +32,7 @@ from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
 from .reduction import ReducedBuffer, agree
-from .sharded_grad import ShardedGrad, in_backward
+from .sharded_grad import ShardedGrad
 
 
 class Gradients:
@@ -92,7 +92,7 @@ class Gradients:
         Raises:
             GradientError: `p.grad` is not the parameter's present gradient.
         """
-        self._take_over(sharded, 1.0 / self.scale)
+        self._take_over(sharded, 1.0 / self.scale, made=True)
 
     def adopt(self, sharded: ShardedParam) -> bool:
         """Take over a gradient that the user put into `p.grad`, which replaces ours and is unscaled, as
@@ -104,12 +104,12 @@ class Gradients:
         self._take_over(sharded, 1.0)
         return sharded.param.grad is not None
 
-    def _take_over(self, sharded: ShardedParam, factor: float) -> None:
+    def _take_over(self, sharded: ShardedParam, factor: float, *, made: bool = False) -> None:
         grad = sharded.param.grad
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
         elif grad is not None:
-            if self._comm.world > 1 and not in_backward():
+            if self._comm.world > 1 and not made:
                 raise GradientError(
                     f"{sharded.name!r} was given a gradient, and there are several ranks",
                     expected="the gradient that a backward made, or None",
@@ -130,10 +130,11 @@ class Gradients:
             GradientError: one of them is not its parameter's present gradient.
         """
         self.backwards += 1
+        ranks = self._comm.world > 1
         for unit in self.units:
             for sharded in unit.params:
                 grad = sharded.param.grad if sharded.spec.trainable else None
-                if isinstance(grad, ShardedGrad) or (grad is not None and self.scale != 1.0):
+                if isinstance(grad, ShardedGrad) or (grad is not None and (self.scale != 1.0 or ranks)):
                     self.adopt(sharded)
 
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
@@ -198,11 +199,16 @@ class Gradients:
         if self._comm.world == 1:
             self.send(unit)
             return
+        if not unit.layout.gradient_nbytes:
+            return
         buffer = self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
         arrivals = agree(self._comm, unit.layout, buffer.arrivals)
-        for index in arrivals:  # what arrived elsewhere is this rank's gradient, too
+        for index in arrivals.keys() - buffer.arrivals.keys():  # what arrived elsewhere is this rank's, too
             param = unit.params[index].param
-            if param.grad is None:
+            if isinstance(param.grad, ShardedGrad):
+                arrivals[index] = arrivals[index]._replace(factor=param.grad.factor * self.scale)
+                param.grad.factor = 1.0 / self.scale
+            else:
                 param.grad = ShardedGrad(unit.params[index], self, 1.0 / self.scale)
         if all(arrival.zero for arrival in arrivals.values()):
             self.send(unit)

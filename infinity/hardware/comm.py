@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -28,7 +29,7 @@ from infinity.core.errors import ConfigError, DivergenceError, RankError
 from .watch import Watch, address_of_first
 
 _BLOCK: Final = 1024  # bytes that every rank says in an exchange at once
-_HEAD: Final = struct.Struct("<II")  # of a block: bytes of what it does, and of its value
+_HEAD: Final = struct.Struct("<III")  # of a block: bytes and CRC-32 of what it does, bytes of its value
 _WORDS: Final = 512  # bytes of the first
 _PAUSES: Final = 20e-6, 0.05  # seconds between two looks: the first, and at most
 _NEWS: Final = 5.0  # seconds until who failed first is known
@@ -121,19 +122,16 @@ class Ranks(Comm):
 
     def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
         """See `Comm`. A value of more than half a KiB takes a second collective."""
-        words = what.encode()[:_WORDS]
-        block = bytearray(_BLOCK)
-        _HEAD.pack_into(block, 0, len(words), len(value))
-        block[_HEAD.size : _HEAD.size + len(words)] = words
-        room = _BLOCK - _HEAD.size - _WORDS
-        block[_BLOCK - room : _BLOCK - room + min(room, len(value))] = value[:room]
-        blocks = self._all(block, what)
+        words, room = what.encode(), _BLOCK - _HEAD.size - _WORDS
+        block = _HEAD.pack(min(len(words), _WORDS), zlib.crc32(words), len(value))
+        block += words[:_WORDS].ljust(_WORDS, b"\0") + value[:room].ljust(room, b"\0")
+        blocks = self._all(bytearray(block), what)
         heads = [_HEAD.unpack_from(b) for b in blocks]
-        said = [
-            b[_HEAD.size : _HEAD.size + n].decode(errors="replace")
-            for b, (n, _) in zip(blocks, heads, strict=True)
-        ]
-        if len(set(said)) > 1:
+        if len({crc for _, crc, _ in heads}) > 1:
+            said = [
+                b[_HEAD.size : _HEAD.size + n].decode(errors="replace")
+                for b, (n, _, _) in zip(blocks, heads, strict=True)
+            ]
             error = DivergenceError(
                 "the ranks do not do the same",
                 expected="the same program on every rank: the same layers, backwards and calls, in one order",
@@ -143,11 +141,11 @@ class Ranks(Comm):
             )
             self.post(error)
             raise error
-        most = max(n for _, n in heads)
+        most = max(n for _, _, n in heads)
         if most > room:
             blocks = self._all(bytearray(value.ljust(most, b"\0")), what)
-            return [b[:n] for b, (_, n) in zip(blocks, heads, strict=True)]
-        return [b[_BLOCK - room : _BLOCK - room + n] for b, (_, n) in zip(blocks, heads, strict=True)]
+        begin = 0 if most > room else _BLOCK - room
+        return [b[begin : begin + n] for b, (_, _, n) in zip(blocks, heads, strict=True)]
 
     def _all(self, mine: bytearray, what: str) -> list[bytes]:
         together = torch.empty(self.world, len(mine), dtype=torch.uint8)

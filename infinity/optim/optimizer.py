@@ -17,6 +17,7 @@ from infinity.core.errors import (
 )
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
+from infinity.hardware.comm import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
@@ -28,6 +29,7 @@ from .loading import OURS, NoState, check_options, counts_of, hooked, match
 from .misuse import refuse_copies
 from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
+from .whole import agree_on_step
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
@@ -68,6 +70,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         tiers: Tiers,
         residency: Residency,
         gradients: Gradients,
+        comm: Comm,
         states: States,
         edits: Edits,
         updater: Updater,
@@ -90,6 +93,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._tiers = tiers
         self._residency = residency
         self._gradients = gradients
+        self._comm = comm
         self._states = states
         self._edits = edits
         self._updater = updater
@@ -187,6 +191,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 cure="scale the loss, or train in bf16",
             )
         self._scaled, self._backwards = False, self._gradients.backwards
+        agree_on_step(self._comm, present, self.param_groups)
         norm = self._norm(present)
         self.grad_norm = norm
         self._edits.check_delayed()

@@ -1,9 +1,11 @@
-"""Whole parameters of several ranks: what each has of them, brought together. With one rank, nothing is
-done."""
+"""Whole parameters of several ranks: what each has of them, brought together; and that all do the same to
+them. With one rank, nothing is done."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,3 +36,18 @@ def of_owners(
         comm.exchange(f"a look at the {kind} of {sharded.name!r}")
         for rank, first, end in units[sharded.unit].layout.owners(sharded.index):
             comm.broadcast(values[sharded][first:end], rank)
+
+
+def agree_on_step(comm: Comm, present: Sequence[ShardedParam], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Have all ranks update the same parameters with the same options: each only sees its own slices.
+    Collective.
+
+    Raises:
+        DivergenceError: they would not.
+        RankError: another rank failed, or does something else.
+    """
+    if comm.world > 1:
+        options = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
+        params = repr([(s.name, getattr(s.param.grad, "factor", None)) for s in present])
+        crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
+        comm.exchange(f"a step of {len(present)} parameters {crcs}")
