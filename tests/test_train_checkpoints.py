@@ -21,10 +21,12 @@ from infinity.cli.data import find_files
 from infinity.cli.main import run
 from infinity.cli.output import read_run
 from infinity.cli.train import train
+from infinity.cli.training import Training
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 from infinity.core.sizes import MiB
 from infinity.planning.planner import checkpoint_nbytes
 from infinity.storage.checkpoints import find, list_checkpoints
+from infinity.storage.folder import Claim, lock_directory
 
 from .command_line import small_drive, started, wait_for_line, words
 
@@ -147,6 +149,87 @@ def test_sigterm_saves_after_the_step_and_the_run_goes_on(
     assert f"infinity train --resume --output {root} " in out
     again = result_of(capsys, "--resume", "--output", root, "--steps", str(there.step + 1))
     assert again["steps"] == there.step + 1
+
+
+def test_one_run_in_a_directory(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one, new or going on, is refused before it trains; a save of somebody else is not."""
+    root, theirs = str(tmp_path / "out"), str(tmp_path / "theirs")
+    os.mkdir(theirs)
+    loop = Training.loop
+    loops: list[str | None] = []
+
+    def meanwhile(training: Training) -> None:
+        import infinity
+
+        loops.append(training.root)
+        other = ["--resume", "--steps", "9"] if training.begin else words(text, theirs, "--steps", "3")
+        failed = result_of(capsys, *other, "--output", training.root or "", code=2)
+        assert failed["error"]["type"] == "DirectoryError"
+        assert "another run" in failed["error"]["what"]
+        model = torch.nn.Linear(4, 4)
+        adam = torch.optim.AdamW(model.parameters())
+        model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+        infinity.save(adam, tmp_path / "out")
+        infinity.close(adam)
+        loop(training)
+
+    monkeypatch.setattr(Training, "loop", meanwhile)
+    common = words(text, nvme, "--steps")
+    result_of(capsys, *common, "2", "--output", root)
+    shutil.rmtree(os.path.join(root, "step-0"))  # that of somebody else
+    result_of(capsys, "--resume", "--output", root, "--steps", "3")
+    assert loops == [root, root]
+    assert sorted(os.listdir(root)) == ["step-0", "step-3"], "nothing else stays, and two are kept"
+
+
+def test_what_a_killed_run_had_claimed(tmp_path: Path) -> None:
+    """It is free at once; and what a claim has made goes with it, unless there is something in it."""
+    root = str(tmp_path / "above" / "out")
+    code = (
+        "import sys, time; from infinity.storage.folder import Claim\n"
+        "with Claim(sys.argv[1]): print('ready', flush=True); time.sleep(100)"
+    )
+    with started("-c", code, root) as child:
+        wait_for_line(child, "ready")
+        with pytest.raises(DirectoryError, match="another run"):
+            Claim(root).__enter__()
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    assert os.listdir(root), "its file has stayed"
+    assert list_checkpoints(root) == []
+    with Claim(root):
+        pass
+    assert os.listdir(root) == [], "the directory was there before"
+    os.removedirs(root)
+    with Claim(root):
+        assert os.path.isdir(root)
+    assert not os.path.exists(tmp_path / "above")
+
+
+def test_a_run_that_is_gone_on_with_meanwhile(
+    text: str, nvme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one that began from the same checkpoint ends before this one has the directory."""
+    root = str(tmp_path / "out")
+    train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
+    late = read_run(None, {"resume": True, "output": root, "steps": 3})
+    train(late)
+    with pytest.raises(ConfigError, match="at its end"):
+        train(late)
+
+
+def test_the_last_save_waits_for_that_of_another_process(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(tmp_path / "out")
+    os.mkdir(root)
+    lock = lock_directory(root, "save")
+    turns = iter([lambda: None, lambda: os.close(lock)])
+    monkeypatch.setattr("infinity.cli.training.time.sleep", lambda _: next(turns)())
+    assert train(read_run(None, {**_given(text, nvme), "steps": 1, "output": root}))["checkpoint"]
+    assert capsys.readouterr().out.count("waits for it") == 1
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

@@ -5,10 +5,11 @@ A new run has a directory of checkpoints of its own; only one that goes on write
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from infinity.api.this_machine import drive_here
@@ -16,6 +17,7 @@ from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.checkpoints import Found, find, list_checkpoints
+from infinity.storage.folder import Claim
 
 from .settings import Run, TrainSettings, Values, read_values, run_of
 
@@ -77,6 +79,30 @@ def check_unused(path: str) -> None:
             found=os.path.basename(there[-1].path),
             cure="--resume to go on with that run, or another --output",
         )
+
+
+@contextlib.contextmanager
+def claimed(train: TrainSettings, place: str | None) -> Iterator[str | None]:
+    """Lend the directory of a run's checkpoints, which no other run has meanwhile: the one that it names, or
+    a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed.
+
+    Raises:
+        ConfigError: it has the checkpoints of another run.
+        DirectoryError: a run that is under way has it, or it cannot be made.
+    """
+    if place is None:
+        yield None
+        return
+    root = place if train.output is not None else new_directory(place)
+    try:
+        with Claim(root):
+            if not train.resume:
+                check_unused(root)  # again: another run may have ended since
+            yield root
+    finally:
+        if train.output is None:
+            with contextlib.suppress(OSError):  # it stays, unless nothing was saved
+                os.rmdir(root)
 
 
 def new_directory(path: str) -> str:
@@ -191,12 +217,17 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
             found=repr(here),
             cure=f"leave {flag} out; or `infinity export` the checkpoint, and begin anew with --init-from",
         )
-    if found.step >= run.train.steps:
+    check_steps(run.train, found.step)
+
+
+def check_steps(train: TrainSettings, made: int) -> None:
+    """Raise `ConfigError` where a run that goes on after `made` steps has none to make."""
+    if made >= train.steps:
         raise ConfigError(
             "the run is at its end",
-            expected=f"more than the {found.step} steps that were made",
-            found=f"--steps {run.train.steps}",
-            cure=f"--steps {2 * found.step}, or another number above {found.step}",
+            expected=f"more than the {made} steps that were made",
+            found=f"--steps {train.steps}",
+            cure=f"--steps {2 * made}, or another number above {made}",
         )
 
 

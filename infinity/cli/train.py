@@ -38,7 +38,7 @@ from .console import check_outputs, finite, is_log, table_of
 from .data import Corpus, find_files, open_stream
 from .ending import SAVED
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
-from .output import check_unused, new_directory, read_run
+from .output import check_unused, claimed, read_run
 from .progress import Reporter
 from .settings import Run, RunCommand, run_options
 from .shown import error_as_dict
@@ -72,6 +72,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
         ConfigError, BudgetError: the run contradicts itself, does not fit or would cost a file; nothing was
             built.
         DataError: the text or the model cannot be read.
+        DirectoryError: another run has the directory of checkpoints.
     """
     check_alone("`infinity train`")
     train = run.train
@@ -96,13 +97,16 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     before = bytes_on_disk(config.directories)
     give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
-    with Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report, Peak() as peak:
+    with (
+        claimed(train, case.place) as root,
+        Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report,
+        Peak() as peak,
+    ):
         report.line(f"{workload.name}: {plan.parameters:,} parameters; {corpus.describe()}")
         tiers = " + ".join(f"{format_size(n)} {t}" for t in Tier if (n := plan.footprint.total(t)))
         written = format_size(plan.traffic.nvme_written)
         report.line(f"planned: {tiers}; NVMe per step: {written} written")
         model, optimizer = _build(run, config, workload)
-        root = case.place if case.place is None or train.output is not None else new_directory(case.place)
         training = Training(run, workload, corpus, model, optimizer, report, root)
         try:
             if train.resume:
@@ -127,9 +131,6 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             training.say_saved()
         finally:
             close(optimizer)
-            if root is not None and train.output is None:
-                with contextlib.suppress(OSError):  # it stays, unless nothing was saved
-                    os.rmdir(root)
     result: dict[str, Any] = finite(
         {
             "run": run.as_dict(),

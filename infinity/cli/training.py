@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import itertools
 import math
 import shlex
@@ -29,11 +30,13 @@ from infinity.storage.checkpoints import find
 from .data import Corpus
 from .ending import AfterThis
 from .measure import Peak
+from .output import check_steps
 from .progress import Reporter
 from .settings import Run
 from .workload import Workload, generate
 
 _VALIDATION_BATCHES = 4
+_TURN = 1.0  # seconds from one look at a lock to the next
 _PROMPT = "def "
 _DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
@@ -86,6 +89,7 @@ class Training:
 
         Raises:
             DataError: the text is not the one of before.
+            ConfigError: no step is left to make.
             StorageError, StateDictError: it cannot be loaded.
         """
         assert self.root is not None
@@ -101,6 +105,7 @@ class Training:
                 "run with --init-from",
             )
         self.losses = given["train"]["losses"].tolist()
+        check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
         self.begin = len(self.losses)
         self.saved = found.path
         self.report.line(f"goes on from {found.path}, after {self.begin} steps")
@@ -143,7 +148,21 @@ class Training:
                 self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
                 self.report.incomplete.append(error)
         if last or stop.asked:
-            self.save()
+            self._save_in_turn()
+
+    def _save_in_turn(self) -> None:
+        """Save; wait for another process that is saving into the directory."""
+        waits = False
+        while True:
+            try:
+                return self.save()
+            except DirectoryError as error:
+                if error.errno != errno.EAGAIN:  # what a lock says that another one has
+                    raise
+            if not waits:
+                self.report.line(f"another process saves into {self.root}: waits for it", style="yellow")
+            waits = True
+            time.sleep(_TURN)
 
     def say_saved(self) -> None:
         """Say where what was trained is, and how to use it."""

@@ -21,6 +21,7 @@ from typing import Final
 from infinity.core.errors import DirectoryError
 
 _LEFT: Final = re.compile(r".*\.[0-9a-f]{8}\.incomplete", re.DOTALL)
+_CLAIM: Final = ".run.lock"
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
 
 
@@ -42,7 +43,7 @@ class Folder:
             DirectoryError: it is not empty, cannot be made or written, or another process writes into it.
         """
         try:
-            self._make(self.path)
+            _make(self.path, self._made)
             self._lock = lock_directory(self.path, "export")
             for name in os.listdir(self.path):
                 if _LEFT.fullmatch(name):
@@ -116,15 +117,8 @@ class Folder:
 
     def _rename(self, name: str) -> None:
         target = os.path.join(self.path, name)
-        self._make(os.path.dirname(target))
+        _make(os.path.dirname(target), self._made)
         os.rename(self._files[name], target)
-
-    def _make(self, path: str) -> None:
-        if os.path.isdir(path):
-            return
-        self._make(os.path.dirname(path))
-        os.mkdir(path)
-        self._made.append(path)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -138,12 +132,74 @@ class Folder:
 
     def _end(self) -> None:
         if not self._done:
-            for path in reversed(self._made):
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
+            _remove(self._made)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+class Claim:
+    """A directory that is one run's for as long as a `with` block lasts, whoever saves into it meanwhile.
+
+    The lock is that of a hidden file, which goes with the claim. One that a killed run left has no lock, and
+    counts for nothing. Directories that the block has made are removed where nothing came into them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = os.path.join(path, _CLAIM)
+        self._made: list[str] = []
+        self._fd = -1
+
+    def __enter__(self) -> Claim:
+        """Take the directory.
+
+        Raises:
+            DirectoryError: another run has it, or it cannot be made or written.
+        """
+        try:
+            while self._fd < 0:
+                _make(self.path, self._made)
+                fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                _lock(fd, self.path, "run")
+                if _is_at(fd, self._file):
+                    self._fd = fd
+                else:  # whoever had it has just removed it
+                    os.close(fd)
+        except OSError as error:
+            _remove(self._made)
+            if isinstance(error, DirectoryError):
+                raise
+            raise failed("write", self.path, error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._file)
+        os.close(self._fd)
+        _remove(self._made)
+
+
+def _make(path: str, made: list[str]) -> None:
+    """Make a directory and those above it; add to `made` what was not there."""
+    if os.path.isdir(path):
+        return
+    _make(os.path.dirname(path), made)
+    os.mkdir(path)
+    made.append(path)
+
+
+def _remove(made: list[str]) -> None:
+    for path in reversed(made):
+        with contextlib.suppress(OSError):  # something is in it
+            os.rmdir(path)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def lock_directory(path: str, what: str) -> int:
@@ -154,6 +210,12 @@ def lock_directory(path: str, what: str) -> int:
         OSError: it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _lock(fd, path, what)
+    return fd
+
+
+def _lock(fd: int, path: str, what: str) -> None:
+    """Lock `fd`, or close it and raise."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -167,7 +229,6 @@ def lock_directory(path: str, what: str) -> int:
                 found="one that holds its lock",
                 cure="wait for it, or give each a directory of its own",
             ) from error
-    return fd
 
 
 def sync(path: str) -> None:
