@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,57 @@ def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: 
     Path(text).write_text(Path(text).read_text().replace("return", "retorn"))
     with pytest.raises(DataError, match="not the one that the run began with"):
         train(read_run(None, {**there, "steps": 4}))
+
+
+def _flip(path: str, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(at, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("stem", ["index", "exp_avg", "values", "gone"])
+def test_a_damaged_checkpoint_is_set_aside(
+    stem: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that the error says; then the run goes on from the one before, and ends as it would
+    have. Nothing trips over what was set aside, or removes it."""
+    root, whole = str(tmp_path / "it's out"), str(tmp_path / "whole")
+    common = words(text, nvme, "--steps", "10", "--save-every", "2", "--keep-last", "2")
+    first = result_of(capsys, *common, "--output", root)
+    shutil.copytree(root, whole)
+    for times in range(2):  # the second one has another name
+        found = find(root)
+        path = os.path.join(found.path, "index.json") if stem == "index" else found.file(stem)
+        if stem == "gone":
+            os.unlink(found.file("parameters") or "")
+        else:
+            assert path is not None
+            _flip(path, -40)
+        error = result_of(capsys, "--resume", "--output", root, "--steps", "11", code=2)["error"]
+        assert error["type"] == "CorruptionError"
+        assert f"goes on from {root}/step-8, after 8 steps" in error["cure"]
+        subprocess.run(error["cure"].split("`")[1], shell=True, check=True)
+        again = result_of(capsys, "--resume", "--output", root, "--steps", "10")
+        assert again["last_loss"] == first["last_loss"]
+        assert_equal(whole, root)
+        aside = ["damaged-damaged-step-10"] * times + ["damaged-step-10"]
+        assert sorted(os.listdir(root)) == [*aside, "step-10", "step-8"]
+    assert not any(root in str(p) for p in find_files(tmp_path)), "that is no text, either"
+
+
+def test_the_only_checkpoint_is_damaged(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "out")
+    common = words(text, nvme, "--steps", "2", "--output", root)
+    result_of(capsys, *common)
+    _flip(os.path.join(root, "step-2", "index.json"), -40)
+    cure = result_of(capsys, "--resume", "--output", root, code=2)["error"]["cure"]
+    assert "no other" in cure
+    subprocess.run(cure.split("`")[1], shell=True, check=True)
+    assert result_of(capsys, *common)["steps"] == 2
 
 
 def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from infinity.api.this_machine import drive_here
 from infinity.api.user_state import decode
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.checkpoints import Found, find, list_checkpoints
+from infinity.storage.checkpoints import Found, aside, find, list_checkpoints
 from infinity.storage.folder import Claim
 
 from .settings import Run, TrainSettings, Values, read_values, run_of
@@ -130,6 +131,28 @@ def new_directory(path: str) -> str:
     raise AssertionError
 
 
+@contextlib.contextmanager
+def going_on(root: str) -> Iterator[None]:
+    """A block that reads a checkpoint in `root`: the error of a damaged one says how a run goes on from an
+    older one. It never does by itself, as the steps between are lost."""
+    try:
+        yield
+    except (CorruptionError, TransferError) as error:
+        if error.path is not None and (names := aside(root, error.path)) is not None:
+            damaged, away = names
+            older = [f for f in list_checkpoints(root, damaged=False) if f.path != damaged]
+            error.cure = (
+                "bring it again from where it was copied; or set it aside, "
+                f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
+            )
+            error.cure += (
+                f"--resume goes on from {older[-1].path}, after {older[-1].step} steps"
+                if older
+                else "begin anew without --resume: there is no other checkpoint"
+            )
+        raise
+
+
 def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     """Return the newest checkpoint in ``output``, and the settings of the run that made it, without those
     that are defaults or belong to one process.
@@ -146,8 +169,10 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
             found="--resume alone",
             cure="--resume --output DIR; a run says at its end where its checkpoints are",
         )
+    root = os.path.abspath(os.path.expanduser(str(output)))
     try:
-        found = find(os.path.abspath(os.path.expanduser(str(output))))
+        with going_on(root):
+            found = find(root)
     except DirectoryError as error:
         error.cure = "name the directory that the run said; without --resume a new run begins"
         raise

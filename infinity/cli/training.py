@@ -30,7 +30,7 @@ from infinity.storage.checkpoints import find
 from .data import Corpus
 from .ending import AfterThis
 from .measure import Peak
-from .output import check_steps
+from .output import check_steps, going_on
 from .progress import Reporter
 from .settings import Run
 from .workload import Workload, generate
@@ -93,8 +93,9 @@ class Training:
             StorageError, StateDictError: it cannot be loaded.
         """
         assert self.root is not None
-        found = find(self.root)
-        given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
+        with going_on(self.root):
+            found = find(self.root)
+            given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
         text = self.corpus.fingerprint()
         if given["train"]["text"] != text:
             raise DataError(

@@ -31,6 +31,8 @@ INDEX: Final = "index.json"
 FORMAT: Final = 1
 _INDEX_LIMIT: Final = 1 << 30
 _STEP: Final = re.compile(r"step-(\d{1,15})")
+_ASIDE: Final = "damaged-"
+_NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
 _TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
@@ -92,8 +94,20 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether a directory is a checkpoint by its name, and has an index."""
-    return bool(_STEP.fullmatch(os.path.basename(path))) and os.path.lexists(os.path.join(path, INDEX))
+    """Return whether a directory is a checkpoint by its name, or one that was set aside, and has an index."""
+    return bool(_NAME.fullmatch(os.path.basename(path))) and os.path.lexists(os.path.join(path, INDEX))
+
+
+def aside(root: str, path: str) -> tuple[str, str] | None:
+    """Return the checkpoint below `root` that `path` is, or is a part of, and what it may be called so that
+    it counts no more, is not removed and stands in nobody's way; None if it is none."""
+    name = os.path.relpath(path, root).split(os.sep)[0]
+    if not _STEP.fullmatch(name):
+        return None
+    free = _ASIDE + name
+    while os.path.lexists(os.path.join(root, free)):
+        free = _ASIDE + free
+    return os.path.join(root, name), os.path.join(root, free)
 
 
 def _has_index(path: str) -> bool:
