@@ -425,6 +425,57 @@ def test_a_drive_without_room_for_the_checkpoints(
         assert caught.value.cure.startswith("--output DIR")
 
 
+@pytest.mark.parametrize("save_every", [2, 9])
+def test_a_last_save_that_fails(
+    save_every: int, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was trained is lost, and that is no wrong option. The cure works."""
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / "step-5").write_text("a file that stands in the way")
+    common = words(text, nvme, "--steps", "5", "--save-every", str(save_every), "--output", str(root))
+    capsys.readouterr()
+    assert run(["train", *common, "--json"]) == 1
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    before = str(root / "step-4") if save_every == 2 else None
+    assert (result["steps"], result["lost_steps"], result["checkpoint"]) == (5, 1 if before else 5, before)
+    (error,) = result["incomplete"]
+    assert error["type"] == "DirectoryError"
+    newest = f"the newest whole checkpoint is {before}" if before else "there is no checkpoint"
+    assert f"NOT SAVED: {result['lost_steps']} of the 5 steps are lost; {newest}." in said.err
+    (root / "step-5").unlink()
+    assert ("--resume" in error["cure"]) == bool(before)
+    again = result_of(capsys, *(["--resume", "--output", str(root)] if before else common))
+    assert (again["steps"], again["lost_steps"]) == (5, 0)
+
+
+def _fill(drive: str, left: int) -> None:
+    status = os.statvfs(drive)
+    with open(f"{drive}/theirs", "wb") as file, contextlib.suppress(OSError):
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - left)
+
+
+@pytest.mark.root
+def test_a_full_drive_when_sigterm_comes(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_drive(tmp_path, 40 * MiB) as drive:
+        command = trained(text, nvme, "--steps", "5000", "--output", f"{drive}/out")
+        with started("-m", "infinity", "train", *command, "--json", stderr=subprocess.STDOUT) as child:
+            wait_for_line(child, "step 1/")
+            _fill(drive, 64 * 1024)
+            child.send_signal(signal.SIGTERM)
+            out, _ = child.communicate(timeout=60)
+    assert child.returncode == 1, out
+    assert "Traceback" not in out
+    (result,) = (json.loads(line) for line in out.splitlines() if line.startswith('{"run"'))
+    assert result["stopped"]
+    assert result["lost_steps"] == result["steps"] > 0
+    assert result["checkpoint"] is None
+    assert "NOT SAVED" in out
+
+
 @pytest.mark.root
 def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, tmp_path: Path) -> None:
     """Somebody fills the drive meanwhile; it has room again at the end."""
@@ -432,9 +483,7 @@ def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, t
         command = trained(text, nvme, "--steps", "60", "--save-every", "4", "--output", f"{drive}/out")
         with started("-m", "infinity", "train", *command) as child:
             wait_for_line(child, "saved ")
-            status = os.statvfs(drive)
-            with open(f"{drive}/theirs", "wb") as file, contextlib.suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - 64 * 1024)
+            _fill(drive, 64 * 1024)
             wait_for_line(child, "no checkpoint of step")
             os.unlink(f"{drive}/theirs")
             out, err = child.communicate(timeout=100)

@@ -54,13 +54,14 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
 
     Without arguments: 30 million parameters on the sources of Python's standard library. What was trained is
     saved as a checkpoint; --resume goes on from one. SIGTERM saves after the step under way, a second one,
-    like Ctrl-C, ends at once. Exit code 1 when it was trained but the log, the trace or a checkpoint on the
-    way is not complete, 75 when SIGTERM has ended it and all is saved.
+    like Ctrl-C, ends at once. Exit code 1 when it was trained but the log, the trace or a checkpoint, on the
+    way or at the end, is not complete (then it says how many steps are lost, and which checkpoint is whole),
+    75 when SIGTERM has ended it and all is saved.
     """
     result = train(read_run(config_file, given), to_stderr=as_json)
     if as_json:
         click.echo(json.dumps(result))
-    if result["stopped"]:
+    if result["stopped"] and not result["lost_steps"]:
         return SAVED
     return 1 if result["incomplete"] else 0
 
@@ -127,7 +128,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             report.pause()
             first, last = training.say_losses()
             _table(report, measured)
-            text = "" if training.stopped else training.sample()
+            text = "" if training.stopped or training.lost else training.sample()
             training.say_saved()
         finally:
             close(optimizer)
@@ -145,6 +146,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             "planned_and_measured": measured,
             "sample": text,
             "checkpoint": training.saved,
+            "lost_steps": training.lost_steps,
             "stopped": training.stopped,
             "incomplete": [error_as_dict(error) for error in report.incomplete],
         }

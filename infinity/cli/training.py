@@ -55,7 +55,8 @@ def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, i
 @dataclass
 class Training:
     """The loop that a user would write, and what it leaves behind; `complete`: it came to its end, `stopped`:
-    SIGTERM did that. `root`: where checkpoints go; `saved`: the last one; `begin`: steps made before."""
+    SIGTERM did that. `root`: where checkpoints go; `saved`: the last one, `kept`: the steps in it; `lost`:
+    that of the end failed. `begin`: steps made before."""
 
     run: Run
     workload: Workload
@@ -65,6 +66,8 @@ class Training:
     report: Reporter
     root: str | None
     saved: str | None = None
+    kept: int = 0
+    lost: bool = False
     stopped: bool = False
     begin: int = 0
     losses: list[float] = field(default_factory=list)
@@ -83,6 +86,11 @@ class Training:
     def made(self) -> int:
         """Steps that this process has made."""
         return len(self.losses) - self.begin
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that are in no checkpoint, though they were to be."""
+        return len(self.losses) - self.kept if self.lost else 0
 
     def resume(self) -> None:
         """Go on from the newest checkpoint in `root`.
@@ -108,7 +116,7 @@ class Training:
         self.losses = given["train"]["losses"].tolist()
         check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
         self.begin = len(self.losses)
-        self.saved = found.path
+        self.saved, self.kept = found.path, self.begin
         self.report.line(f"goes on from {found.path}, after {self.begin} steps")
 
     def save(self) -> None:
@@ -131,12 +139,13 @@ class Training:
         self.saved = save(
             self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
         )
+        self.kept = len(self.losses)
         self._by_saves.update(_bytes(metrics(self.optimizer), before))
         self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
 
     def _save_after(self, made: int, stop: AfterThis) -> None:
-        """Save after step `made`, where it is time to. One on the way that fails is told, and the run goes
-        on."""
+        """Save after step `made`, where it is time to. One that fails is told, and the run goes on, or ends
+        as it would."""
         train = self.run.train
         if self.root is None:
             return
@@ -149,7 +158,14 @@ class Training:
                 self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
                 self.report.incomplete.append(error)
         if last or stop.asked:
-            self._save_in_turn()
+            try:
+                self._save_in_turn()
+            except (DirectoryError, TransferError) as error:
+                self.lost = True
+                error.cure = "make room there, or look after its drive; then " + (
+                    "--resume makes the lost steps again" if self.saved else "train again"
+                )
+                self.report.incomplete.append(error)
 
     def _save_in_turn(self) -> None:
         """Save; wait for another process that is saving into the directory."""
@@ -167,12 +183,19 @@ class Training:
 
     def say_saved(self) -> None:
         """Say where what was trained is, and how to use it."""
-        if self.saved is None or self.root is None:
+        if self.root is None:
             return
         self.report.line()
-        self.report.line(f"What was trained is in {self.saved}. To use it:")
+        if self.lost:
+            there = f"the newest whole checkpoint is {self.saved}" if self.saved else "there is no checkpoint"
+            text = f"NOT SAVED: {self.lost_steps} of the {len(self.losses)} steps are lost; {there}."
+            self.report.line(text, style="bold red")
+        if self.saved is None:
+            return
+        until = f" until step {self.kept}" if self.lost else ""
+        self.report.line(f"What was trained{until} is in {self.saved}. To use it:")
         root = shlex.quote(self.root)
-        more = "" if len(self.losses) < self.run.train.steps else " --steps N"
+        more = "" if self.kept < self.run.train.steps else " --steps N"
         self.report.line(f"  infinity train --resume --output {root}{more}    goes on")
         saved = shlex.quote(self.saved)
         self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
@@ -194,7 +217,9 @@ class Training:
         moved = _bytes(metrics(self.optimizer), start)
         self.moved = {way: nbytes - self._by_saves[way] for way, nbytes in moved.items()}
         self.seconds = time.perf_counter() - began
-        if self.run.data.validation and not self.stopped:  # the mean loss of batches that were not trained on
+        if (
+            self.run.data.validation and not self.stopped and not self.lost
+        ):  # the mean loss of batches that were not trained on
             self.model.eval()
             with torch.no_grad():
                 losses = [
