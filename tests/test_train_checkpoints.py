@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -450,10 +451,30 @@ def test_a_last_save_that_fails(
     assert (again["steps"], again["lost_steps"]) == (5, 0)
 
 
-def _fill(drive: str, left: int) -> None:
+def _free(drive: str) -> int:
     status = os.statvfs(drive)
+    return status.f_bavail * status.f_frsize
+
+
+def _fill(drive: str, left: int) -> None:
     with open(f"{drive}/theirs", "wb") as file, contextlib.suppress(OSError):
-        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - left)
+        os.posix_fallocate(file.fileno(), 0, _free(drive) - left)
+
+
+@pytest.mark.root
+def test_a_run_that_goes_on_on_a_full_drive(text: str, nvme: str, tmp_path: Path) -> None:
+    """Its cure is room where its checkpoints are, and so much is enough."""
+    with small_drive(tmp_path, 40 * MiB) as drive:
+        root = f"{drive}/out"
+        train(read_run(None, {**_given(text, nvme), "width": 128, "steps": 1, "output": root}))
+        _fill(drive, 64 * 1024)
+        late = read_run(None, {"resume": True, "output": root, "steps": 2})
+        with pytest.raises(BudgetError) as caught:
+            train(late)
+        cure = re.fullmatch(rf"free (\d+)MiB more on the drive of {root}", caught.value.cure or "")
+        assert cure is not None, caught.value.cure
+        os.truncate(f"{drive}/theirs", os.path.getsize(f"{drive}/theirs") - int(cure[1]) * MiB)
+        assert train(late)["checkpoint"] == f"{root}/step-2"
 
 
 @pytest.mark.root

@@ -75,7 +75,7 @@ class Case:
         plan = self._plan(self.run, self.config, self.machine)
         if plan.fits:
             return plan
-        text = self._save_less()
+        text = self._save_less(plan)
         if not text:
             text = cure(plan.problems, list(self._changes()), self.judge, as_options, self._room_needed)
         if self.unnamed:
@@ -94,16 +94,19 @@ class Case:
             return 0
         return further(train, self.place, here=self.described is None)
 
-    def _save_less(self) -> str:
-        """Return what to change about the checkpoints, where all else fits; "" where it does not."""
-        without = self.judge({"save": False, "output": None, "save_every": None})
+    def _save_less(self, plan: Plan) -> str:
+        """Return what to change about the checkpoints of `plan` where all else fits, or else ""."""
+        without = self.judge({"save": False, "output": None, "save_every": None, "resume": False})
         if without is None or not without.fits or self.place is None:
             return ""
         found = []
         fewer = {"keep_last": 1}
-        plan = self.judge(fewer) if self.run.train.keep_last > 1 else None
-        if plan is not None and plan.fits:
+        with_fewer = self.judge(fewer) if self.run.train.keep_last > 1 else None
+        if with_fewer is not None and with_fewer.fits:
             found.append(as_options(fewer))
+        if self.run.train.resume:  # its checkpoints are where they are
+            short = max(p.needed - p.available for p in plan.problems)
+            return ", or ".join([*found, f"free {whole_mebibytes(short)} more on the drive of {self.place}"])
         room = self.checkpoints(self.run.train) * checkpoint_nbytes(self.planner.model, self.config)
         found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {whole_mebibytes(room)} free)")
         if self.run.train.output is None and self.run.train.save_every is None:
