@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pty
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from infinity.storage.checkpoints import find
 
 from .command_line import started, wait_for_line, words
 
@@ -57,22 +60,58 @@ def test_a_run_under_nohup_outlives_its_terminal(text: str, nvme: str) -> None:
     assert "The loss" in out
 
 
-def test_a_terminal_that_hangs_up_ends_a_run(text: str, nvme: str) -> None:
+def _lead() -> None:
+    os.setsid()
+    ctypes.CDLL(None).ioctl(0, 0x540E, 0)  # TIOCSCTTY: the terminal controls this session
+
+
+def _wait_for_a_step(main: int) -> None:
+    seen, until = b"", time.monotonic() + 150
+    while b"tokens/s" not in seen and time.monotonic() < until:
+        if select.select([main], [], [], 1.0)[0]:
+            seen += os.read(main, 65536)
+    assert b"tokens/s" in seen, seen
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_terminal_that_hangs_up_ends_a_run(kept: bool, text: str, nvme: str) -> None:
+    """After the step under way is saved, if there is something to be kept."""
     main, terminal = pty.openpty()
-
-    def lead() -> None:
-        os.setsid()
-        ctypes.CDLL(None).ioctl(0, 0x540E, 0)  # TIOCSCTTY: the terminal controls this session
-
-    command = words(text, nvme, "--steps", "100000")
+    command = words(text, nvme, "--steps", "100000", *([] if kept else ["--no-save"]))
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    with started("-m", "infinity", "train", *command, preexec_fn=lead, **streams) as child:
+    with started("-m", "infinity", "train", *command, preexec_fn=_lead, **streams) as child:
         os.close(terminal)
-        seen, until = b"", time.monotonic() + 150
-        while b"tokens/s" not in seen and time.monotonic() < until:
-            if select.select([main], [], [], 1.0)[0]:
-                seen += os.read(main, 65536)
-        assert b"tokens/s" in seen, seen
+        _wait_for_a_step(main)
         os.close(main)
-        assert child.wait(60) == 128 + signal.SIGHUP
-    assert [path for path in Path(nvme).rglob("*") if not path.is_dir()] == []
+        with contextlib.suppress(ProcessLookupError):  # as a shell passes it on
+            child.send_signal(signal.SIGHUP)
+        assert child.wait(60) == (75 if kept else 128 + signal.SIGHUP)
+    left = [path for path in Path(nvme).rglob("*") if not path.is_dir()]
+    if kept:
+        (root,) = Path(nvme, "runs").iterdir()
+        assert find(os.fspath(root)).step > 0
+    assert all(kept and path.parent.parent == root for path in left)
+
+
+def test_a_run_that_nobody_tells_of_its_lost_terminal(text: str, nvme: str) -> None:
+    """In the background of a shell that has gone, say: it has another session, and only its words fail."""
+    main, terminal = pty.openpty()
+    command = words(text, nvme, "--steps", "60")
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    with started("-m", "infinity", "train", *command, preexec_fn=os.setsid, **streams) as child:
+        os.close(terminal)
+        _wait_for_a_step(main)
+        os.close(main)
+        assert child.wait(100) == 0
+    (root,) = Path(nvme, "runs").iterdir()
+    assert find(os.fspath(root)).step == 60
+
+
+def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
+    """Of `infinity train | tee log`, say."""
+    with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000")) as child:
+        wait_for_line(child, "step 1/")
+        assert child.stdout is not None
+        child.send_signal(signal.SIGHUP)
+        child.stdout.close()
+        assert child.wait(60) == 75

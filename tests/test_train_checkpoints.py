@@ -133,21 +133,24 @@ def test_a_run_that_is_killed_ten_times(
     killed_and_resumed(text, nvme, tmp_path, capsys, kills=10, seed=1)
 
 
-def test_sigterm_saves_after_the_step_and_the_run_goes_on(
-    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_after_the_step_and_the_run_goes_on(
+    number: int, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = str(tmp_path / "out")
     with started(
         "-m", "infinity", "train", *trained(text, nvme, "--steps", "5000", "--output", root)
     ) as child:
         wait_for_line(child, "step 3/")
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(number)
+        if number == signal.SIGHUP:  # it comes more than once
+            child.send_signal(number)
         out, err = child.communicate(timeout=60)
     assert child.returncode == 75, err
     assert "Traceback" not in err
     (there,) = list_checkpoints(root)
     assert f"saved {there.path}" in out
-    assert f"SIGTERM: ended after {there.step} of 5000 steps" in out
+    assert f"{signal.Signals(number).name}: ended after {there.step} of 5000 steps" in out
     assert f"infinity train --resume --output {root} " in out
     again = result_of(capsys, "--resume", "--output", root, "--steps", str(there.step + 1))
     assert again["steps"] == there.step + 1
@@ -540,7 +543,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
 def test_help_of_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for word in ("--resume", "--save-every", "--keep-last", "--output", "75 when SIGTERM"):
+    for word in ("--resume", "--save-every", "--keep-last", "--output", "75 when SIGTERM or SIGHUP"):
         assert word in said
 
 

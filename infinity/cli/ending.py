@@ -1,15 +1,17 @@
 """How a command ends when somebody ends it, and how it speaks on a terminal that has few characters.
 
 SIGTERM and SIGHUP end a command as Ctrl-C does: what it has open is closed, and nothing stays behind. Where
-there is something to be saved first (`AfterThis`), the first SIGTERM only asks for it.
+there is something to be saved first (`AfterThis`), SIGHUP and the first SIGTERM only ask for it.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -17,7 +19,7 @@ from types import FrameType
 from typing import Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
-#: Exit code of a run that SIGTERM has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
+#: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
 SAVED: Final = 75
 #: What stands for the characters that we print, where the terminal has them not.
 _PLAIN: Final = str.maketrans(
@@ -27,6 +29,7 @@ _PLAIN: Final = str.maketrans(
 
 #: The signal that came: what an import or a library makes of its exception does not tell.
 _came: list[Ended] = []
+_hung_up: list[bool] = []
 
 
 class Ended(KeyboardInterrupt):
@@ -70,27 +73,53 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 class AfterThis:
-    """A `with` block in which the first SIGTERM only sets `asked`, if it is `wanted`; the second one ends the
-    command."""
+    """A `with` block in which SIGTERM and SIGHUP only set `asked`, to the name of what came first, if that is
+    `wanted`. A second SIGTERM ends the command. SIGHUP never does: a terminal that is lost sends several."""
 
     def __init__(self, wanted: bool) -> None:
-        self.asked = False
+        self.asked = ""
         self._wanted = wanted
 
     def __enter__(self) -> AfterThis:
-        here = threading.current_thread() is threading.main_thread()
-        self._wanted = self._wanted and here and signal.getsignal(signal.SIGTERM) is _end
-        if self._wanted:
-            signal.signal(signal.SIGTERM, self._ask)
+        if self._wanted and threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is _end:
+                    signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._wanted and signal.getsignal(signal.SIGTERM) == self._ask:
-            signal.signal(signal.SIGTERM, _end)
+        for number in _SIGNALS:
+            if signal.getsignal(number) == self._ask:
+                late = self.asked and number == signal.SIGHUP  # what is left to say ends soon
+                signal.signal(number, _ignore if late else _end)
+        if _hung_up:
+            leave_terminal()  # for what is said after this
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(signal.SIGTERM, _end)
+        self.asked = self.asked or signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _hung_up.append(True)
+            leave_terminal()
+        else:
+            signal.signal(number, _end)
+
+
+def leave_terminal() -> None:
+    """Have stdout and stderr lead nowhere if nobody is behind them any more, where each write fails."""
+    for fd in (1, 2):
+        there = select.poll()
+        there.register(fd, 0)
+        if any(events & select.POLLERR for _, events in there.poll(0)):
+            _nowhere(fd)
+
+
+def survives(error: OSError) -> bool:
+    """Return whether what could not be shown ends no run, for its terminal has gone: then it is left. A pipe
+    (to `tee`, say) counts as one after SIGHUP only."""
+    gone = error.errno == errno.EIO or (error.errno == errno.EPIPE and bool(_hung_up))
+    if gone:
+        leave_terminal()
+    return gone
 
 
 def ended() -> Ended | None:
@@ -140,7 +169,11 @@ def let_go_of_streams() -> bool:
                 stream.flush()
         except OSError as error:
             written = written and isinstance(error, BrokenPipeError)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            _nowhere(stream.fileno())
     return written
+
+
+def _nowhere(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import click
@@ -19,6 +19,7 @@ from infinity.core.errors import DataError, InfinityError
 from infinity.core.sizes import format_size
 
 from .console import finite
+from .ending import survives
 from .shown import show_error
 
 
@@ -92,19 +93,21 @@ class Reporter:
     def pause(self) -> None:
         """End the bar; lines still work."""
         if self._live is not None:
-            with contextlib.suppress(OSError):  # a terminal that has hung up
+            with _shown():
                 self._live.stop()
             self._live = None
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Show one line as it is."""
-        self.console.print(text, style=style, markup=False)
+        with _shown():
+            self.console.print(text, style=style, markup=False)
 
     def write(self, text: str) -> None:
         """Show text without ending the line; control characters are left out."""
         kept = "".join(c for c in text if c.isprintable() or c in "\n\t")
-        self.console.out(kept, end="", highlight=False)
-        self.console.file.flush()
+        with _shown():
+            self.console.out(kept, end="", highlight=False)
+            self.console.file.flush()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show one step and write it to the log. A log that cannot be written ends, and the run goes on."""
@@ -147,6 +150,16 @@ class Reporter:
                 cure="make room, or name another file with --json-log",
             )
         )
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[None]:
+    """A block that writes to the terminal, if need be one that has hung up."""
+    try:
+        yield
+    except OSError as error:
+        if not survives(error):
+            raise
 
 
 def step_text(record: Mapping[str, Any]) -> str:

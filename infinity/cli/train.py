@@ -53,10 +53,10 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     """Train the built-in GPT, or a Hugging Face model, on text.
 
     Without arguments: 30 million parameters on the sources of Python's standard library. What was trained is
-    saved as a checkpoint; --resume goes on from one. SIGTERM saves after the step under way, a second one,
-    like Ctrl-C, ends at once. Exit code 1 when it was trained but the log, the trace or a checkpoint, on the
-    way or at the end, is not complete (then it says how many steps are lost, and which checkpoint is whole),
-    75 when SIGTERM has ended it and all is saved.
+    saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
+    after the step under way; a second SIGTERM, like Ctrl-C, ends at once. Exit code 1 when it was trained but
+    the log, the trace or a checkpoint, on the way or at the end, is not complete (then it says how many steps
+    are lost, and which checkpoint is whole), 75 when SIGTERM or SIGHUP has ended it and all is saved.
     """
     result = train(read_run(config_file, given), to_stderr=as_json)
     if as_json:

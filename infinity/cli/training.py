@@ -55,7 +55,7 @@ def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, i
 @dataclass
 class Training:
     """The loop that a user would write, and what it leaves behind; `complete`: it came to its end, `stopped`:
-    SIGTERM did that. `root`: where checkpoints go; `saved`: the last one, `kept`: the steps in it; `lost`:
+    a signal did that. `root`: where checkpoints go; `saved`: the last one, `kept`: the steps in it; `lost`:
     that of the end failed. `begin`: steps made before."""
 
     run: Run
@@ -267,7 +267,7 @@ class Training:
                 if stop.asked and step + 1 < train.steps:
                     self.stopped = True
                     self.report.pause()
-                    text = f"SIGTERM: ended after {step + 1} of {train.steps} steps"
+                    text = f"{stop.asked}: ended after {step + 1} of {train.steps} steps"
                     self.report.line(text, style="yellow")
                     return
         except KeyboardInterrupt:
