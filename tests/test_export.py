@@ -356,7 +356,9 @@ def test_hostile_and_damaged_checkpoints_are_refused(net: tuple[nn.Module, Any],
         assert not out.exists()
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, adam = wrap(ARCHITECTURES["Llama"].build(), tmp_path / "run", dtype="bf16")
     infinity.save(adam, tmp_path / "llama")
     wanted = {n: v.clone() for n, v in model.state_dict().items()}
@@ -369,7 +371,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(arguments) == 0
     shown = capsys.readouterr()
     assert f"transformers.LlamaForCausalLM.from_pretrained('{tmp_path / 'out'}')" in shown.out
-    assert " of " in shown.err
+    assert shown.err == "", "it was over before there was anything to say"
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.cli.console._PAUSE", 0.0)
+        assert run(["export", str(tmp_path / "llama"), str(tmp_path / "slowly")]) == 0
+    assert " of " in capsys.readouterr().err
     assert_equal(tensors_in(tmp_path / "out"), wanted)
     assert run([*arguments, "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]

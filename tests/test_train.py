@@ -197,6 +197,7 @@ def test_a_run_from_text_to_sample(
     out = capsys.readouterr().out
     assert code == 0
     assert "The loss fell from" in out
+    assert " (means of 2 steps)" in out
     assert "at most" in out
     assert "def " in out
     assert "step 25/25" in out

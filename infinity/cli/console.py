@@ -15,6 +15,8 @@ import json
 import math
 import os
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -26,6 +28,7 @@ from rich.table import Table
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 
+_PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
 
 
@@ -39,6 +42,22 @@ def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
             yield status.update
     else:
         yield (lambda text: None) if quiet else functools.partial(console.print, markup=False)
+
+
+def seldom(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what says how far something has come: as often as it is told to on a terminal, elsewhere a line
+    in some seconds, and none before these are over."""
+    if sys.stderr.isatty():
+        return say
+    last = time.monotonic()
+
+    def now_and_then(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _PAUSE:
+            last = time.monotonic()
+            say(text)
+
+    return now_and_then
 
 
 def wide_console() -> Console:

@@ -12,10 +12,8 @@ from infinity.api.export import export
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size, parse_dtype, parse_size
 
-from .console import finish, status_line
+from .console import finish, seldom, status_line
 from .options import json_option
-
-_LINES = 20  # of progress, where there is no terminal
 
 
 @click.command("export")
@@ -40,13 +38,11 @@ def export_command(
             )
     wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
     limit = parse_size(max_shard_size, "--max-shard-size")
-    with status_line() as say:
-        shown = -1
+    with status_line() as line:
+        say = seldom(line)
 
         def progress(done: int, total: int) -> None:
-            nonlocal shown
-            if total and shown < (shown := done * _LINES // total):
-                say(f"{format_size(done)} of {format_size(total)}")
+            say(f"{format_size(done)} of {format_size(total)}")
 
         path = export(checkpoint, directory, wanted, limit, progress=progress)
     files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}

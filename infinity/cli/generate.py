@@ -19,7 +19,7 @@ from infinity.core.errors import ConfigError, DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
 
-from .console import finish, gigabytes, status_line
+from .console import finish, gigabytes, seldom, status_line
 from .options import json_option
 from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 from .writer import Writer, open_writer
@@ -87,13 +87,13 @@ def generate_command(
     stream = len(texts) == 1 and not as_json
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as status:
         say = status.enter_context(status_line(quiet=as_json))
-        writer = open_writer(directory, config, _reading(say))
+        writer = open_writer(directory, config, _reading(seldom(say)))
         stack.callback(close, writer.model)
         task = _Task(writer, tokens, at_once, temperature, drawn)
         say(f"{writer.name}: {task.parameters:,} parameters")
         if stream:
             status.close()  # the text comes where it was
-        result = task.run(texts, None if stream else say, _streamed if stream else None)
+        result = task.run(texts, None if stream else seldom(say), _streamed if stream else None)
         if not stream and not as_json:
             for number, output in enumerate(result["outputs"]):
                 click.echo(f"[{number + 1}] {output['prompt']}{output['text']}")
@@ -133,15 +133,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
-    told = [-1]
-
-    def progress(done: int, total: int) -> None:
-        percent = 100 * done // max(1, total)
-        if percent // 10 != told[0]:  # plain lines, where there is no terminal
-            told[0] = percent // 10
-            say(f"reading the model: {format_size(done)} of {format_size(total)}")
-
-    return progress
+    return lambda done, total: say(f"reading the model: {format_size(done)} of {format_size(total)}")
 
 
 def _streamed(text: str) -> None:

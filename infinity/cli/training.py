@@ -285,12 +285,14 @@ class Training:
         window = max(1, min(10, len(self.losses) // 10))
         first, last = sum(self.losses[:window]) / window, sum(self.losses[-window:]) / window
         validation = "" if math.isnan(self.validation) else f"; on text not trained on: {self.validation:.4f}"
+        means = f" (means of {window} steps)" if window > 1 else ""
         self.report.line()
         if last < first:
-            self.report.line(f"The loss fell from {first:.4f} to {last:.4f}{validation}.", style="green")
+            text = f"The loss fell from {first:.4f} to {last:.4f}{means}{validation}."
+            self.report.line(text, style="green")
         else:
             self.report.line(
-                f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{validation}. "
+                f"The loss did NOT fall: {first:.4f} at first, {last:.4f} at last{means}{validation}. "
                 "Train for more steps, or try another --lr.",
                 style="bold yellow",
             )
