@@ -136,3 +136,59 @@ def test_the_unit_whose_next_use_is_farthest_goes_first(tmp_path: Path) -> None:
         assert len(idle) < len(units)
     finally:
         infinity.close(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "backward", "most"),
+    [
+        (8, 4, False, 5.5),  # all eight, where each took the place of one that was to come again
+        (8, 6, False, 3),
+        (8, 4, True, 8),  # four on the way there, four on the way back: nothing stands in its own way
+    ],
+)
+def test_a_cycle_loads_little_more_than_has_no_room(
+    count: int, room: int, backward: bool, most: float, tmp_path: Path
+) -> None:
+    model: Any = Layers(count)
+    config = config_for(tmp_path, units=["Linear"], device_memory=1 << 20)
+    if backward:
+        model, owner = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    else:
+        model = owner = infinity.inference(model, config)
+    cache = engine_of(model).residency.cache
+    cache._capacity = room * cache.units[0].layout.gathered_nbytes
+
+    def cycle() -> None:
+        with torch.set_grad_enabled(backward):
+            y = model(torch.ones(2, WIDTH), list(range(count)))
+        if backward:
+            y.sum().backward()
+
+    try:
+        for _ in range(3):
+            cycle()
+        before, missed = cache.loads, engine_of(model).residency.missed
+        for _ in range(8):
+            cycle()
+        assert (cache.loads - before) / 8 <= most
+        assert engine_of(model).residency.missed == missed  # nothing is waited for that was not begun
+        assert cache.allocated <= cache._capacity
+    finally:
+        infinity.close(owner)
+
+
+def test_what_is_used_twice_in_a_row_over_the_end_of_a_cycle_stays(tmp_path: Path) -> None:
+    model: Any = Layers(8)
+    model = infinity.inference(model, config_for(tmp_path, units=["Linear"], device_memory=1 << 20))
+    cache, order = engine_of(model).residency.cache, [*range(8), 0]
+    cache._capacity = 4 * cache.units[0].layout.gathered_nbytes
+    loads = []
+    try:
+        with torch.no_grad():
+            for _ in range(10):
+                before = cache.loads
+                model(torch.ones(2, WIDTH), order)
+                loads.append(cache.loads - before)
+        assert sum(loads[2:]) / len(loads[2:]) <= 6  # of nine uses
+    finally:
+        infinity.close(model)

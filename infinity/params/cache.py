@@ -3,12 +3,19 @@
 A unit that nobody uses stays while there is room; when room is needed, the one whose next use is farthest
 away goes first: [Note: load and gather]. One whose memory somebody else holds stays as long as that lasts,
 over the budget if need be: [Note: held units].
+
+[Note: worth the wait] What is loaded ahead may take the place of a unit that comes later, but what is used
+until then and comes again later still would be the better one to go. Cycle after cycle, whoever does not wait
+for it loads a model whole of which a part could have stayed. So it is waited for, but not until a drive has
+nothing to do: a unit before which fewer bytes are used than it has itself takes what there is (P. Cao et al.,
+"A study of integrated prefetching and caching strategies", 1995: it is between their two).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 import torch
 
@@ -22,6 +29,8 @@ from .unit import IDLE_STATES, ParamUnit, UnitState
 from .updates import Updates
 
 _T = TypeVar("_T")
+#: The rank of what no record has.
+_NEVER: Final = math.inf
 
 
 class Cache:
@@ -73,7 +82,7 @@ class Cache:
         try:
             self.load(unit, urgent=True)
         except torch.OutOfMemoryError:  # what nobody uses yet gives way, within the budget or not
-            for other in self._idle(self._ranks()):
+            for other in self._idle(_first(self.schedule.upcoming())):
                 self._drop(other)
             self.load(unit, urgent=True)
 
@@ -102,38 +111,54 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
-        ranks: dict[int, int] | None = None
-        for index in dict.fromkeys(self.schedule.upcoming()):
+        order = list(self.schedule.upcoming())
+        before = 0  # bytes that are used before it, not counting what is in use now
+        for index, rank in _first(order).items():
             unit = self.units[index]
+            nbytes = unit.layout.gathered_nbytes
             if unit.waits_for_owner or unit.state is not UnitState.SHARDED:
+                before += 0 if unit.in_use else nbytes
                 continue
             if newest and self._updates.has_unit(index):
                 return  # which version is the newest is not known yet
             need = unit.missing_nbytes
-            if self.allocated + need > self._capacity:
-                ranks = ranks if ranks is not None else self._ranks()
-                if not self._evict(need, ranks, later_than=ranks[index]):
-                    return
+            if self.allocated + need > self._capacity and not self._make_way(need, order, rank, before):
+                return
             unit.newest = newest and self._publisher.is_newer(unit)
             try:
                 self.load(unit)
             except torch.OutOfMemoryError:
                 return  # what is loaded for later can be loaded later
+            before += nbytes
+
+    def _make_way(self, need: int, order: Sequence[int], rank: int, before: int) -> bool:
+        """Free room for `need` bytes that are used next at `order[rank]`, after `before` others; return
+        whether there is. See [Note: worth the wait]."""
+        sooner = {i for i in order[:rank] if not self.units[i].persistent}
+
+        def goes(next_use: float) -> bool:
+            if next_use <= rank:
+                return False
+            return before < need or next_use == _NEVER or sooner.issubset(order[rank + 1 : int(next_use)])
+
+        return self._evict(need, _first(order), goes)
 
     def _make_room(self, unit: ParamUnit) -> None:
         need = unit.missing_nbytes
-        if self.allocated + need <= self._capacity or self._evict(need, self._ranks()):
+        if self.allocated + need <= self._capacity or self._evict(need, _first(self.schedule.upcoming())):
             return
         if not self._warned:
             self._warned = True
             unit.warn_room(self.allocated + need, self._capacity)
 
-    def _evict(self, need: int, ranks: dict[int, int], later_than: int = -1) -> bool:
+    def _evict(
+        self, need: int, ranks: Mapping[int, int], goes: Callable[[float], bool] = lambda _: True
+    ) -> bool:
         """Free idle units, the one needed last first, until there is room for `need` bytes; return whether
-        there is. Only those whose next use comes after the rank `later_than`."""
+        there is. Only those of which `goes` says so, given the rank of their next use."""
         room = self._capacity - self.allocated
         for other in self._idle(ranks):
-            if room >= need or ranks.get(other.index, len(ranks) + 1) <= later_than:
+            if room >= need or not goes(ranks.get(other.index, _NEVER)):
                 break
             if self._drop(other):
                 room += other.layout.gathered_nbytes
@@ -146,13 +171,15 @@ class Cache:
             unit.warn_held()  # a node of a backward lets go of what it unpacked
         return gone
 
-    def _ranks(self) -> dict[int, int]:
-        ranks: dict[int, int] = {}
-        for rank, index in enumerate(self.schedule.upcoming()):
-            ranks.setdefault(index, rank)
-        return ranks
-
-    def _idle(self, ranks: dict[int, int]) -> list[ParamUnit]:
+    def _idle(self, ranks: Mapping[int, int]) -> list[ParamUnit]:
         """Units that may go, the one needed last first."""
         units = [u for u in self.units if not u.persistent and not u.in_use and u.state in IDLE_STATES]
-        return sorted(units, key=lambda u: -ranks.get(u.index, len(ranks) + 1))
+        return sorted(units, key=lambda u: -ranks.get(u.index, _NEVER))
+
+
+def _first(order: Iterable[int]) -> dict[int, int]:
+    """Return where each unit comes first in an order, nearest first."""
+    ranks: dict[int, int] = {}
+    for rank, index in enumerate(order):
+        ranks.setdefault(index, rank)
+    return ranks
