@@ -73,7 +73,7 @@ def evictions(
                 copy(self)
 
             patch.setattr(_Worker, "_copy_oldest", slow)
-        model, optimizer, _ = made(folder, 8, "192KiB")
+        model, optimizer, _ = made(folder, 8, "130KiB")
         try:
             draw = random.Random(seed)
             orders = [draw.sample(range(8), draw.randint(3, 8)) for _ in range(3)]
@@ -122,7 +122,7 @@ def test_as_much_is_loaded_ahead_as_there_is_room_for(tmp_path: Path) -> None:
 
 
 def test_the_unit_whose_next_use_is_farthest_goes_first(tmp_path: Path) -> None:
-    model, optimizer, engine = made(tmp_path, 6, "144KiB")
+    model, optimizer, engine = made(tmp_path, 6, "98KiB")
     cache, x = engine.residency.cache, torch.randn(2, WIDTH)
     units = [engine.params[layer.weight].unit for layer in model.layers]
     try:
