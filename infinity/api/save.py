@@ -59,8 +59,10 @@ def save(
     Args:
         optimizer: as `wrap` returned it.
         path: a directory of checkpoints, made if there is none.
-        state: more to be saved, by name: JSON values, tensors, numpy arrays, tuples, sets, and objects whose
-            `state_dict` consists of these (schedulers, samplers). Mappings come back as dicts. A tokenizer of
+        state: more to be saved, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts with
+            keys of these, and objects whose `state_dict` consists of these (schedulers, samplers). Mappings
+            come back as dicts (counters stay), deques as lists, bytearrays as bytes, parameters as tensors,
+            numpy's scalars and members of enums of ints or strings as the plain value. A tokenizer of
             transformers is saved as the files that it is read from.
         keep_last: remove all of its checkpoints then but the so many that were completed last, this one
             among them, whatever their steps. None: remove none.

@@ -18,8 +18,15 @@ import torch
 from infinity.core.errors import CorruptionError, StateDictError
 from infinity.storage.tensor_header import DTYPES
 
-_KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples and dicts of these; "
+_KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples, sets and dicts of these; "
 _DEPTH: Final = 100
+_INT_BITS: Final = 14_000  # what has more is refused by Python's own reader of decimal numbers
+#: What makes the plain value of one of a class of its own, whatever that says of itself.
+_PLAIN: Final[dict[type, Callable[[Any], Any]]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+}
 _TOKENIZERS: Final = {
     "transformers.tokenization_utils_base.PreTrainedTokenizerBase",
     "transformers.processing_utils.ProcessorMixin",
@@ -32,13 +39,15 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", d
     Raises:
         StateDictError: something in it is no value that can be kept.
     """
+    if isinstance(value, int) and value.bit_length() > _INT_BITS:
+        raise _refused(where, f"an int of {value.bit_length()} bits")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > _DEPTH:
         raise _refused(where, "values nested more than a hundred deep, or in themselves")
     if isinstance(value, torch.Tensor):
         return {"$tensor": _keep(value.detach(), tensors, where)}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         try:
             tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
         except (TypeError, ValueError):
@@ -49,14 +58,16 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", d
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, where, depth + 1)
     if isinstance(value, (bool, int, float, str)):  # of a class of its own: an enum of ints, numpy's float
-        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+        return next(plain(value) for kind, plain in _PLAIN.items() if isinstance(value, kind))
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, where, depth)
     if isinstance(value, (list, collections.deque)):
         return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-    if type(value) is tuple or isinstance(value, (set, frozenset)):
-        kind = "$tuple" if isinstance(value, tuple) else "$set"
-        return {kind: [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
+    if type(value) is tuple:
+        return {"$tuple": [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
+    if isinstance(value, (set, frozenset)):
+        kind = "$set" if isinstance(value, set) else "$frozenset"
+        return {kind: [_encode_hashable(v, tensors, f"an element of {where}", depth + 1) for v in value]}
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return encode(value.state_dict(), tensors, f"{where}.state_dict()", depth + 1)
     raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
@@ -69,14 +80,34 @@ def _encode_mapping(
     if plain and not isinstance(value, collections.Counter):
         return {k: encode(v, tensors, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
     pairs = [
-        [encode(k, tensors, f"a key of {where}", depth + 1), encode(v, tensors, f"{where}[{k!r}]", depth + 1)]
+        [
+            _encode_hashable(k, tensors, f"a key of {where}", depth + 1),
+            encode(v, tensors, f"{where}[{k!r}]", depth + 1),
+        ]
         for k, v in value.items()
     ]
     return {"$counter" if isinstance(value, collections.Counter) else "$dict": pairs}
 
 
+def _encode_hashable(value: Any, tensors: dict[str, torch.Tensor], where: str, depth: int) -> Any:
+    encoded = encode(value, tensors, where, depth)
+    if not _comes_back_hashable(encoded):
+        raise _refused(where, f"{type(value).__qualname__}, which would come back as what has no hash")
+    return encoded
+
+
+def _comes_back_hashable(encoded: Any) -> bool:
+    if not isinstance(encoded, dict):
+        return not isinstance(encoded, list)
+    for kind in ("$tuple", "$frozenset"):
+        if kind in encoded:
+            return all(map(_comes_back_hashable, encoded[kind]))
+    return "$bytes" in encoded or "$tensor" in encoded
+
+
 def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
-    if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided or tensor.is_quantized:
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    if tensor.dtype not in DTYPES.values() or odd:
         raise _refused(where, f"a tensor of {tensor.dtype}, {tensor.layout}")
     if tensor.device.type == "meta":
         raise _refused(where, "a tensor on the meta device, which has no values")
@@ -84,7 +115,7 @@ def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) ->
     while name in tensors:
         number += 1
         name = f"{where} ({number})"
-    tensors[name] = tensor.to("cpu", copy=True).contiguous()
+    tensors[name] = tensor.resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
     return name
 
 
@@ -157,6 +188,7 @@ _TENSORS: Final[dict[str, Callable[[torch.Tensor], Any]]] = {
 _LISTS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "$tuple": tuple,
     "$set": set,
+    "$frozenset": frozenset,
     "$dict": lambda pairs: {k: v for k, v in pairs},
     "$counter": lambda pairs: collections.Counter({k: v for k, v in pairs}),
 }
