@@ -272,6 +272,12 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(StateDictError, match=place):
             infinity.save(adam, tmp_path / "saved", state={"x": value})
+    unnamed: Any
+    for unnamed in ([("a", 1)], [], torch.optim.lr_scheduler.MultiStepLR(adam, [2])):
+        with pytest.raises(StateDictError, match="no names"):
+            infinity.save(adam, tmp_path / "saved", state=unnamed)
+        with pytest.raises(StateDictError, match="no names"):
+            infinity.load(adam, tmp_path / "saved", state=unnamed)
     assert not (tmp_path / "saved").exists()
     infinity.close(adam)
 

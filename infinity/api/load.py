@@ -25,7 +25,7 @@ from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_
 from .engine import Engine, engine_of
 from .random_state import set_random_state
 from .ranks import check_one
-from .user_state import decode, is_tokenizer
+from .user_state import check_named, decode, is_tokenizer
 
 _SHOWN: Final = 20  # names in a message
 _ATTEMPTS: Final = 5  # where another process saves into the directory meanwhile
@@ -71,6 +71,7 @@ def load(
     engine, name = engine_of(optimizer), path_of(path)
     check_one(engine.comm, "`infinity.load`", "`load_state_dict()` of model and optimizer, on all ranks")
     engine.check_trains()
+    check_named(state)
     # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
     loading, given = engine.shelter.run(
         lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))

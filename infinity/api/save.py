@@ -33,7 +33,7 @@ from .checkpoint import (
 from .engine import Engine, engine_of
 from .random_state import random_state
 from .ranks import check_one
-from .user_state import encode, files_of, is_tokenizer
+from .user_state import check_named, encode, files_of, is_tokenizer
 
 _NO_ROOM: Final = (
     "save elsewhere, or keep fewer checkpoints (keep_last; an older one goes only when the new one is whole)"
@@ -74,7 +74,7 @@ def save(
         replaced; whatever happens before leaves that as it was.
 
     Raises:
-        StateDictError: something in `state` cannot be saved. Nothing was written.
+        StateDictError: `state` is no mapping, or something in it cannot be saved. Nothing was written.
         ParameterError: parameters are being edited, in a `gathered(write=True)` block.
         DirectoryError: the directory cannot be written, has no room for the checkpoint, or another save into
             it is under way.
@@ -87,6 +87,7 @@ def save(
             f"keep_last={keep_last!r} makes no sense", expected="None, or 1 and more", cure="keep_last=2"
         )
     engine.phases.check()
+    check_named(state)
     root = os.path.abspath(path_of(path))
     tensors: dict[str, torch.Tensor] = {}
     texts: dict[str, str] = {}

@@ -33,6 +33,17 @@ _TOKENIZERS: Final = {
 }
 
 
+def check_named(state: Any) -> None:
+    """Raise `StateDictError` unless `state`, of `save` or `load`, has its values by name."""
+    if state is not None and not isinstance(state, Mapping):
+        raise StateDictError(
+            "`state` has no names for what is in it",
+            expected="a dict: name → value, or an object with a `state_dict`",
+            found=f"{type(state).__module__}.{type(state).__qualname__}",
+            cure='state={"scheduler": scheduler}',
+        )
+
+
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", depth: int = 0) -> Any:
     """Return `value` as JSON has it, with its tensors in `tensors` (on the host, by their place).
 
