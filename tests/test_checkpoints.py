@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import StateDictError
+from infinity.core.errors import DirectoryError, StateDictError
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
@@ -299,6 +299,10 @@ def test_keep_last_and_the_newest(tmp_path: Path) -> None:
     step(model, adam)
     infinity.load(adam, root)
     assert adam.steps == 4
+    before = sorted(p.name for p in (root / "step-4").iterdir())
+    with pytest.raises(DirectoryError, match=f"in which no others[^$]*its parent, {root},"):
+        infinity.save(adam, root / "step-4")
+    assert sorted(p.name for p in (root / "step-4").iterdir()) == before
 
     infinity.close(adam)
 

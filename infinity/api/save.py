@@ -63,7 +63,8 @@ def save(
             keys of these, and objects whose `state_dict` consists of these (schedulers, samplers). Mappings
             come back as dicts (counters stay), deques as lists, bytearrays as bytes, parameters as tensors,
             numpy's scalars and members of enums of ints or strings as the plain value. A tokenizer of
-            transformers is saved as the files that it is read from.
+            transformers is saved as the files that it is read from: for `infinity.export` and `infinity
+            generate`; `load` returns none.
         keep_last: remove all of its checkpoints then but the so many that were completed last, this one
             among them, whatever their steps. None: remove none.
         progress: called with the bytes written, and all bytes, on another thread. It may not use the model or
@@ -76,8 +77,8 @@ def save(
     Raises:
         StateDictError: `state` is no mapping, or something in it cannot be saved. Nothing was written.
         ParameterError: parameters are being edited, in a `gathered(write=True)` block.
-        DirectoryError: the directory cannot be written, has no room for the checkpoint, or another save into
-            it is under way.
+        DirectoryError: the directory is itself a checkpoint, cannot be written, has no room for the
+            checkpoint, or another save into it is under way.
         TransferError: a drive reports an error.
     """
     engine = engine_of(optimizer)

@@ -17,7 +17,7 @@ from infinity.api.this_machine import drive_here
 from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.checkpoints import Found, aside, find, list_checkpoints
+from infinity.storage.checkpoints import Found, aside, check_root, find, list_checkpoints
 from infinity.storage.folder import Claim
 
 from .settings import Run, TrainSettings, Values, read_values, run_of
@@ -71,7 +71,8 @@ def further(train: TrainSettings, path: str, *, here: bool) -> int:
 
 
 def check_unused(path: str) -> None:
-    """Raise `ConfigError` where another run keeps its checkpoints."""
+    """Raise `ConfigError` where another run keeps its checkpoints, `DirectoryError` inside of one."""
+    check_root(path)
     there = list_checkpoints(path, damaged=False)
     if there:
         raise ConfigError(
@@ -159,7 +160,8 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
 
     Raises:
         ConfigError: no directory is named, or the checkpoint is not of `infinity train`.
-        DirectoryError, CorruptionError: there is no checkpoint, or it cannot be read.
+        DirectoryError, CorruptionError: there is no checkpoint, or it cannot be read; or the directory is
+            one itself.
     """
     output = train.get("output")
     if not output:
@@ -170,6 +172,7 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
             cure="--resume --output DIR; a run says at its end where its checkpoints are",
         )
     root = os.path.abspath(os.path.expanduser(str(output)))
+    check_root(root)
     try:
         with going_on(root):
             found = find(root)

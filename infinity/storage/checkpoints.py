@@ -93,6 +93,18 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
     return sorted(found, key=lambda f: f.counter)
 
 
+def check_root(path: str) -> None:
+    """Raise `DirectoryError` if `path` is a checkpoint: none is ever made inside of another."""
+    if _has_index(path):
+        raise DirectoryError(
+            f"{path} is a checkpoint, in which no others are saved",
+            path=path,
+            expected="a directory of checkpoints, or a new one",
+            found=INDEX,
+            cure=f"name its parent, {os.path.dirname(os.path.abspath(path))}, or another directory",
+        )
+
+
 def is_checkpoint(path: str) -> bool:
     """Return whether a directory is a checkpoint by its name, or one that was set aside, and has an index."""
     return bool(_NAME.fullmatch(os.path.basename(path))) and os.path.lexists(os.path.join(path, INDEX))
@@ -205,8 +217,10 @@ class Save:
         """Take the root for this save, and remove what killed ones have left in it.
 
         Raises:
-            DirectoryError: the directory cannot be made or written, or another process saves into it.
+            DirectoryError: the directory is a checkpoint, cannot be made or written, or another process saves
+                into it.
         """
+        check_root(self.root)
         try:
             os.makedirs(self.root, exist_ok=True)
             self._lock = lock_directory(self.root, "save")
