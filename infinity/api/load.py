@@ -57,7 +57,8 @@ def load(
             the optimizer.
 
     Returns:
-        All that was saved as `state`, by name.
+        What was saved as `state`, by name, but for tokenizers: these are in what `infinity.export` makes of
+        the checkpoint.
 
     Raises:
         DirectoryError: there is no checkpoint, or it cannot be looked at.
