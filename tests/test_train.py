@@ -680,6 +680,30 @@ def test_a_model_directory_that_is_not_whole(remove: str, gpt2: Path, text: str,
     assert caught.value.cure
 
 
+def test_a_model_that_is_no_causal_language_model(
+    gpt2: Path, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import T5Config
+
+    T5Config(num_layers=1, d_model=32, num_heads=2, architectures=["T5Model"]).save_pretrained(
+        tmp_path / "t5"
+    )
+    odd = json.loads((gpt2 / "config.json").read_text()) | {"n_head": 3}
+    (gpt2 / "config.json").write_text(json.dumps(odd))
+    for path, what, found in (
+        (tmp_path / "t5", "is no causal language model", "T5Model"),
+        (gpt2, "cannot be read", "ValueError"),
+    ):
+        arguments = ["--data", text, "--nvme", nvme, "--init-from", str(path), "--sequence", "16"]
+        for verb in ("plan", "train"):
+            assert run([verb, *arguments, "--device", "cpu", "--json"]) == 2
+            error = json.loads(capsys.readouterr().out)["error"]
+            assert what in error["what"]
+            assert found in error["found"]
+            assert error["type"] == "DataError"
+            assert error["cure"]
+
+
 def test_generate_looks_back_no_further_than_the_context() -> None:
     seen: list[int] = []
 

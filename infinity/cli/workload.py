@@ -131,7 +131,7 @@ class HuggingFace(Workload):
                 cure="check --init-from",
             )
         try:
-            from transformers import AutoConfig, AutoTokenizer
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
             raise DataError(
                 "transformers is not installed",
@@ -153,12 +153,16 @@ class HuggingFace(Workload):
                 AutoTokenizer.from_pretrained(self._path, local_files_only=True) if has_tokenizer else None
             )
         except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise _unreadable(directory, error) from error
+        if type(self.hf_config) not in AutoModelForCausalLM._model_mapping:
             raise DataError(
-                f"the model in {directory!r} cannot be read",
-                expected="the configuration (and tokenizer) of a causal language model",
-                found=f"{type(error).__name__}: {error}",
-                cure="check the directory, or update transformers",
-            ) from error
+                f"the model in {directory!r} is no causal language model of transformers",
+                expected="one that AutoModelForCausalLM has; code in the directory is never executed",
+                found=", ".join(getattr(self.hf_config, "architectures", None) or [])
+                or type(self.hf_config).__name__,
+                cure="name the directory of a causal language model; in Python, `infinity.wrap(model, "
+                "optimizer, config)` trains others, too",
+            )
         if self.tokenizer is None and self.vocab < 256:
             raise DataError(
                 f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
@@ -173,8 +177,13 @@ class HuggingFace(Workload):
     def _structure(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config)
+        try:
+            with torch.device("meta"):
+                model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config)
+        except (
+            Exception
+        ) as error:  # whatever a configuration that is not what it should be makes of its model
+            raise _unreadable(self._path, error) from error
         return model
 
     def planned(self, config: Config) -> Model:
@@ -220,6 +229,15 @@ class HuggingFace(Workload):
             _recompute(model)
         model.train()
         return model  # type: ignore[no-any-return]
+
+
+def _unreadable(directory: str, error: Exception) -> DataError:
+    return DataError(
+        f"the model in {directory!r} cannot be read",
+        expected="the configuration (and tokenizer) of a causal language model",
+        found=f"{type(error).__name__}: {error}",
+        cure="check the directory, or update transformers",
+    )
 
 
 def _recompute(model: Any) -> None:
