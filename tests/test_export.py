@@ -371,6 +371,7 @@ def test_the_command_line(
     assert run(arguments) == 0
     shown = capsys.readouterr()
     assert f"transformers.LlamaForCausalLM.from_pretrained('{tmp_path / 'out'}')" in shown.out
+    assert "--init-from" not in shown.out
     assert shown.err == "", "it was over before there was anything to say"
     with monkeypatch.context() as patch:
         patch.setattr("infinity.cli.console._PAUSE", 0.0)
@@ -389,7 +390,9 @@ def test_the_command_line(
     assert found["load"].startswith("safetensors.torch.load_model(model, ")
     small = ["export", str(tmp_path / "gpt"), str(tmp_path / "small"), "--max-shard-size", "100KB"]
     assert run(small) == 0
-    assert "load_file(file)" in capsys.readouterr().out
+    shown_ = capsys.readouterr().out
+    assert "load_file(file)" in shown_
+    assert "--init-from does not take" in shown_
     assert_equal(tensors_in(tmp_path / "small"), tensors_in(tmp_path / "plain"))
     for wrong in (
         [*small[:3], "--dtype", "int8"],

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
 from infinity.cli.main import run
 from infinity.cli.output import read_run
 from infinity.cli.train import train
-from infinity.cli.workload import generate
+from infinity.cli.workload import BuiltIn, generate
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 
 from .quick import quick
@@ -656,6 +657,33 @@ def test_fine_tuning_a_hugging_face_model(with_tokenizer: bool, gpt2: Path, text
     assert_on_disk(rows["nvme"])
     assert result["loss_fell"]
     assert result["sample"].startswith("def")
+
+
+@pytest.mark.parametrize("built_in", [False, True])
+def test_how_a_run_that_would_change_begins_anew(
+    built_in: bool, gpt2: Path, text: str, nvme: str, tmp_path: Path
+) -> None:
+    """The cure is followed; and what is exported of the built-in GPT is read as `infinity export` says."""
+    model: dict[str, Any] = (
+        {} if built_in else {"init_from": str(gpt2), "layers": None, "width": None, "heads": None}
+    )
+    given = {**settings(text, nvme, **model), "steps": 1, "sample_tokens": 0}
+    result = train(read_run(None, {**given, "output": str(tmp_path / "one")}))
+    change: dict[str, Any] = {"layers": 1} if built_in else {"batch": 2}
+    with pytest.raises(ConfigError, match="cannot change its") as caught:
+        read_run(None, {"resume": True, "output": str(tmp_path / "one"), "steps": 2, **change})
+    out = tmp_path / "exported"
+    if built_in:
+        assert "without --resume and with another --output" in str(caught.value.cure)
+    else:
+        assert "begin a new run with --init-from" in str(caught.value.cure)
+        change["init_from"] = str(out)
+    assert run(["export", result["checkpoint"], str(out)]) == 0
+    assert train(read_run(None, {**given, "output": str(tmp_path / "two"), **change}))["steps"] == 1
+    if built_in:
+        saved = read_run(None, given)
+        read = BuiltIn(saved.model, saved.train.sequence).build(recompute=False)
+        assert safetensors.torch.load_model(read, out / "model.safetensors") == (set(), [])
 
 
 def test_weights_are_read_and_not_drawn(gpt2: Path, text: str, nvme: str) -> None:

@@ -30,6 +30,9 @@ def export_command(
 
     CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
     so any machine with room on its drive can do it. A DIR with something in it is refused.
+
+    The built-in GPT of `infinity train` is none of transformers: --init-from does not take its files, which
+    are for an `infinity.cli.model.GPT` of the same shape. `infinity generate CHECKPOINT` writes with it.
     """
     for name, value in (("CHECKPOINT", checkpoint), ("DIR", directory)):
         if not value:  # such as an unset "$DIR"; it would be the current one
@@ -58,6 +61,12 @@ def export_command(
 def _show(result: Any) -> None:
     click.echo(f"{result['path']}: {len(result['files'])} files, {format_size(result['bytes'])}")
     click.echo(f"load it: {result['load']}")
+    if "config.json" not in result["files"]:
+        click.echo(
+            "model: a module like the one that was saved. The built-in GPT of `infinity train`, an "
+            "infinity.cli.model.GPT, is what --init-from does not take; `infinity generate CHECKPOINT` "
+            "writes with it"
+        )
 
 
 def _how_to_load(path: str, files: list[str]) -> str:

@@ -154,6 +154,13 @@ def going_on(root: str) -> Iterator[None]:
         raise
 
 
+def anew(found: Found) -> str:
+    """Return how a new run begins, with what a checkpoint has learned where --init-from can take that."""
+    if "config.json" in found.content.get("texts", {}):
+        return "`infinity export` the checkpoint, and begin a new run with --init-from"
+    return "begin a new run, without --resume and with another --output"
+
+
 def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     """Return the newest checkpoint in ``output``, and the settings of the run that made it, without those
     that are defaults or belong to one process.
@@ -187,7 +194,7 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
             f"{found.path} was not saved by `infinity train`",
             expected="a checkpoint with the settings of its run",
             found="one of another program",
-            cure="load it in Python with `infinity.load`; or `infinity export` it and begin with --init-from",
+            cure=f"load it in Python with `infinity.load`; or {anew(found)}",
         )
     usual = Run.default().as_dict()
     kept = {
@@ -243,7 +250,7 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
             f"a run that goes on cannot change its {name}",
             expected=f"{there!r}, as in {found.path}",
             found=repr(here),
-            cure=f"leave {flag} out; or `infinity export` the checkpoint, and begin anew with --init-from",
+            cure=f"leave {flag} out; or {anew(found)}",
         )
     check_steps(run.train, found.step)
 

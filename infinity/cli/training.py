@@ -30,7 +30,7 @@ from infinity.storage.checkpoints import find
 from .data import Corpus
 from .ending import AfterThis
 from .measure import Peak
-from .output import check_steps, going_on
+from .output import anew, check_steps, going_on
 from .progress import Reporter
 from .settings import Run
 from .workload import Workload, generate
@@ -110,8 +110,7 @@ class Training:
                 "the text is not the one that the run began with, so its batches would be others",
                 expected=given["train"]["text"],
                 found=text,
-                cure="bring it back as it was (--data); or `infinity export` the checkpoint, and begin a new "
-                "run with --init-from",
+                cure=f"bring it back as it was (--data); or {anew(found)}",
             )
         self.losses = given["train"]["losses"].tolist()
         check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
