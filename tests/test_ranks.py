@@ -42,6 +42,14 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(2, "gpt", "device", "fp32"),
         {"sizes": {"recompute": "non-reentrant"}, "config": {"activations": "host"}},
     ),
+    "gpt, stage 2": (
+        *(2, "gpt", "device", "bf16"),
+        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 2, "optimizer_state": "host"}},
+    ),
+    "gpt, stage 2, four ranks": (
+        *(4, "gpt", "state on nvme", "fp32"),
+        {"sizes": {"tied": True, "recompute": "reentrant"}, "config": {"zero_stage": 2}},
+    ),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
     "lstm": (2, "lstm", "split", "fp32", {}),
     "moe": (2, "moe", "nvme", "bf16", {}),
@@ -267,10 +275,36 @@ def test_what_is_not_there_yet_is_refused(call: str, words: str, tmp_path: Path)
         assert words in err
 
 
-@pytest.mark.parametrize("more", [{"zero_stage": 1}, {"update": "delayed"}, {"device_memory": 4096}])
+@pytest.mark.parametrize(
+    "more", [{"zero_stage": 1}, {"zero_stage": 2}, {"update": "delayed"}, {"device_memory": 4096}]
+)
 def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any], tmp_path: Path) -> None:
     given = {**settings_of(tmp_path, "nvme", "fp32"), **more}
     for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
         assert code == 1
         assert "ConfigError" in err or "BudgetError" in err
     assert not list(tmp_path.rglob("*.arena"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_sent_is_what_zero_says(stage: int, tmp_path: Path) -> None:
+    """Per rank, times (N - 1) / N: stage 2 sends c + K r of every element, stage 3 at most K (2 c + r)."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+from infinity.api.engine import engine_of
+engine = engine_of(adam)
+elements = sum(u.layout.gathered_nbytes for u in engine.units) // 4
+for _ in range(2):
+    before = engine.comm.sent
+    for _ in range(3):
+        loss().backward()
+    adam.step()
+    adam.zero_grad()
+print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
+"""
+    )
+    given = settings_of(tmp_path, "device", "fp32", zero_stage=stage, prefetch_memory=0)
+    for said in all_well(run_ranks(2, script, json.dumps(given))):
+        assert float(said) == 4 if stage == 2 else 3 < float(said) <= 9

@@ -54,7 +54,7 @@ from infinity.storage.weights import Weights
 
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
-from .ranks import check_ranks, check_same
+from .ranks import check_ranks, check_same, check_stage
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import take_over
@@ -110,6 +110,7 @@ class Engine:
         config = self.config
         if comm.world > 1:
             check_ranks(comm, config, trains=optimizer is not None)
+            check_stage(comm, config)
         cpu_adam.set_threads(threads_of(config, staged=device.staged))
         node = node_for(device.torch_device, config.directories)
 
@@ -225,6 +226,7 @@ class Engine:
                     *(layout, sharded, device, comm),
                     on_device=placed_here and comm.world == 1,
                     kept_apart=placed_here and comm.world > 1,
+                    persistent=comm.world > 1 and self.config.zero_stage == 2,
                     look=self.config.check_edits,
                 )
             )

@@ -9,6 +9,7 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
+from infinity.core.sizes import Tier
 from infinity.hardware.comm import Comm
 from infinity.planning.partition import ParamSpec
 
@@ -21,16 +22,29 @@ def check_ranks(comm: Comm, config: Config, *, trains: bool) -> None:
     refused = None
     if config.update == "delayed":
         refused = 'update="delayed"', 'update="overlap"'
-    elif config.zero_stage != 3:
-        refused = f"zero_stage={config.zero_stage}", "zero_stage=3"
+    elif config.zero_stage < 2:
+        refused = f"zero_stage={config.zero_stage}", "zero_stage=2"
     elif not trains:
         refused = "`infinity.inference`", "run it in one process for each copy of the model"
     if refused is not None:
         raise ConfigError(
             f"{refused[0]} is not available with several ranks yet",
-            expected="training with ZeRO stage 3, its update not delayed",
+            expected="training with ZeRO stage 2 or 3, its update not delayed",
             found=f"{refused[0]} on {comm.world} ranks",
             cure=refused[1],
+        )
+
+
+def check_stage(comm: Comm, config: Config) -> None:
+    """Raise `ConfigError` for a placement that a stage cannot have."""
+    shares = config.placements["parameters"]
+    away = [tier for tier, share in shares.items() if share and tier is not Tier.DEVICE]
+    if comm.world > 1 and config.zero_stage < 3 and away:
+        raise ConfigError(
+            f"stage {config.zero_stage} keeps parameters on the device from their first use in a step on",
+            expected='parameters="device"',
+            found=f"some on {away[0]}",
+            cure='parameters="device", or zero_stage=3',
         )
 
 

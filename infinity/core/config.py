@@ -97,8 +97,9 @@ class Config:
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
             and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
             each step, state dict of the optimizer and `unwrap`. For debugging: slow.
-        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 3:
-            optimizer state, gradients and parameters. Others are not available yet.
+        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 2:
+            optimizer state and gradients, so that parameters, which are placed on the device, are gathered
+            once in a step and stay; 3: parameters too. Others are not available yet.
         rank_timeout: seconds that a rank waits for the others before it is an error.
 
     Raises:

@@ -42,6 +42,7 @@ class Comm:
     Attributes:
         rank, world: this one's number, and how many there are.
         local_rank, local_world: the same of this machine.
+        sent: bytes that this rank has sent in gathers and reductions, on average over ranks.
 
     Raises, every collective:
         DivergenceError: ranks do not do the same.
@@ -52,6 +53,7 @@ class Comm:
     world = 1
     local_rank = 0
     local_world = 1
+    sent = 0
 
     def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
         """Return every rank's `value`, by rank. `what` says what they are about to do: the same on all."""
@@ -156,6 +158,7 @@ class Ranks(Comm):
     def gather(self, run: torch.Tensor) -> None:
         """See `Comm`. gloo's own all-gather would take its output once more; each rank's slice is broadcast
         in its place, all at the same time."""
+        self.sent += run.nbytes // self.world * (self.world - 1)
         slices = run.view(torch.uint8).chunk(self.world)
         if self._data is self._control:
             self._do(
@@ -174,6 +177,7 @@ class Ranks(Comm):
 
     def reduce(self, run: torch.Tensor) -> torch.Tensor:
         """See `Comm`. NCCL adds in its own order, in the dtype of `run`."""
+        self.sent += run.nbytes // self.world * (self.world - 1)
         if self._data is not self._control:
             mine = run.new_empty(run.numel() // self.world)
             mean = dist.ReduceOp.AVG

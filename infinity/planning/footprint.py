@@ -246,6 +246,9 @@ def demand(
     # With several ranks what is placed on the device is a shard; the whole is there while it is used.
     placed_here = (u for u in layouts if u.world == 1)
     resident = {u.index for u in placed_here if plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
+    # Below stage 3 what was gathered stays until the step.
+    stays = config.zero_stage < 3 and any(u.world > 1 for u in layouts)
+    at_once = [range(len(layouts))] if stays else working_sets
     reducing = max((u.reduction_nbytes for u in layouts), default=0)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
@@ -265,7 +268,7 @@ def demand(
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
         },
         working=max(
-            (sum(layouts[u].gathered_nbytes for u in set(s) if u not in resident) for s in working_sets),
+            (sum(layouts[u].gathered_nbytes for u in set(s) if u not in resident) for s in at_once),
             default=0,
         ),
         away=sum(u.gathered_nbytes for u in layouts if u.index not in resident),
