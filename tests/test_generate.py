@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,9 @@ def test_one_prompt_is_streamed(directory: Path, generate: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_many_prompts_from_a_file(kind: str, directory: Path, generate: Any, tmp_path: Path) -> None:
+def test_many_prompts_from_a_file(
+    kind: str, directory: Path, generate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_json = [json.dumps(PROMPTS[0]), *(json.dumps({"prompt": p}) for p in PROMPTS[1:])]
     lines = {"txt": PROMPTS, "jsonl": as_json}
     file = tmp_path / f"prompts.{kind}"
@@ -98,10 +101,15 @@ def test_many_prompts_from_a_file(kind: str, directory: Path, generate: Any, tmp
     assert result["bytes_read_per_forward"] > 0
     assert result["bound"] in ("nvme", "compute", "link")
     if kind == "txt":
+        monkeypatch.setattr("infinity.cli.console._PAUSE", math.inf)
         code, out, err = generate(directory, "--prompts", str(file), "--tokens", "6", "--batch", "2")
         assert out == "".join(
             f"[{i + 1}] {p}{t}\n" for i, (p, t) in enumerate(zip(PROMPTS, wanted, strict=True))
         )
+        assert "batch" not in err
+        assert "reading" not in err
+        monkeypatch.setattr("infinity.cli.console._PAUSE", 0.0)
+        _, _, err = generate(directory, "--prompts", str(file), "--tokens", "6", "--batch", "2")
         assert "batch 2 of 2" in err
 
 
