@@ -30,6 +30,7 @@ from infinity.core.errors import (
 from . import models
 from .offloaded import config_for
 from .quick import covering
+from .test_ecosystem import need
 
 transformers = pytest.importorskip("transformers")
 
@@ -594,5 +595,16 @@ def test_what_it_takes(directory: Any, tmp_path: Path) -> None:
         infinity.inference(nn.Linear(2, 2, device="meta"), config_of(tmp_path))
     with torch.device("meta"):
         with_buffers = models.build("cnn")
-    with pytest.raises(WrapError, match="buffer"):
+    with pytest.raises(WrapError, match=r"buffer[^$]*init_empty_weights"):
         infinity.inference(with_buffers, config_of(tmp_path), weights=directory("llama"))
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_model_that_accelerate_builds_without_values(
+    kind: str, directory: Any, tmp_path: Path, standing: Callable[..., Any]
+) -> None:
+    with need("accelerate").init_empty_weights():
+        built = class_of(kind).from_config(CONFIGS[kind]())
+    model = standing(built, config_of(tmp_path / "nvme"), weights=directory(kind))
+    assert torch.equal(logits(model), logits(plain(directory(kind), kind)))

@@ -43,8 +43,9 @@ def inference(
             checkpoints: of these, the one that was completed last. From a directory values go straight to
             their tiers, without ever being a model in memory, and in the compute dtype.
         config: budgets, the compute dtype, and the placement of `parameters`.
-        weights: such a directory, for the values of a model that was built: its own do not count, and it may
-            be on the meta device. Its parameters are replaced by others then.
+        weights: such a directory, for the values of a model that was built: its own do not count, and its
+            parameters may be on the meta device (of `accelerate.init_empty_weights()`), its buffers may not.
+            Its parameters are replaced by others then.
         progress: called with the bytes read, and all bytes.
 
     Raises:
@@ -64,6 +65,9 @@ def inference(
         if isinstance(model, nn.Module):
             if weights is not None:
                 _check_buffers(model)
+                tie = getattr(model, "tie_weights", None)
+                if callable(tie) and any(p.is_meta for p in model.parameters()):
+                    tie()  # accelerate unties parameters when it takes their values
                 values = _weights_at(path_of(weights), model, stack)
         else:
             if weights is not None:
@@ -125,7 +129,8 @@ def _check_buffers(model: nn.Module) -> None:
                 f"the buffer {name!r} has no values",
                 expected="buffers with values",
                 found="one on the meta device",
-                cure="build the model on the CPU, or let only its parameters be on the meta device",
+                cure="build the model inside `with accelerate.init_empty_weights():`, which leaves buffers "
+                "their values, not inside `with torch.device('meta'):`; or on the CPU",
             )
 
 
