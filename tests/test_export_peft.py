@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ConfigError, StateDictError
+from infinity.core.errors import ConfigError, DataError, StateDictError
 
 from .models import huggingface
 from .offloaded import config_for
@@ -179,3 +179,48 @@ def test_a_checkpoint_of_a_run_with_adapters_says_what_to_do(tmp_path: Path) -> 
     infinity.export(model, tmp_path / "again")
     assert_equal(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "out"))
     infinity.close(adam)
+
+
+def test_a_model_of_peft_that_is_used(tmp_path: Path) -> None:
+    """Whether a directory has base, adapters or both is said where it is the wrong one; each cure works."""
+    peft = need("peft")
+    config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
+    paths = {name: str(tmp_path / name) for name in ("base", "alone", "merged", "saved", "base saved")}
+    llama().save_pretrained(paths["base"])
+    model, adam = trained(built("lora"), tmp_path / "run", dtype="fp32", output_dtype=None)
+    wanted = logits(model)
+    infinity.save(adam, paths["saved"])
+    infinity.export(model, paths["alone"])
+    infinity.export(model, paths["merged"], merge_adapters=True)
+    infinity.close(adam)
+    plain = llama()
+    adam = infinity.wrap(plain, torch.optim.AdamW(plain.parameters()), config)[1]
+    infinity.save(adam, paths["base saved"])
+    infinity.close(adam)
+
+    for given, weights, expected in [
+        (paths["saved"], None, r"those of a model of PEFT\n[^$]*get_peft_model[^$]*merge_adapters=True"),
+        (llama(), "saved", "those of a model of PEFT\n"),
+        (paths["alone"], None, "only adapters[^$]*PeftModel.from_pretrained"),
+        (llama(), "alone", "only adapters"),
+        (adapted("lora"), "alone", "only adapters"),
+        (adapted("lora"), "base", r"those of a model without adapters\n[^$]*without weights"),
+        (adapted("lora"), "base saved", "those of a model without adapters\n"),
+    ]:
+        with pytest.raises(DataError, match=expected):
+            infinity.inference(given, config, weights=paths[weights] if weights else None)
+    Path(paths["alone"], "config.json").write_text(Path(paths["base"], "config.json").read_text())
+    with pytest.raises(DataError, match="only adapters"):
+        infinity.inference(paths["alone"], config)
+
+    with infinity.init(config):
+        base = type(llama()).from_pretrained(paths["base"])
+    for given, weights in [
+        (adapted("lora"), "saved"),
+        (peft.PeftModel.from_pretrained(base, paths["alone"]), None),
+        (paths["merged"], None),
+    ]:
+        used = infinity.inference(given, config, weights=paths[weights] if weights else None)
+        assert torch.allclose(logits(used), wanted, atol=1e-5)
+        assert given == paths["merged"] or torch.equal(logits(used), wanted)
+        infinity.close(used)

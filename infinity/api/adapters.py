@@ -6,13 +6,13 @@ import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from infinity.core.errors import ConfigError, StateDictError
+from infinity.core.errors import ConfigError, DataError, StateDictError
 from infinity.storage.tensor_header import Spec
 
 from .gathered import gathered
@@ -22,6 +22,49 @@ from .module_state import Values, plain_name, state_of
 def has_adapters(model: nn.Module) -> bool:
     """Return whether a model is one of PEFT, or one of transformers that has adapters."""
     return isinstance(getattr(model, "peft_config", None), dict)
+
+
+def adapted_name(names: Iterable[str]) -> str | None:
+    """Return the first of the names of parameters that is one of a model of PEFT; None: there is none."""
+    return next((name for name in names if name.startswith("base_model.") or ".base_layer." in name), None)
+
+
+def adapters_differ(directory: str, lacking: Iterable[str], there: Iterable[str]) -> DataError | None:
+    """Return the error of a model that lacks some parameters in a directory that has others, if what makes
+    the difference is that one of the two has adapters; None otherwise."""
+    ours, theirs = adapted_name(lacking), adapted_name(there)
+    if theirs and not ours:
+        return DataError(
+            f"the parameters in {directory!r} are those of a model of PEFT",
+            expected="those of a model without adapters",
+            found=repr(theirs),
+            cure="build the model as its run does, infinity.inference(get_peft_model(base, peft_config), "
+            f"config, weights={directory!r}); or write the merged model where it is trained, "
+            "infinity.export(model, path, merge_adapters=True), and use infinity.inference(path, config)",
+        )
+    if ours and not theirs:
+        return DataError(
+            f"the parameters in {directory!r} are those of a model without adapters",
+            expected="those of a model of PEFT, base and adapters",
+            found=f"none for {ours!r}",
+            cure="give the base its values before it has adapters, base = from_pretrained(path), inside "
+            "`with infinity.init(config):` where it is larger than memory (infinity.export makes such a path "
+            "of a checkpoint); then infinity.inference(get_peft_model(base, peft_config), config), without "
+            "weights",
+        )
+    return None
+
+
+def check_not_adapters(directory: str) -> None:
+    """Raise `DataError` if a directory without a model has adapters, as PEFT saves them."""
+    if os.path.isfile(os.path.join(directory, "adapter_config.json")):
+        raise DataError(
+            f"there are only adapters of PEFT in {directory!r}",
+            expected="a model, or a checkpoint of infinity.save",
+            found="adapter_config.json",
+            cure="load them onto their base, inside `with infinity.init(config):` where that is larger than "
+            f"memory: infinity.inference(PeftModel.from_pretrained(base, {directory!r}), config)",
+        )
 
 
 def base_of(model: Any) -> nn.Module:

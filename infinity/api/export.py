@@ -24,7 +24,7 @@ from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Spec
 
-from .adapters import Merged, adapters_of, base_of, has_adapters
+from .adapters import Merged, adapted_name, adapters_of, base_of, has_adapters
 from .checkpoint import (
     Progress,
     check_free,
@@ -360,7 +360,7 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _check_no_adapters(found: Found, names: Any) -> None:
-    adapted = next((name for name in names if name.startswith("base_model.") or ".base_layer." in name), None)
+    adapted = adapted_name(names)
     if adapted is not None:
         raise StateDictError(
             f"the checkpoint {found.path} is of a model of PEFT",

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,6 +31,7 @@ from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import Piece, Weights
 
+from .adapters import adapters_differ, check_not_adapters
 from .init import init
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -182,7 +183,7 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
             return None  # they are not tied after all
         pieces |= dict.fromkeys(names, found[0])
     if lacking:
-        raise missing(directory, lacking)
+        raise missing(directory, lacking, entries)
     for name, buffer in model.named_buffers():
         if name in targets and buffer.numel() == sum(p.numel for p in pieces_of(name)):
             [piece] = pieces_of(name)
@@ -201,6 +202,7 @@ def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[
     if not os.path.lexists(index):
         one = os.path.join(directory, _ONE)
         if not os.path.lexists(one):
+            check_not_adapters(directory)
             others = sorted(n for n in os.listdir(directory) if n.endswith((".bin", ".pt", ".safetensors")))
             raise DataError(
                 f"there are no weights in {directory!r}",
@@ -406,8 +408,10 @@ def _unreadable(directory: str, error: Exception) -> DataError:
     )
 
 
-def missing(directory: str, names: Sequence[str]) -> DataError:
-    """Return the error of a model with more parameters than its directory."""
+def missing(directory: str, names: Sequence[str], there: Iterable[str] = ()) -> DataError:
+    """Return the error of a model with more parameters than its directory, which has those named `there`."""
+    if (error := adapters_differ(directory, names, there)) is not None:
+        return error
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return DataError(
         f"the files in {directory!r} do not have all parameters of the model",

@@ -20,6 +20,7 @@ from infinity.storage.tensor_file import TensorFile, read_all
 from infinity.storage.weights import Piece, Weights
 
 from . import hugging_face
+from .adapters import check_not_adapters
 from .checkpoint import Progress, path_of, reading_ring
 from .engine import Engine
 
@@ -185,6 +186,7 @@ def find_model(directory: str) -> Found:
     try:
         return find(directory)
     except DirectoryError as error:
+        check_not_adapters(directory)
         raise DataError(
             f"there is no model in {directory!r}",
             expected="a Hugging Face directory (config.json and *.safetensors), or a checkpoint of "
@@ -245,7 +247,7 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         parts = [Piece(file, name, entry.numel)]
         pieces |= {each: parts for each in names}
     if lacking:
-        raise hugging_face.missing(found.path, lacking)
+        raise hugging_face.missing(found.path, lacking, saved)
     buffers = found.file("buffers")
     given = {} if buffers is None else read_all(buffers, ring, found.content["crcs"]["buffers"])
     for name, buffer in model.named_buffers():
