@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ConfigError, DataError, StateDictError
+from infinity.core.errors import ConfigError, DataError, ReleasedParameterError, StateDictError
 
 from .models import huggingface
 from .offloaded import config_for
@@ -224,3 +224,17 @@ def test_a_model_of_peft_that_is_used(tmp_path: Path) -> None:
         assert torch.allclose(logits(used), wanted, atol=1e-5)
         assert given == paths["merged"] or torch.equal(logits(used), wanted)
         infinity.close(used)
+
+
+def test_adapters_are_merged_for_good_as_the_error_says(tmp_path: Path) -> None:
+    model = built("lora")
+    wanted = logits(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
+    model, adam = infinity.wrap(model, optimizer, config)
+    with pytest.raises(
+        ReleasedParameterError, match=r"merge adapters into it after `infinity.unwrap\(model\)`"
+    ):
+        model.merge_and_unload()
+    assert torch.allclose(logits(infinity.unwrap(model).merge_and_unload()), wanted, atol=1e-5)
+    infinity.close(adam)

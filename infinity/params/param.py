@@ -71,9 +71,9 @@ _METADATA: set[Any] = {
 }
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = (
-    "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it after "
-    "`infinity.unwrap(model)`; wrappers of whole models (DistributedDataParallel, FSDP) cannot have a "
-    "wrapped one: train it as it is"
+    "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it or merge "
+    "adapters into it after `infinity.unwrap(model)`; wrappers of whole models (DistributedDataParallel, "
+    "FSDP) cannot have a wrapped one: train it as it is"
 )
 
 
