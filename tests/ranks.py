@@ -1,8 +1,8 @@
-"""Runs a script as N ranks: processes with torchrun's environment, forked from one that has torch.
+"""Runs a script as N ranks: processes with torchrun's environment, forked from one that has imported torch.
 
-Importing torch costs each process seconds of a core. So one process, a thread-less server, imports it once
-for all tests, and forks the ranks. A rank is a whole interpreter all the same: its uncaught exception goes
-through `sys.excepthook`, and it ends by the interpreter's own exit, not by `os._exit`.
+Importing torch costs each process seconds of a core. So one process, a server without threads, imports it
+once for all tests, and forks the ranks. A rank is a whole interpreter all the same: its uncaught exception
+goes through `sys.excepthook`, and it ends by the interpreter's own exit, not by `os._exit`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 def _serve() -> str | None:
     """Fork ranks for each request on stdin. Return the script in a rank, None at the end of requests."""
+    import torch.distributed  # noqa: F401
 
     from infinity.hardware import comm  # noqa: F401
 

@@ -1,10 +1,13 @@
-"""What ranks tell each other; and that all end with the first error when one fails, in time."""
+"""Ranks: what they compute, and what each is told when another fails, ends, stops or does something else."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,169 +15,436 @@ import torch
 from infinity.core.errors import ConfigError
 from infinity.hardware.comm import Alone, connect
 
-from .quick import quick
-from .ranks import all_well, run_ranks
+from .cgroup import unavailable
+from .ranks import Result, all_well, run_ranks
 
-HEAD = """
-import os, signal, sys, time
+pytestmark = pytest.mark.processes
+
+START = """
+import json, os, signal, sys, time
 import torch
-from infinity.hardware.comm import connect
-torch.set_num_threads(1)
-comm = connect(device=torch.device("cpu"), timeout={timeout})
-rank, world = comm.rank, comm.world
-"""
-
-COLLECTIVES = """
-for dtype in (torch.bfloat16, torch.float16, torch.float32):
-    for numel in (1, 64, 100_000):
-        wanted = torch.randn(world, world, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-        run = torch.full((world, numel), float("nan"), dtype=dtype)
-        run[rank] = wanted[0, rank]
-        comm.gather(run.view(-1))
-        assert torch.equal(run, wanted[0])
-        mean = torch.zeros(numel)
-        for other in range(world):
-            mean = mean + wanted[other, rank].float()
-        assert torch.equal(comm.reduce(wanted[rank].reshape(-1)), mean / world)
-        for source in range(world):
-            flat = wanted[rank].reshape(-1).clone()
-            comm.broadcast(flat, source)
-            assert torch.equal(flat, wanted[source].reshape(-1))
-for length in (0, 1, 499, 500, 501, 100_000):
-    value = bytes([rank + 1]) * (length + rank)
-    assert comm.exchange(f"{length}", value) == [bytes([r + 1]) * (length + r) for r in range(world)]
-comm.close()
-comm.close()
-print("well")
-"""
-
-
-def ranks(world: int, script: str, timeout: float = 60.0, seconds: int = 60) -> list[tuple[int, str, str]]:
-    return run_ranks(world, HEAD.format(timeout=timeout) + script, seconds=seconds)
-
-
-@pytest.mark.parametrize("world", quick([2, 3, 4], [2]))
-def test_collectives(world: int) -> None:
-    assert all_well(ranks(world, COLLECTIVES)) == ["well\n"] * world
-
-
-def test_alone() -> None:
-    comm = connect(device=torch.device("cpu"))
-    assert isinstance(comm, Alone)
-    assert (comm.rank, comm.world, comm.local_rank, comm.local_world) == (0, 1, 0, 1)
-    assert comm.exchange("anything", b"mine") == [b"mine"]
-    comm.close()
-
-
-def test_a_mesh_of_two_dimensions_is_refused() -> None:
-    class Mesh:
-        ndim, shape = 2, (2, 2)
-
-    with pytest.raises(ConfigError, match="several dimensions"):
-        connect(Mesh(), device=torch.device("cpu"))
-
-
-def test_the_group_that_is_there_and_a_mesh_of_it_are_taken() -> None:
-    script = """
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("gloo")
-comm = connect(device=torch.device("cpu"))
-assert comm.exchange("first", bytes([comm.rank])) == [b"\\0", b"\\1"]
-other = connect(init_device_mesh("cpu", (2,)), device=torch.device("cpu"))
-assert other.exchange("second") == [b"", b""]
+from infinity.core.errors import InfinityError, RankError, DivergenceError, ConfigError, ClosedError
+from infinity.hardware.comm import Alone, Comm, connect
+
+CPU = torch.device("cpu")
+DO = {
+    "exchange": lambda c: c.exchange("the step"),
+    "gather": lambda c: c.gather(torch.zeros(c.world * 100_000)),
+    "reduce": lambda c: c.reduce(torch.zeros(c.world * 100_000)),
+}
+def told(call, *arguments):
+    try:
+        call(*arguments)
+    except InfinityError as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+    else:
+        print('["", ""]', flush=True)
+"""
+
+
+def errors(result: Result) -> list[tuple[str, str]]:
+    """Return (type, text) of what `told` printed; fail if the rank did not end by itself, and well."""
+    code, out, err = result
+    assert code == 0, f"exited with {code}:\n{out}\n{err}"
+    assert "terminate" not in err
+    return [tuple(json.loads(line)) for line in out.splitlines()]
+
+
+def the_error(result: Result) -> tuple[str, str]:
+    (error,) = errors(result)
+    return error
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_ranks_compute(world: int) -> None:
+    """Bit for bit: a mean is the fp32 sum in the order of the ranks, divided once."""
+    script = """
+comm = connect(device=CPU)
+rank, world = comm.rank, comm.world
+assert isinstance(comm, Alone) == (world == 1)
+assert (rank, world) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+assert (comm.local_rank, comm.local_world) == (rank, world)
+for sizes in ([0], [3], [743], [744], [745], [0, 1, 5000, 300_000]):
+    values = [bytes([r]) * sizes[r % len(sizes)] for r in range(world)]
+    assert comm.exchange("a long name " * 50, values[rank]) == values
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    given = torch.randn(world, world * 300_032, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = torch.zeros(300_032)
+    for r in range(world):
+        want += given[r].view(world, -1)[rank].float()
+    want /= world
+    run = given[rank].clone()
+    got = comm.reduce(run)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert torch.equal(run, given[rank])
+    run = torch.zeros_like(given[0])
+    run.view(world, -1)[rank] = given[0].view(world, -1)[rank]
+    comm.gather(run)
+    assert torch.equal(run, given[0])
+    flat = given[rank].clone()
+    comm.broadcast(flat, world - 1)
+    assert torch.equal(flat, given[-1])
+for dtype in (torch.int64, torch.bool, torch.float64):
+    run = torch.zeros(world * 3).to(dtype)
+    run.view(world, -1)[rank] = torch.tensor([1, 0, rank]).to(dtype)
+    comm.gather(run)
+    assert torch.equal(run, torch.tensor([[1, 0, r] for r in range(world)]).view(-1).to(dtype))
+comm.gather(torch.zeros(0))
+assert comm.reduce(torch.zeros(0)).numel() == 0
+with torch.inference_mode():
+    comm.gather(torch.zeros(world))
+comm.reduce(torch.nn.Parameter(torch.zeros(world)))
+total = 0.1
+for r in range(1, world):
+    total += 0.1 * 3**r
+assert comm.total(0.1 * 3**rank) == total
 comm.close()
-other.close()
-dist.barrier()  # it is not ours to end
+comm.close()
+assert world == 1 or not dist.is_initialized()
+if world > 1:
+    told(comm.exchange, "after the end")
+"""
+    for result in run_ranks(world, START + script):
+        assert [kind for kind, _ in errors(result)] == ["ClosedError"] * (world > 1)
+
+
+def test_memory_of_collectives() -> None:
+    """A gather takes none; a reduce its output, `world` slices, and some pages."""
+    script = """
+def pages(name):
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
+def peak(call, run):
+    for _ in range(2):  # what gloo keeps, it has after the first
+        before = pages("VmRSS:")
+        open("/proc/self/clear_refs", "w").write("5")
+        call(run)
+        more = pages("VmHWM:") - before
+    return more
+comm = connect(device=CPU)
+run = torch.ones(comm.world << 23, dtype=torch.bfloat16)
+print(json.dumps([peak(comm.gather, run), peak(comm.reduce, run)]))
+"""
+    for out in all_well(run_ranks(3, START + script)):
+        gather, reduce = json.loads(out)
+        slice_ = 2 << 23
+        assert gather < 4 << 20
+        assert reduce < 3 * slice_ + 2 * slice_ + (6 << 20)
+
+
+def test_where_ranks_come_from() -> None:
+    script = """
+comm = connect(device=CPU)  # torchrun's environment
+assert dist.is_initialized() and comm.world == 4
+comm.close()
+assert not dist.is_initialized()
+
+os.environ["MASTER_PORT"] = sys.argv[1]
+dist.init_process_group("gloo")
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+from torch.distributed.device_mesh import init_device_mesh
+rank = dist.get_rank()
+for mesh in (None, init_device_mesh("cpu", (4,))):  # the default group, as the user made it
+    comm = connect(mesh, device=CPU)
+    assert (comm.rank, comm.world, comm.local_rank, comm.local_world) == (rank, 4, rank, 4)
+    assert comm.total(1.0) == 4.0
+    comm.close()
+    assert dist.is_initialized()
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+told(lambda: connect(mesh, device=CPU))
+told(lambda: connect("mesh", device=CPU))
+rows = [connect(mesh["shard"], device=CPU) for _ in range(2)]  # two at once
+columns = connect(mesh["replicate"], device=CPU)
+assert (columns.rank, columns.world) == (rank // 2, 2)
+for comm in rows:
+    assert (comm.rank, comm.world) == (rank % 2, 2)
+    assert comm.exchange("a row", b"%d" % rank) == ([b"0", b"1"], [b"2", b"3"])[rank // 2]
+    run = torch.tensor([rank, rank])
+    comm.gather(run)
+    assert run.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+assert columns.exchange("a column", b"%d" % rank) == ([b"0", b"2"], [b"1", b"3"])[rank % 2]
+for comm in (*rows, columns):
+    comm.close()
+alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
+assert isinstance(connect(alone, device=CPU), Alone)
 dist.destroy_process_group()
 """
-    all_well(run_ranks(2, HEAD.partition("comm = ")[0] + script))
+    for result in run_ranks(4, START + script, str(free_port())):
+        two, none = errors(result)
+        assert two[0] == none[0] == "ConfigError"
+        assert "2 dimensions" in two[1]
+        assert 'mesh["shard"]' in two[1]
 
 
-def test_ranks_that_do_not_do_the_same_are_told_both_sides() -> None:
-    script = 'comm.exchange("one thing" if rank < 2 else "another")'
-    for code, _, err in ranks(3, script):
-        assert code == 1
-        assert "DivergenceError" in err
-        assert "rank 0: one thing; rank 1: one thing; rank 2: another" in err
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
-#: what one rank does while the others wait: the words of what they raise
-ENDS: dict[str, tuple[str, str]] = {
-    "raises": ("raise ValueError('a mistake of mine')", "ValueError: a mistake of mine"),
-    "interrupted": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "KeyboardInterrupt"),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "is gone|connection to another rank is closed"),
-    "exits": ("os._exit(3)", "is gone|connection to another rank is closed"),
-    "posts": ("comm.post(OSError('no space')); time.sleep(1)", "OSError: no space"),
-}
-#: what the others wait in
-WAITS = {
-    "exchange": 'comm.exchange("a")',
-    "gather": "comm.gather(torch.zeros(3 << 20))",
-    "reduce": "comm.reduce(torch.zeros(3 << 20))",
-    "broadcast": "comm.broadcast(torch.zeros(3 << 20), 1)",
-}
+def test_an_environment_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK and MASTER_ADDR and MASTER_PORT are not") as caught:
+        connect(device=cpu)
+    assert "torchrun" in str(caught.value)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        connect(device=cpu)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="timeout"):
+        connect(device=cpu, timeout=0)
+    assert isinstance(connect(device=cpu), Alone)
 
 
-def others_end(
-    script: Callable[[int], str], which: int, words: str, within: float, timeout: float = 60.0
-) -> None:
-    """All but rank `which` of three end with an error that has one of `words`, in time."""
-    text = f"""
-began = time.monotonic()
-try:
-    if rank == {which}:
-        time.sleep(0.3)
-        {script(0)}
-    else:
-        while True:  # one may be over without the rank that ends
-            {script(1)}
-except BaseException as error:
-    print(f"{{time.monotonic() - began:.1f}} {{type(error).__name__}}", flush=True)
-    raise
-"""
-    began = time.monotonic()
-    results = ranks(3, text, timeout=timeout, seconds=40)
-    for rank, (code, out, err) in enumerate(results):
-        if rank == which:
-            continue
-        assert code == 1, (rank, code, err)
-        seconds, name = out.split()
-        assert (name, float(seconds) < within) == ("RankError", True), (out, err)
-        assert any(word in err for word in words.split("|")), err
-    assert time.monotonic() - began < within + 12
-
-
-@pytest.mark.parametrize("which", quick([0, 1, 2], [1], [0]))
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.covering
-def test_when_one_rank_ends_all_do(end: str, wait: str, which: int) -> None:
-    does, words = ENDS[end]
-    others_end(lambda waits: WAITS[wait] if waits else does, which, words, 10)
-
-
-@pytest.mark.parametrize("which", quick([0, 2], [2]))
-def test_a_rank_that_is_stopped_is_too_late(which: int) -> None:
-    does = "os.kill(os.getpid(), signal.SIGSTOP)"
-    others_end(
-        lambda waits: WAITS["exchange"] if waits else does, which, "within rank_timeout", 10, timeout=2
-    )
-
-
-def test_what_is_long_is_compared_to_its_end() -> None:
-    script = 'comm.exchange("x" * 1000 + str(rank))'
-    assert all("DivergenceError" in err for _, _, err in ranks(2, script))
-
-
-def test_the_mean_is_that_of_doubles_to_a_rounding() -> None:
-    """What is added up in fp32, in the order of the ranks, is what anybody would expect."""
+def test_ranks_that_differ_are_told_who_does_what() -> None:
     script = """
-values = torch.randn(world, world * 64, generator=torch.Generator().manual_seed(1))
-mine = comm.reduce(values[rank])
-exact = values.double().mean(0)[rank * 64 : (rank + 1) * 64]
-print(float((mine - exact).abs().max()))
+comm = connect(device=CPU)
+told(comm.exchange, "gather of unit 'h.3'" if comm.rank != 1 else "step")
+told(comm.exchange, "a" * 300 + str(comm.rank % 2))  # beyond what is sent of it
+told(comm.exchange, "again together")
 comm.close()
 """
-    for said in all_well(ranks(3, script)):
-        assert math.isclose(float(said), 0, abs_tol=1e-6)
+    for result in run_ranks(3, START + script):
+        first, second, third = errors(result)
+        assert first[0] == second[0] == "DivergenceError"
+        assert "ranks 0, 2: gather of unit 'h.3'; rank 1: step" in first[1]
+        assert third[0] == ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["posted", "raised", "interrupted", "exited", "ended"])
+def test_a_rank_that_fails_or_ends(who: int, how: str) -> None:
+    script = """
+who, how = int(sys.argv[1]), sys.argv[2]
+comm = connect(device=CPU)
+comm.exchange("begin")
+if comm.rank == who:
+    time.sleep(0.1)
+    if how == "posted":
+        comm.post(ValueError("no such\\nthing"))
+        comm.post(TypeError("a second one"))
+        comm.close()
+    elif how == "raised":
+        raise ValueError("no such\\nthing")
+    elif how == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    elif how == "exited":
+        sys.exit(3)
+else:
+    told(DO[["exchange", "gather"][comm.rank % 2]], comm)
+    told(comm.exchange, "once more")
+    if how not in ("exited", "ended"):
+        told(comm.check)
+    comm.close()
+"""
+    results = run_ranks(3, START + script, str(who), how)
+    code, _, err = results.pop(who)
+    assert code == {"posted": 0, "raised": 1, "exited": 3, "ended": 0}.get(how, code), err
+    if how == "raised":
+        assert "ValueError: no such" in err
+    want = {
+        "posted": f"rank {who} failed: ValueError: no such\nthing",
+        "raised": f"rank {who} failed: ValueError: no such\nthing",
+        "interrupted": f"rank {who} failed: KeyboardInterrupt",
+        "exited": f"rank {who} has closed the engine or ended",
+        "ended": f"rank {who} has closed the engine or ended",
+    }[how]
+    for result in results:
+        first, *later = errors(result)
+        assert first[0] == "RankError"
+        assert want in first[1]
+        assert {kind for kind, _ in later} == {"RankError"}
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("what", ["exchange", "gather", "reduce"])
+def test_a_rank_that_is_killed(who: int, what: str) -> None:
+    script = """
+who, what = int(sys.argv[1]), sys.argv[2]
+comm = connect(device=CPU)
+DO[what](comm)
+if comm.rank == who:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+told(DO[what], comm)
+comm.close()
+"""
+    results = run_ranks(3, START + script, str(who), what)
+    assert results.pop(who)[0] == -9
+    for result in results:
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        assert text.startswith(f"rank {who} is gone: its process ended without a word")
+
+
+def test_a_killed_rank_that_has_children() -> None:
+    """A fork of a rank is no rank: it may end as it likes, and a rank is gone though its fork lives on."""
+    script = """
+comm = connect(device=CPU)
+DO["gather"](comm)
+if os.fork() == 0:
+    if comm.rank == 1:
+        time.sleep(5)
+        os._exit(0)
+    told(DO["exchange"], comm)
+    comm.close()
+    raise ValueError("nobody hears of it")
+os.wait() if comm.rank != 1 else time.sleep(0.2)
+DO["exchange"](comm)
+if comm.rank == 1:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+begin = time.monotonic()
+told(DO["exchange"], comm)
+assert time.monotonic() - begin < 4
+comm.close()
+"""
+    results = run_ranks(3, START + script)
+    assert results.pop(1)[0] == -9
+    for result in results:
+        (fork, _), (kind, text) = errors(result)
+        assert fork == "ClosedError"
+        assert kind == "RankError"
+        assert "rank 1 is gone: its process ended without a word" in text
+
+
+@pytest.mark.parametrize(("who", "ending"), [(0, "close"), (1, "raise")])
+def test_a_rank_that_is_stopped(who: int, ending: str) -> None:
+    """It is slow, for all that anyone can tell. The others end: nobody waits for gloo's threads."""
+    script = """
+who, ending = int(sys.argv[1]), sys.argv[2]
+comm = connect(device=CPU, timeout=2)
+DO["gather"](comm)
+if comm.rank == who:
+    os.kill(os.getpid(), signal.SIGSTOP)
+told(DO["gather"], comm)
+told(comm.exchange, "once more")
+if ending == "raise":
+    sys.exit("the end")
+comm.close()
+"""
+    results = run_ranks(3, START + script, str(who), ending, seconds=20)
+    assert results.pop(who)[0] == -9
+    for code, out, err in results:
+        assert code == (ending == "raise"), err
+        first, second = (json.loads(line) for line in out.splitlines())
+        assert first[0] == second[0] == "RankError"
+        assert f"gather: rank {who} has not come within 2 s" in first[1]
+
+
+def test_a_rank_that_does_not_come() -> None:
+    """Rank 1 makes no engine at first; then it does something else than the others, and they see what."""
+    script = """
+comm = connect(device=CPU, timeout=1)
+told(DO["gather" if comm.rank != 1 else "exchange"], comm)
+comm.close()
+"""
+    for result in run_ranks(3, START + script):
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        assert "not come within 1 s" in text
+    script = """
+dist.init_process_group("gloo")
+if dist.get_rank() != int(sys.argv[1]):
+    told(lambda: connect(device=CPU, timeout=0.5))
+else:
+    time.sleep(1.5)
+"""
+    for who in (0, 1):
+        results = run_ranks(3, START + script, str(who))
+        results.pop(who)
+        for result in results:
+            assert f"rank {who} has not come within 0.5 s" in the_error(result)[1]
+
+
+def test_a_thread_that_waits_ends_when_its_rank_fails() -> None:
+    """The interpreter waits for such a thread before it ends, and another rank does not answer."""
+    script = """
+import threading
+comm = connect(device=CPU, timeout=30)
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+threading.Thread(target=told, args=(DO["gather"], comm)).start()
+time.sleep(0.2)
+raise ValueError("mine")
+"""
+    (code, out, err), stopped = run_ranks(2, START + script, seconds=20)
+    assert (code, stopped[0]) == (1, -9)
+    assert "ValueError: mine" in err
+    assert "this rank failed: ValueError" in out
+
+
+def test_ranks_close_in_any_order() -> None:
+    script = """
+for late in range(3):
+    comm = connect(device=CPU)
+    DO["reduce"](comm)
+    hook = sys.excepthook
+    if comm.rank == late:
+        time.sleep(0.2)
+        comm.check()
+    comm.close()
+    assert sys.excepthook is not hook
+    os.environ["MASTER_PORT"] = sys.argv[late + 1]
+"""
+    all_well(run_ranks(3, START + script, *(str(free_port()) for _ in range(3))))
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces that a cable joins: infinity-<pid>-0 is 10.213.0.1, -1 is 10.213.0.2."""
+    names = [f"infinity-{os.getpid()}-{i}" for i in range(2)]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+    if os.geteuid() != 0:
+        unavailable("network namespaces need root")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "cable", "netns", names[1])
+            for i, name in enumerate(names):
+                ip("-n", name, "addr", "add", f"10.213.0.{i + 1}/24", "dev", "cable")
+                ip("-n", name, "link", "set", "cable", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            unavailable(f"no network namespaces: {getattr(error, 'stderr', None) or error}")
+        yield names
+    finally:
+        for name in names:
+            if Path("/run/netns", name).exists():
+                subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+@pytest.mark.root
+def test_a_link_that_is_down() -> None:
+    script = """
+import ctypes, subprocess
+rank, names = int(os.environ["RANK"]), sys.argv[1:]
+with open(f"/run/netns/{names[rank]}") as space:
+    assert ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000) == 0
+comm = connect(device=CPU, timeout=60)
+DO["exchange"](comm)
+if rank == 0:
+    subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
+begin = time.monotonic()
+told(DO["gather"], comm)
+assert time.monotonic() - begin < 20
+comm.close()
+"""
+    with two_hosts() as names:
+        environment = {"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": "cable"}
+        results = run_ranks(2, START + script, *names, environment=environment)
+    for rank, result in enumerate(results):
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        assert f"rank {1 - rank} is gone: its machine does not answer" in text

@@ -22,9 +22,10 @@ from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
 from infinity.hardware import cpu_adam
-from infinity.hardware.comm import Comm, connect
+from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
 from infinity.optim.chunk_io import Tiers

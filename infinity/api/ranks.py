@@ -10,7 +10,7 @@ import torch
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.planning.partition import ParamSpec
 
 #: Settings that may differ between ranks: where a rank has its drives and its devices.

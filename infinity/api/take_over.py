@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device
+from infinity.hardware.ranks import Comm
 from infinity.optim.state_io import States, bump
 from infinity.params.unit import ParamUnit
 from infinity.storage.weights import Weights

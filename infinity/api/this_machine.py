@@ -11,10 +11,10 @@ import numpy as np
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import Tier
-from infinity.hardware.comm import Comm
 from infinity.hardware.cores import adam_threads, usable_cores
 from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory, nameless_file
+from infinity.hardware.ranks import Comm
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine, budget_of

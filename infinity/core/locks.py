@@ -16,7 +16,7 @@ from typing import Any, Final
 
 #: The names of the locks: which units' values have arrived; what the loader has to do; pending transfers and
 #: the chunk table; who has which lease; which pieces of a heap are lent.
-ORDER: Final = ("residency", "loader", "store", "pool", "heap", "watch")
+ORDER: Final = ("residency", "loader", "store", "pool", "heap")
 
 #: For tests: whether `lock` returns locks that check the order. An interrupt may leave such a lock taken.
 checking = False

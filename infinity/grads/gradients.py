@@ -16,8 +16,8 @@ import torch
 
 from infinity.core.errors import GradientError
 from infinity.core.spans import Recorder
-from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device, HostStream, Task
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit

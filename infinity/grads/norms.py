@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.params.unit import ParamUnit
 
 from .gradient_chunks import ChunkGradient

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from infinity.core.errors import DivergenceError
-from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device, Event
+from infinity.hardware.ranks import Comm
 from infinity.planning.partition import Chunk, Segment, UnitLayout
 
 from .buffer import Arrival, UnitBuffer

@@ -1,21 +1,28 @@
-"""Ranks: who they are, and what they tell each other. The only file that names `torch.distributed`.
+"""Ranks: what N processes that train one model tell each other. The only file that names torch.distributed.
 
-[Note: agreement] A data collective cannot see that ranks differ: of other sizes it aborts the process or
-gives garbage, of another unit it is silent. So each is preceded by an `exchange`, in which all say what they
-are about to do, on a group of its own. Nobody ever waits in C++, where no other rank's error, no signal and
-no deadline would be heard: all are asked whether they are done ([Note: who is gone]).
+[Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted, and ends when the other rank
+comes or minutes later. So works are started asynchronously and asked whether they are complete; meanwhile
+this rank learns whether another failed, is gone (`watch`) or is too late. gloo's `send` and `recv` do not
+know whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in place:
+gloo's own all-gather allocates its output a second time, and takes three times as long.
+
+[Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
+work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
+process may end all the same.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import atexit
+import ctypes
 import os
+import socket
 import struct
 import sys
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -24,308 +31,358 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from infinity.core.errors import ConfigError, DivergenceError, RankError
+from infinity.core import locks
+from infinity.core.errors import ClosedError, ConfigError, RankError
 
-from .watch import Watch, address_of_first
+from .ranks import Alone, Comm
+from .watch import Watch, diverged, hosts, named, until
 
-_BLOCK: Final = 1024  # bytes that every rank says in an exchange at once
-_HEAD: Final = struct.Struct("<III")  # of a block: bytes and CRC-32 of what it does, bytes of its value
-_WORDS: Final = 512  # bytes of the first
-_PAUSES: Final = 20e-6, 0.05  # seconds between two looks: the first, and at most
-_NEWS: Final = 5.0  # seconds until who failed first is known
+__all__ = ["Alone", "Comm", "Ranks", "connect"]
 
+_BLOCK: Final = 1024  # bytes that each rank sends to each in an exchange
+_HEAD: Final = struct.Struct("<IIQ")  # bytes of `what`, its CRC, bytes of the value
+_WORDS: Final = 256  # bytes of `what` that are sent
+_ROOM: Final = _BLOCK - _HEAD.size - _WORDS
+_SUMMED: Final = 1 << 16  # elements that `reduce` converts at once
+_NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
+_SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
+_LONGEST_PAUSE: Final = 0.02  # seconds between two looks
 
-class Comm:
-    """The ranks that train one model, as one of them sees them. Collectives are called by one thread at a
-    time, on all ranks in the same order.
-
-    Attributes:
-        rank, world: this one's number, and how many there are.
-        local_rank, local_world: the same of this machine.
-        sent: bytes that this rank has sent in gathers and reductions, on average over ranks.
-
-    Raises, every collective:
-        DivergenceError: ranks do not do the same.
-        RankError: another rank failed, is gone, or has not come in time.
-    """
-
-    rank = 0
-    world = 1
-    local_rank = 0
-    local_world = 1
-    sent = 0
-
-    def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
-        """Return every rank's `value`, by rank. `what` says what they are about to do: the same on all."""
-        return [value]
-
-    def gather(self, run: torch.Tensor) -> None:
-        """Have all slices of `run` (flat; as many equal slices as ranks; this rank's is there), in place."""
-
-    def reduce(self, run: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the mean over ranks of `run` (flat, floating point; as many equal
-        slices as ranks): fp32, (numel / world,). See [Note: one order of sums]."""
-        return run.float()
-
-    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
-        """Have the values of rank `source`, in place (contiguous, of any dtype, anywhere)."""
-
-    def post(self, error: BaseException) -> None:
-        """This rank has failed: tell the others."""
-
-    def check(self) -> None:
-        """Raise `RankError` if another rank has failed."""
-
-    def close(self) -> None:
-        """Say farewell. A second call does nothing."""
-
-
-class Alone(Comm):
-    """The only rank: nothing is ever sent."""
-
-
-class Ranks(Comm):
-    """Several ranks. `timeout`: seconds that one waits for the others."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
-        self._timeout = timeout
-        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.rank, self.world = self._members.index(dist.get_rank()), len(self._members)
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._watch: Watch | None = None
-        self._closed = False
-        self._control = self._group("gloo")
-        self._data = self._group("nccl") if device.type == "cuda" else self._control
-        self._meet()
-        _OPEN.add(self)
-        _listen_for_exceptions()
-
-    def _group(self, backend: str) -> Any:
-        limit = timedelta(seconds=min(self._timeout, 1e6) + 60)  # ours is first, and knows more
-        return dist.new_group(self._members, backend=backend, timeout=limit)
-
-    def _meet(self) -> None:
-        hosts = self.exchange("wrap", os.uname().nodename.encode())
-        local = len(set(hosts)) == 1
-        self.local_world = (
-            hosts.count(hosts[self.rank]) if "LOCAL_WORLD_SIZE" not in os.environ else self.local_world
-        )
-        watch = Watch(self.rank)
-        server, told = (None, {}) if self.rank else watch.listen(address_of_first(local), self.world)
-        told = json.loads(self.exchange("the address of the first rank", json.dumps(told).encode())[0])
-        if server is not None:
-            watch.accept(server, told, self.world)
-        else:
-            watch.join(told)
-        self._watch = watch
-
-    # -- collectives ------------------------------------------------------------------------
-
-    def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
-        """See `Comm`. A value of more than half a KiB takes a second collective."""
-        words, room = what.encode(), _BLOCK - _HEAD.size - _WORDS
-        block = _HEAD.pack(min(len(words), _WORDS), zlib.crc32(words), len(value))
-        block += words[:_WORDS].ljust(_WORDS, b"\0") + value[:room].ljust(room, b"\0")
-        blocks = self._all(bytearray(block), what)
-        heads = [_HEAD.unpack_from(b) for b in blocks]
-        if len({crc for _, crc, _ in heads}) > 1:
-            said = [
-                b[_HEAD.size : _HEAD.size + n].decode(errors="replace")
-                for b, (n, _, _) in zip(blocks, heads, strict=True)
-            ]
-            error = DivergenceError(
-                "the ranks do not do the same",
-                expected="the same program on every rank: the same layers, backwards and calls, in one order",
-                found="; ".join(f"rank {r}: {words}" for r, words in enumerate(said)),
-                cure="do on all ranks what one does; draw what is random (dropped layers, early exits) "
-                "from a generator that is seeded alike",
-            )
-            self.post(error)
-            raise error
-        most = max(n for _, _, n in heads)
-        if most > room:
-            blocks = self._all(bytearray(value.ljust(most, b"\0")), what)
-        begin = 0 if most > room else _BLOCK - room
-        return [b[begin : begin + n] for b, (_, _, n) in zip(blocks, heads, strict=True)]
-
-    def _all(self, mine: bytearray, what: str) -> list[bytes]:
-        together = torch.empty(self.world, len(mine), dtype=torch.uint8)
-        tensor = torch.frombuffer(mine, dtype=torch.uint8)
-        self._do(what, lambda: [dist.all_gather(list(together), tensor, self._control, async_op=True)])
-        return [row.numpy().tobytes() for row in together]
-
-    def gather(self, run: torch.Tensor) -> None:
-        """See `Comm`. gloo's own all-gather would take its output once more; each rank's slice is broadcast
-        in its place, all at the same time."""
-        self.sent += run.nbytes // self.world * (self.world - 1)
-        slices = run.view(torch.uint8).chunk(self.world)
-        if self._data is self._control:
-            self._do(
-                "a gather",
-                lambda: [
-                    dist.broadcast(piece, self._members[r], self._control, async_op=True)
-                    for r, piece in enumerate(slices)
-                ],
-            )
-        else:
-            mine = slices[self.rank]
-            whole = run.view(torch.uint8)
-            self._do(
-                "a gather", lambda: [dist.all_gather_into_tensor(whole, mine, self._data, async_op=True)]
-            )
-
-    def reduce(self, run: torch.Tensor) -> torch.Tensor:
-        """See `Comm`. NCCL adds in its own order, in the dtype of `run`."""
-        self.sent += run.nbytes // self.world * (self.world - 1)
-        if self._data is not self._control:
-            mine = run.new_empty(run.numel() // self.world)
-            mean = dist.ReduceOp.AVG
-            self._do(
-                "a reduction",
-                lambda: [dist.reduce_scatter_tensor(mine, run, mean, self._data, async_op=True)],
-            )
-            return mine.float()
-        slices = torch.empty_like(run)
-        sent, received = run.view(torch.uint8), slices.view(torch.uint8)
-        self._do(
-            "a reduction",
-            lambda: [dist.all_to_all_single(received, sent, group=self._control, async_op=True)],
-        )
-        total = torch.zeros(run.numel() // self.world, dtype=torch.float32, device=run.device)
-        for piece in slices.chunk(self.world):
-            total.add_(piece)  # in fp32
-        return total.div_(self.world)
-
-    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
-        """See `Comm`."""
-        group = self._control if flat.device.type == "cpu" else self._data
-        whole = flat.view(torch.uint8)
-        if whole.numel():
-            self._do(
-                "a broadcast",
-                lambda: [dist.broadcast(whole, self._members[source], group, async_op=True)],
-            )
-
-    def _do(self, what: str, begin: Callable[[], Sequence[Any]]) -> None:
-        """Begin works, and wait for all."""
-        self.check()
-        try:
-            works = begin()
-            for work in works:
-                self._wait(work, what)
-        except RankError:
-            raise
-        except RuntimeError as error:  # torch's words for a connection that is closed
-            self._lost(what, error)
-
-    def _wait(self, work: Any, what: str) -> None:
-        pause, most = _PAUSES
-        late = time.monotonic() + self._timeout
-        while not work.is_completed():
-            self.check()
-            if time.monotonic() > late:
-                error = RankError(
-                    "another rank has not come in time",
-                    expected=f"all ranks at {what} within rank_timeout, {self._timeout:g} s",
-                    found=f"rank {self.rank} there, and not all others",
-                    cure="see what the others do (one is stopped, or has more data); or raise rank_timeout",
-                )
-                self.post(error)
-                raise error
-            time.sleep(pause)
-            pause = min(pause * 1.5, most)
-        work.wait()
-
-    def _lost(self, what: str, error: RuntimeError) -> None:
-        """A connection is closed: raise what closed it first."""
-        end = time.monotonic() + _NEWS
-        while time.monotonic() < end:
-            self.check()
-            time.sleep(0.01)
-        raise RankError(
-            "the connection to another rank is closed",
-            expected=f"all ranks at {what}",
-            found=str(error).splitlines()[0],
-            cure="see why the others have ended, and start all ranks again",
-        ) from error
-
-    # -- who failed -------------------------------------------------------------------------
-
-    def post(self, error: BaseException) -> None:
-        """See `Comm`. The first to fail is whom all hear of."""
-        if self._watch is not None:
-            self._watch.post("failed", f"{type(error).__name__}: {error}")
-
-    def check(self) -> None:
-        """See `Comm`."""
-        if self._closed:
-            raise RankError(
-                "this rank has said farewell",
-                expected="an open engine",
-                found="a collective after close()",
-                cure="wrap the model again, on all ranks",
-            )
-        if self._watch is not None:
-            self._watch.check()
-
-    def close(self) -> None:
-        """See `Comm`."""
-        if self._closed:
-            return
-        failed = self._watch is None or self._watch.failed
-        self._closed = True
-        _OPEN.discard(self)
-        if self._watch is not None:
-            self._watch.close()
-        for group in {id(g): g for g in (self._control, self._data)}.values():
-            with contextlib.suppress(Exception):  # nobody is asked any more
-                if failed:
-                    group.abort()
-                else:
-                    dist.destroy_process_group(group)
+_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_made: Counter[tuple[int, ...]] = Counter()  # ranks of a group → how often `connect` was called with it
 
 
 def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) -> Comm:
-    """Return the ranks of `mesh` (a `DeviceMesh` of one dimension), else those of the default process group,
-    else, where ``WORLD_SIZE`` says that there are several (torchrun), of one that is made for it; else
-    nobody.
+    """Return the ranks to train with: those of `mesh` (a 1-D DeviceMesh), else of the default process group,
+    else of the environment (WORLD_SIZE > 1, as torchrun sets it), for which the default group is initialised;
+    else this process alone. Collective.
+
+    Args:
+        device: what is gathered and reduced lies on; gloo for the CPU, NCCL for CUDA.
+        timeout: seconds that any wait for another rank may take.
 
     Raises:
-        ConfigError: a mesh of several dimensions.
-        RankError: the ranks do not find each other.
+        ConfigError: the mesh is not 1-D or without this rank, or the environment lacks a variable.
+        RankError: a rank has not come in time, failed or is gone.
     """
-    if mesh is not None and mesh.ndim != 1:
-        raise ConfigError(
-            "a mesh of several dimensions is not available yet",
-            expected="a DeviceMesh of one dimension",
-            found=f"one of shape {tuple(mesh.shape)}",
-            cure='mesh["name of one dimension"]',
-        )
-    if not dist.is_available():
+    if not timeout > 0:
+        raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
+    group, ours = _group(mesh, device, timeout)
+    if group is None or dist.get_world_size(group) == 1:
         return Alone()
-    if mesh is None and not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            return Alone()
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    group = mesh.get_group() if mesh is not None else None
-    return Ranks(group, device, timeout) if dist.get_world_size(group) > 1 else Alone()
+    return Ranks(group, device, timeout, ours=ours)
 
 
-#: Ranks that are to be told of an exception that ends this process.
-_OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
-_hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
+def _group(mesh: Any, device: torch.device, timeout: float) -> tuple[dist.ProcessGroup | None, bool]:
+    """Return the group whose ranks are meant, and whether it is the default group, made here."""
+    if mesh is not None:
+        if getattr(mesh, "ndim", None) != 1:
+            found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
+            raise ConfigError(
+                "the mesh has to be a DeviceMesh of one dimension",
+                found=found,
+                cure='pass one of its dimensions, as mesh["shard"]',
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError(
+                "this rank is not in the mesh",
+                cure="call this on the ranks of the mesh only",
+            )
+        group: dist.ProcessGroup = mesh.get_group()
+        return group, False
+    if not dist.is_available():
+        return None, False
+    if dist.is_initialized():
+        return dist.group.WORLD, False
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal():
+        raise ConfigError("WORLD_SIZE is not a number", found=said, cure="start with torchrun, or unset it")
+    if int(said) <= 1:
+        return None, False
+    if lacking := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]:
+        raise ConfigError(
+            f"WORLD_SIZE is {said}, but {' and '.join(lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} not in the environment",
+            cure="start every rank with torchrun, which sets them; or unset WORLD_SIZE to train alone",
+        )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the process group of {said} ranks cannot be initialised",
+            found=error,
+            cure="see that all ranks run and reach MASTER_ADDR:MASTER_PORT of rank 0",
+        ) from error
+    return dist.group.WORLD, True
 
 
-def _listen_for_exceptions() -> None:
-    global _hook
-    if _hook is None:
-        _hook = sys.excepthook
-        sys.excepthook = _excepthook
+class Ranks(Comm):
+    """Ranks of a process group, with two groups of their own: gloo's for what they say to each other, and one
+    for data of `device`. Use `connect`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float, *, ours: bool) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._device = device
+        self._timeout = timeout
+        self._default = dist.group.WORLD if ours else None
+        self._groups: list[dist.ProcessGroup] = []
+        self._number = 0  # collectives that were begun
+        self._error: RankError | None = None  # this rank failed, or left a collective before its end
+        self._closed = False
+        ranks = dist.get_process_group_ranks(group)
+        key = f"infinity/{'-'.join(map(str, ranks))}/{_made[tuple(ranks)]}"
+        _made[tuple(ranks)] += 1
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            self._watch = Watch(self.rank, self.world, store, key, hosts(ranks[0] == 0), timeout)
+            # gloo's own deadline comes after ours, which says more.
+            settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout + 60)}
+            if len(ranks) < dist.get_world_size():
+                settings |= {"ranks": ranks, "use_local_synchronization": True}
+            try:
+                self._groups.append(dist.new_group(backend="gloo", **settings))
+                self._nccl = device.type == "cuda"
+                self._groups.append(dist.new_group(backend="nccl" if self._nccl else "gloo", **settings))
+            except (RuntimeError, ValueError) as error:
+                raise self._broken("the groups are made", error) from error
+            self._control, self._data = self._groups
+            self.local_rank, self.local_world = self._local()
+        except BaseException:
+            self.close()
+            raise
+        self._hooked = sys.excepthook
+        self._hook: Callable[..., object] = self._excepthook  # one object, to know it again
+        sys.excepthook = self._hook
+        atexit.register(self.close)
+        _open.add(self)
+
+    # -- collectives
+
+    def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
+        text = what.encode()
+        head = _HEAD.pack(len(text), zlib.crc32(text), len(value)) + text[:_WORDS].ljust(_WORDS)
+        block = torch.frombuffer(bytearray((head + value[:_ROOM]).ljust(_BLOCK)), dtype=torch.uint8)
+        blocks = torch.empty(self.world * _BLOCK, dtype=torch.uint8)
+        self._do(what, lambda: [self._control.alltoall_base(blocks, block.repeat(self.world), [], [])])
+        values, sizes, said = [], [], []
+        for raw in blocks.view(self.world, _BLOCK):
+            came = raw.numpy().tobytes()
+            nwords, crc, size = _HEAD.unpack_from(came)
+            words = came[_HEAD.size :][: min(nwords, _WORDS)].decode(errors="replace")
+            said.append((words, nwords, crc))
+            sizes.append(size)
+            values.append(came[_HEAD.size + _WORDS :][:size])
+        if len(set(said)) > 1:
+            raise diverged([words for words, *_ in said])
+        if max(sizes) > _ROOM:
+            longer = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            longer[self.rank] = torch.frombuffer(bytearray(value or b" "), dtype=torch.uint8)[: len(value)]
+            long = [r for r, size in enumerate(sizes) if size > _ROOM]
+            self._do(what, lambda: [self._control.broadcast(longer[r], r) for r in long])
+            for r in long:
+                values[r] = longer[r].numpy().tobytes()
+        return values
+
+    def gather(self, run: torch.Tensor) -> None:
+        self.sent += run.nbytes // self.world * (self.world - 1)
+        data = _bytes(run)
+        slices = data.view(self.world, -1).unbind()
+        if self._nccl:
+            self._do("gather", lambda: [self._data._allgather_base(data, slices[self.rank])])
+        else:
+            self._do("gather", lambda: [self._data.broadcast(s, r) for r, s in enumerate(slices)])
+
+    def reduce(self, run: torch.Tensor) -> torch.Tensor:
+        self.sent += run.nbytes // self.world * (self.world - 1)
+        mine = run.detach().view(self.world, -1)[self.rank]
+        if self._nccl:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+            mean = torch.empty_like(mine)
+            self._do("reduce", lambda: [self._data._reduce_scatter_base(mean, run.detach(), options)])
+            return mean.to(torch.float32)
+        came = torch.empty_like(run, requires_grad=False)
+        to, of = _bytes(came), _bytes(run)
+        self._do("reduce", lambda: [self._data.alltoall_base(to, of, [], [])])
+        total = torch.empty(mine.numel(), dtype=torch.float32)
+        parts = came.view(self.world, -1)
+        for begin in range(0, mine.numel(), _SUMMED):  # torch converts all that it is given before it adds
+            some = total[begin : begin + _SUMMED]
+            some.copy_(parts[0, begin : begin + _SUMMED])
+            for part in parts[1:]:
+                some += part[begin : begin + _SUMMED].to(torch.float32)
+            some /= self.world
+        return total
+
+    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
+        data = _bytes(flat)
+        group = self._control if data.device.type == "cpu" else self._data
+        self._do("broadcast", lambda: [group.broadcast(data, source)])
+
+    # -- errors
+
+    def post(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = RankError(f"this rank failed: {type(error).__name__}")
+        self._watch.post(error)
+
+    def check(self) -> None:
+        self._watch.check()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if hasattr(self, "_hook") and sys.excepthook is self._hook:
+            sys.excepthook = self._hooked
+        stuck = self._error is not None
+        if hasattr(self, "_watch"):  # or not even this was made
+            stuck = stuck or self._watch.failed
+            self._watch.close()
+        for group in self._groups if dist.is_initialized() else ():
+            if stuck:
+                _keep(group)
+                if dist.get_backend(group) == "nccl":  # or its kernels wait on the device for ever
+                    getattr(group._get_backend(self._device), "abort", lambda: None)()
+            else:
+                dist.destroy_process_group(group)
+        if self._default is not None and self._default is dist.group.WORLD:
+            if stuck:
+                _keep(self._default)
+            else:
+                dist.destroy_process_group()
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Tell the others why this process ends."""
+        if not self._closed:
+            self.post(error)
+        self._hooked(kind, error, trace)
+
+    def _do(self, what: str, start: Callable[[], list[Any]]) -> None:
+        """Start works, and poll until they are complete ([Note: waits for ranks poll])."""
+        if locks.checking:
+            locks.may_wait()
+        self._usable()
+        self._number += 1
+        works: list[Any] = []
+        ended = False
+        try:
+            works = start()
+            self._wait(what, works)
+            ended = True
+        except (RankError, ClosedError):
+            raise
+        except RuntimeError as error:
+            raise self._broken(what, error) from error
+        finally:
+            if not ended and self._error is None:
+                self._error = RankError(f"a collective ({what}) was left before its end")
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                "the ranks' connection was closed, or this process is a fork of a rank",
+                cure="make a new engine on every rank",
+            )
+        self.check()
+        if self._error is not None:
+            raise RankError(self._error.what)
+
+    def _wait(self, what: str, works: Sequence[Any]) -> None:
+        begun = time.monotonic()
+        looks, said = 0, False
+        say_after = min(_SAY_SECONDS, self._timeout / 4)
+        ended_after = None  # when a rank was first seen to have said goodbye
+        for work in works:
+            while not work.is_completed():
+                looks += 1
+                if looks < 20:
+                    time.sleep(0)
+                    continue
+                elapsed = time.monotonic() - begun
+                time.sleep(min(max(elapsed / 16, 2e-5), _LONGEST_PAUSE))
+                self._usable()
+                if elapsed > say_after and not said:
+                    said = True
+                    self._watch.waiting(self._number, what)
+                if elapsed > self._timeout:
+                    raise self._late(what)
+                if self._watch.left:
+                    ended_after = elapsed if ended_after is None else ended_after
+                    if elapsed - ended_after > _NEWS_SECONDS:
+                        raise self._ended(what)
+            work.wait()  # is over: raises its error; on CUDA the current stream waits for it
+
+    def _late(self, what: str) -> RankError:
+        missing = self._watch.missing(self._number, what)
+        other = [f"rank {r} waits in: {w}" for r, (_, w) in sorted(self._watch.waits.items()) if r in missing]
+        who = f"{named(missing)} ha{'s' if len(missing) == 1 else 've'} not come" if missing else "no end"
+        error = RankError(
+            f"{what}: {who} within {self._timeout:g} s",
+            found="; ".join(other) or None,
+            cure="look at what those ranks do; if they are only slow, a longer timeout",
+        )
+        self.post(error)
+        return error
+
+    def _ended(self, what: str) -> RankError:
+        left = sorted(self._watch.left)
+        error = RankError(
+            f"{what}: {named(left)} ha{'s' if len(left) == 1 else 've'} closed the engine or ended",
+            cure="every rank has to run the same steps: the same number of batches, of saves, of evaluations",
+        )
+        self.post(error)  # this rank ends next
+        return error
+
+    def _broken(self, what: str, error: Exception) -> RankError:
+        """Return why a call to gloo or NCCL failed: what ended another rank, if that is told soon."""
+        until(lambda: self._watch.failed or self._watch.left, _NEWS_SECONDS)
+        if self._watch.left:  # or that rank's last word is under way
+            until(lambda: self._watch.failed, 0.5)
+        try:
+            self.check()
+        except RankError as first:
+            return first
+        if self._watch.left:
+            return self._ended(what)
+        broken = RankError(f"{what} failed", found=error)
+        self.post(broken)
+        return broken
+
+    def _local(self) -> tuple[int, int]:
+        """Return this rank's number on its node, and how many there are: as torchrun says, else as found."""
+        said = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            host = f"{socket.gethostname()} {file.read().strip()}"
+        nodes = self.exchange("where ranks run", host.encode())
+        if all(s.isdecimal() for s in said):
+            return int(said[0]), int(said[1])
+        mine = nodes[self.rank]
+        return nodes[: self.rank].count(mine), nodes.count(mine)
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    for comm in tuple(_OPEN):
-        comm.post(error)
-    if _hook is not None:
-        _hook(kind, error, trace)
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _keep(group: Any) -> None:
+    """Never destroy `group` ([Note: a group that is stuck is never destroyed])."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _after_fork() -> None:
+    """A fork of a rank, as a worker that loads data, is no rank: it has none of the threads."""
+    for comm in list(_open):
+        comm._closed = True
+        comm._watch.abandon()
+        for group in comm._groups:
+            _keep(group)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,11 +1,13 @@
-"""Who of the ranks failed first, and who is gone.
+"""Who of the ranks is gone, and who failed first: a star of TCP connections to rank 0, one thread per rank.
 
-[Note: who is gone] Every rank holds one TCP connection to the first. The kernel closes that of a process that
-dies, whatever it died of, and keepalive finds a machine or a link that is gone within 10 s (tcp(7):
-TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT, TCP_USER_TIMEOUT). So nobody has to beat like a heart, and a rank
-that only computes for long is not taken for dead: that is what deadlines are for. A connection that ends
-without a word of farewell is a rank that is gone. Who fails says so over it; the first rank keeps what came
-first, and tells all.
+[Note: the kernel is asked who lives] No rank sends heartbeats: a process that computes for minutes holds the
+GIL or a stopped core, and a thread that should say "I live" would be late. The kernel answers for it. The
+connections of a process that ends, however it ends, are closed: an end of the stream without a goodbye is a
+rank that is gone. A host or a link that is gone answers no keepalive probe, which the kernel reports within
+ten seconds. A process that is stopped is alive; for that one, waits have a deadline.
+
+Messages are JSON, one per line. Nothing here takes a lock: `post` may run on any thread, in an exception hook
+and after an interrupt. A message is one `send` to a socket whose buffer is empty but for a few others.
 """
 
 from __future__ import annotations
@@ -17,207 +19,339 @@ import secrets
 import selectors
 import socket
 import threading
-from typing import Any, Final
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
-from infinity.core.errors import RankError
-from infinity.core.locks import lock
+from infinity.core.errors import DivergenceError, RankError
 
-_IDLE, _EVERY, _PROBES = 3, 2, 3  # seconds until the first probe, between probes; probes
-_CONNECT: Final = 30.0  # seconds
-_MOST: Final = 1 << 16  # bytes of a message
+_POLL: Final = 0.1  # seconds, at most, until an interrupt arrives
+_HELLO_SECONDS: Final = 2.0  # for a connection to say who it is
+_GRACE_SECONDS: Final = 5.0  # for rank 0 to say who has not come
+_CLOSE_SECONDS: Final = 0.5  # for a rank to answer a goodbye
+_TEXT: Final = 4000  # characters of an error's text that are sent
+#: Keepalive: seconds until the first probe, between probes, and probes. TCP_USER_TIMEOUT is for data that is
+#: not acknowledged, in ms.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
+
+
+class Store(Protocol):
+    """What is used of torch's store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
 
 
 class Watch:
-    """One rank's end."""
+    """This rank's end of the star. `hosts`: where other ranks may reach this one; rank 0's are tried in turn.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._first: dict[str, Any] | None = None  # what the first rank to fail said, or was found to be
-        self._lock = lock("watch")
-        self._links: dict[int, socket.socket] = {}  # by rank at the other end
-        self._wake, self._woken = socket.socketpair()
-        self._closing = False
+    Collective: returns when all ranks are connected.
+
+    Attributes:
+        left: the ranks that have said goodbye.
+        waits: rank → (number, what) of the collective that it last said to wait in.
+
+    Raises:
+        RankError: a rank has not come within `timeout` seconds, or is gone again.
+    """
+
+    def __init__(
+        self, rank: int, world: int, store: Store, key: str, hosts: Sequence[str], timeout: float
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.left: set[int] = set()
+        self.waits: dict[int, tuple[int, str]] = {}
+        self._news: dict[str, dict[str, Any]] = {}  # "first": what ended the run; set once
+        self._links: dict[int, socket.socket] = {}
+        self._ready = False
+        self._closed = False
+        self._until = 0.0  # when the thread ends even if a rank has not answered the goodbye
+        self._selector = selectors.DefaultSelector()
+        self._wake, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
-
-    # -- how they find each other -----------------------------------------------------------
-
-    def listen(self, address: str, world: int) -> tuple[socket.socket, dict[str, Any]]:
-        """On the first rank: return a socket, and what the others need to know to `join`."""
-        server = socket.create_server(("", 0), backlog=world)
-        return server, {"address": address, "port": server.getsockname()[1], "token": secrets.token_hex(16)}
-
-    def accept(self, server: socket.socket, told: dict[str, Any], world: int) -> None:
-        """On the first rank: wait for all others.
-
-        Raises:
-            RankError: they have not come.
-        """
-        with server:
-            server.settimeout(_CONNECT)
-            while len(self._links) < world - 1:
-                try:
-                    link, _ = server.accept()
-                except OSError as error:
-                    raise _unreachable(
-                        f"{world - 1 - len(self._links)} ranks have not come", error
-                    ) from error
-                hello = _first_line(link)
-                if hello is not None and secrets.compare_digest(str(hello.get("token")), told["token"]):
-                    self._links[int(hello["rank"])] = link
-                else:
-                    link.close()  # somebody else
-        self._begin()
-
-    def join(self, told: dict[str, Any]) -> None:
-        """On another rank: connect to the first.
-
-        Raises:
-            RankError: it cannot be reached.
-        """
-        try:
-            link = socket.create_connection((told["address"], told["port"]), timeout=_CONNECT)
-            link.sendall(_line({"token": told["token"], "rank": self.rank}))
-        except OSError as error:
-            raise _unreachable(f"rank 0 at {told['address']}:{told['port']}", error) from error
-        self._links[0] = link
-        self._begin()
-
-    def _begin(self) -> None:
-        for link in self._links.values():
-            link.settimeout(5.0)  # of a write: what is said is short, and the kernel takes it
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in (
-                (socket.TCP_KEEPIDLE, _IDLE),
-                (socket.TCP_KEEPINTVL, _EVERY),
-                (socket.TCP_KEEPCNT, _PROBES),
-                (socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _EVERY * _PROBES)),
-            ):
-                link.setsockopt(socket.IPPROTO_TCP, option, value)
         self._thread.start()
+        deadline = time.monotonic() + timeout
+        try:
+            if rank == 0:
+                self._receive_all(store, key, hosts, deadline, timeout)
+            else:
+                self._reach(store, key, deadline, timeout)
+        except BaseException as error:
+            self.post(error)
+            self.close()
+            raise
+
+    def post(self, error: BaseException) -> None:
+        """Tell all ranks that this one failed, unless another failed before."""
+        with contextlib.suppress(Exception):  # `str(error)` is anybody's code
+            self._spread({"rank": self.rank, "type": type(error).__name__, "text": str(error)[:_TEXT]})
+
+    def check(self) -> None:
+        """Raise RankError if another rank failed, or is gone."""
+        if self._news and self._news["first"]["rank"] != self.rank:
+            raise self._error()
 
     @property
     def failed(self) -> bool:
-        """Whether any rank has."""
-        return self._first is not None
+        """Whether a rank, this one included, failed or is gone."""
+        return bool(self._news)
 
-    def check(self) -> None:
-        """Raise `RankError` if any rank has failed, or is gone."""
-        if (said := self._first) is not None:
-            raise RankError(
-                f"rank {said['rank']} {said['kind']}",
-                expected="all ranks doing the same, to the end",
-                found=said["text"],
-                cure="see to what that rank says, and start all ranks again",
-            )
+    def waiting(self, number: int, what: str) -> None:
+        """Tell all ranks that this one has come to collective `number`, and waits."""
+        self._tell({"waits": [self.rank, number, what]})
+        if self.rank == 0:
+            self.waits[0] = number, what
 
-    # -- what is said -----------------------------------------------------------------------
-
-    def post(self, kind: str, text: str) -> None:
-        """This rank failed: tell the others, unless somebody was first."""
-        self._learn({"rank": self.rank, "kind": kind, "text": text[:4096]})
+    def missing(self, number: int, what: str) -> list[int]:
+        """Return the ranks that have not said that they wait for this, too. Rank 0 echoes what it is told:
+        if it does not, it is the one that is missing, and nothing is known of the others.
+        """
+        if self.waits.get(self.rank) != (number, what):
+            return [0]
+        return [r for r in range(self.world) if self.waits.get(r) != (number, what)]
 
     def close(self) -> None:
-        """Say farewell. A second call does nothing."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            links = tuple(self._links.values())
-        for link in links:
+        """Say goodbye, and end the thread: within a second. A second call does nothing."""
+        if self._closed:
+            return
+        self._tell({"left": self.rank})
+        self._until = time.monotonic() + _CLOSE_SECONDS
+        self._closed = True  # from here on a link that ends is an answer
+        for link in list(self._links.values()):
             with contextlib.suppress(OSError):
-                link.sendall(_line({"farewell": self.rank}))
-        self._wake.close()
+                link.shutdown(socket.SHUT_WR)  # closing would drop the goodbye if something came unread
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _CLOSE_SECONDS)
 
-    def _learn(self, said: dict[str, Any]) -> None:
-        """Keep what was first; the first rank tells all, the others the first rank."""
-        with self._lock:
-            if self._first is not None or self._closing:
-                return
-            self._first = said
-            links = [
-                link for rank, link in self._links.items() if self.rank == 0 or said["rank"] == self.rank
-            ]
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.sendall(_line(said))
+    def abandon(self) -> None:
+        """In a fork of the process: close its copies of the connections, or a rank whose children live on
+        would not be gone. What the selector watches is the parent's.
+        """
+        self._closed = True
+        for link in (*self._links.values(), self._wake):
+            link.close()
+        self._links.clear()
 
-    # -- the thread -------------------------------------------------------------------------
+    # -- connecting
+
+    def _receive_all(
+        self, store: Store, key: str, hosts: Sequence[str], deadline: float, timeout: float
+    ) -> None:
+        token = secrets.token_hex(16)
+        with _listener() as listener:
+            address = {"hosts": list(hosts), "port": listener.getsockname()[1], "token": token}
+            store.set(key, json.dumps(address))
+            listener.settimeout(_POLL)
+            while len(self._links) < self.world - 1:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise _late([r for r in range(1, self.world) if r not in self._links], timeout)
+                try:
+                    link, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                hello = _hello(link)
+                rank = hello.get("rank")
+                if hello.get("token") == token and isinstance(rank, int) and 0 < rank < self.world:
+                    self._add(rank, link)
+                else:
+                    link.close()  # a port scanner
+        self._ready = True
+        self._tell({"ready": True})
+
+    def _reach(self, store: Store, key: str, deadline: float, timeout: float) -> None:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise _late([0], timeout)
+            time.sleep(0.01)
+        address = json.loads(store.get(key))
+        refused: list[str] = []
+        for host in address["hosts"]:
+            try:
+                link = socket.create_connection((host, address["port"]), timeout=5.0)
+                link.sendall(_line({"rank": self.rank, "token": address["token"]}))
+                break
+            except OSError as error:
+                refused.append(f"{host}: {error}")
+        else:
+            raise RankError(
+                f"rank {self.rank} cannot reach rank 0 on port {address['port']}",
+                found="; ".join(refused),
+                cure="set MASTER_ADDR to a name or address of rank 0's machine that every node can reach",
+            )
+        self._add(0, link)
+        while not self._ready:
+            self.check()
+            if time.monotonic() > deadline + _GRACE_SECONDS:
+                raise _late([0], timeout)
+            time.sleep(0.002)
+
+    def _add(self, rank: int, link: socket.socket) -> None:
+        link.setblocking(False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._links[rank] = link
+        self._selector.register(link, selectors.EVENT_READ, (rank, bytearray()))
+
+    # -- what is said
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send to all ranks that this one is connected to."""
+        line = _line(message)
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):  # whoever reads that link learns of it
+                link.send(line)
+
+    def _spread(self, news: dict[str, Any]) -> None:
+        """Rank 0 decides what came first, and tells it to all; other ranks ask it to."""
+        if self.rank != 0 or self._news.setdefault("first", news) is news:
+            self._tell({"news": news})
+
+    def _error(self) -> RankError:
+        news = self._news["first"]
+        if "type" in news:
+            return RankError(f"rank {news['rank']} failed: {news['type']}: {news['text']}")
+        return RankError(f"rank {news['rank']} is gone: {news['gone']}")
+
+    # -- the thread
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            for rank, link in self._links.items():
-                selector.register(link, selectors.EVENT_READ, (rank, bytearray()))
-            while not self._closing:
-                for key, _ in selector.select():
-                    if key.data is None or not self._hear(key.fileobj, *key.data):
-                        selector.unregister(key.fileobj)
-        for link in (*self._links.values(), self._woken):
+        while not self._closed or (self._links and time.monotonic() < self._until):
+            for key, _ in self._selector.select(_POLL if self._closed else None):
+                if key.data is not None:
+                    rank, rest = key.data
+                    self._read(rank, rest, key.fileobj)  # type: ignore[arg-type]
+        for link in list(self._links.values()):
             link.close()
+        for key in list(self._selector.get_map().values()):
+            if key.data is None:
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wake.close()
 
-    def _hear(self, link: Any, rank: int, heard: bytearray) -> bool:
-        """Take what has come from `rank`; return whether more may."""
-        why = "its process ended without a word"
+    def _read(self, rank: int, rest: bytearray, link: socket.socket) -> None:
+        gone = "its process ended without a word"
         try:
-            data = link.recv(_MOST)
-        except TimeoutError:
-            return True
-        except OSError as error:
-            data, why = b"", f"its machine cannot be reached: {os.strerror(error.errno or 0)}"
-        heard += data
-        while b"\n" in heard:
-            line, _, rest = bytes(heard).partition(b"\n")
-            heard[:] = rest
-            said = json.loads(line)
-            if "farewell" in said:
-                return False
-            self._learn(said)
+            data = link.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        except OSError as error:  # ETIMEDOUT, EHOSTUNREACH: no answer to probes
+            data, gone = b"", f"its machine does not answer ({error.strerror})"
+        rest += data
+        *lines, tail = bytes(rest).split(b"\n")
+        rest[:] = tail
+        for line in lines:
+            self._hear(rank, json.loads(line))
         if not data:
-            self._learn({"rank": rank, "kind": "is gone", "text": why})
-        return bool(data)
+            self._selector.unregister(link)
+            self._links.pop(rank).close()
+            if rank not in self.left and not self._closed:
+                news = {"rank": rank, "gone": gone}
+                if self.rank == 0:
+                    self._spread(news)
+                else:
+                    self._news.setdefault("first", news)
+
+    def _hear(self, rank: int, message: dict[str, Any]) -> None:
+        if "news" in message:
+            if self.rank == 0:
+                self._spread(message["news"])
+            else:
+                self._news.setdefault("first", message["news"])
+            return
+        if "left" in message:
+            self.left.add(message["left"])
+        elif "waits" in message:
+            of, number, what = message["waits"]
+            self.waits[of] = number, what
+        elif "ready" in message:
+            self._ready = True
+        if self.rank == 0:
+            self._tell(message)
 
 
-def address_of_first(local: bool) -> str:
-    """Return the address at which the others reach this machine, where the first rank is; `local`: all are on
-    it."""
-    if local:
-        return "127.0.0.1"
-    for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
+def _listener() -> socket.socket:
+    """Return a socket that listens on a free port of all addresses."""
+    if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            address = socket.gethostbyname(name) if name else ""
-            if address and not address.startswith("127."):
-                with socket.socket() as probe:
-                    probe.bind((address, 0))  # it is one of ours
-                return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent (RFC 5737)
-        return str(probe.getsockname()[0])
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
 
 
-def _line(said: dict[str, Any]) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _hello(link: socket.socket) -> dict[str, Any]:
+    """Return who has connected; nothing if that is not said in time."""
+    link.settimeout(_HELLO_SECONDS)
+    said = b""
+    try:
+        while not said.endswith(b"\n") and len(said) < 1024:
+            data = link.recv(1024)
+            if not data:
+                break
+            said += data
+        hello = json.loads(said)
+    except (OSError, ValueError):
+        return {}
+    return hello if isinstance(hello, dict) else {}
 
 
-def _first_line(link: socket.socket) -> dict[str, Any] | None:
-    """Return what a caller says first; None: it is no rank of ours."""
-    link.settimeout(_CONNECT)
-    heard = b""
-    with contextlib.suppress(OSError, ValueError):
-        while not heard.endswith(b"\n") and len(heard) < 1024:
-            byte = link.recv(1)  # no more than the line
-            if not byte:
-                return None
-            heard += byte
-        said = json.loads(heard)
-        return said if isinstance(said, dict) else None
-    return None
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def _unreachable(what: str, error: OSError) -> RankError:
+def _late(ranks: list[int], timeout: float) -> RankError:
+    have = "has" if len(ranks) == 1 else "have"
     return RankError(
-        "the ranks do not find each other",
-        expected=f"a connection within {_CONNECT:.0f} s",
-        found=f"{what}: {error}",
-        cure="MASTER_ADDR as an address of the first rank's machine that the others reach, and no firewall "
-        "between them",
+        f"{named(ranks)} {have} not come within {timeout:g} s to connect",
+        cure="look at the output of those ranks; every rank has to make its engine",
     )
+
+
+def hosts(first: bool) -> list[str]:
+    """Return under which names other ranks may reach this one. `first`: it is the one at MASTER_ADDR."""
+    found = []
+    if master := os.environ.get("MASTER_ADDR"):
+        if first:
+            found.append(master)
+        with contextlib.suppress(OSError):
+            # The address from which this machine would reach it; nothing is sent.
+            for family, *_, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)
+                    found.append(probe.getsockname()[0])
+    return list(dict.fromkeys([*found, socket.gethostname(), "127.0.0.1"]))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 0, 2"."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def diverged(said: Sequence[str]) -> DivergenceError:
+    """Return the error that names what each rank is about to do; `said`: by rank."""
+    sides: dict[str, list[int]] = {}
+    for rank, words in enumerate(said):
+        sides.setdefault(words, []).append(rank)
+    return DivergenceError(
+        "ranks do different things",
+        found="; ".join(f"{named(ranks)}: {words}" for words, ranks in sides.items()),
+        cure="run the same code in the same order on every rank; what differs may differ in data only",
+    )
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Poll until `condition` holds, for `seconds` at most; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from infinity.core.errors import ParameterChangedError
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.unit import ParamUnit, UnitState

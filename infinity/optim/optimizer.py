@@ -17,7 +17,7 @@ from infinity.core.errors import (
 )
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam

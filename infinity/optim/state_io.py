@@ -15,7 +15,7 @@ import torch
 
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import own
 from infinity.params.param import ShardedParam

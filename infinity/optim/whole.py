@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.hardware.comm import Comm
+from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 

@@ -29,8 +29,8 @@ import torch
 
 from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import format_size
-from infinity.hardware.comm import Comm
 from infinity.hardware.device import Device
+from infinity.hardware.ranks import Comm
 from infinity.planning.partition import UnitLayout
 from infinity.storage.versions import Slot
 

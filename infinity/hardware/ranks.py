@@ -1,0 +1,91 @@
+"""The ranks that train one model: what they can do together, and what one alone does instead.
+
+A collective is called by one thread of a rank at a time, on all ranks, in the order of the program.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+
+class Comm:
+    """The ranks that train one model. `rank` is this one's number, of `world`; `local_rank` its number among
+    the `local_world` ranks of its node. `sent`: bytes that this rank has sent in gathers and reductions, on
+    average over ranks.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    sent = 0
+
+    def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
+        """Return every rank's `value`, by rank. Collective.
+
+        `what` says in words what this rank is about to do.
+
+        Raises:
+            DivergenceError: on all ranks, if `what` is not the same on all.
+            RankError: another rank failed, is gone or too late. So of every collective below.
+            ClosedError: `close` was called.
+        """
+        raise NotImplementedError
+
+    def gather(self, run: torch.Tensor) -> None:
+        """All-gather in place. `run`: flat, contiguous, `world` equal slices, of any dtype; rank r's is there
+        before, all are after. Collective.
+
+        After an error `run` is undefined, and may be written to for as long as the process lives.
+        """
+        raise NotImplementedError
+
+    def reduce(self, run: torch.Tensor) -> torch.Tensor:
+        """Return the mean over ranks of their slice `rank` of `run`: fp32, flat. Collective.
+
+        `run`: flat, contiguous, `world` equal slices, floating. On the CPU each value is converted to fp32
+        and added in the order of the ranks, then the sum is divided once; NCCL averages in the dtype of
+        `run`. One rank's fp32 `run` is returned as it is.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
+        """Copy rank `source`'s `flat` (contiguous, any dtype) to all ranks', in place. Collective."""
+        raise NotImplementedError
+
+    def total(self, value: float) -> float:
+        """Return the sum of all ranks' values, added in the order of the ranks. Collective."""
+        values = (struct.unpack("<d", v)[0] for v in self.exchange("a sum", struct.pack("<d", value)))
+        total = next(values)
+        for value in values:
+            total += value
+        return float(total)
+
+    def post(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed. The first error of any rank counts. Never raises."""
+
+    def check(self) -> None:
+        """Raise RankError if another rank failed or is gone. No I/O."""
+
+    def close(self) -> None:
+        """Say goodbye: a rank that has is not gone. Not collective; never hangs; idempotent."""
+
+
+class Alone(Comm):
+    """One rank: nothing is sent."""
+
+    rank, world, local_rank, local_world = 0, 1, 0, 1
+
+    def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
+        return [value]
+
+    def gather(self, run: torch.Tensor) -> None:
+        pass
+
+    def reduce(self, run: torch.Tensor) -> torch.Tensor:
+        return run.to(torch.float32)
+
+    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
+        pass
