@@ -35,7 +35,7 @@ TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(R
          --batch 4 --sequence 256 --steps 80 --max-grad-norm 1.0
 
 # Debian packages that some tests use; without them those tests say so.
-PACKAGES := e2fsprogs fio fuse3 libaio1 libfuse3-dev pkg-config strace
+PACKAGES := e2fsprogs fio fuse3 iproute2 libaio1 libfuse3-dev pkg-config strace
 
 NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -type f -name '*.h' \
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')

@@ -308,3 +308,23 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
     given = settings_of(tmp_path, "device", "fp32", zero_stage=stage, prefetch_memory=0)
     for said in all_well(run_ranks(2, script, json.dumps(given))):
         assert float(said) == 4 if stage == 2 else 3 < float(said) <= 9
+
+
+def test_a_second_model_outlives_the_first(tmp_path: Path) -> None:
+    """The process group that the first `wrap` made is the second one's, too."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+other = nn.Linear(8, 8)
+other, its = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config)
+infinity.close(adam)
+other(torch.ones(2, 8)).sum().backward()
+its.step()
+infinity.close(its)
+again = nn.Linear(8, 8)
+again, its = infinity.wrap(again, torch.optim.AdamW(again.parameters()), config)
+infinity.close(its)
+"""
+    )
+    all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "host", "fp32"))))

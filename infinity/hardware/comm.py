@@ -49,6 +49,7 @@ _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_made_here: dist.ProcessGroup | None = None  # the default group, if `connect` has made it
 _made: Counter[tuple[int, ...]] = Counter()  # ranks of a group → how often `connect` was called with it
 
 
@@ -67,14 +68,15 @@ def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) 
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
-    group, ours = _group(mesh, device, timeout)
+    group = _group(mesh, device, timeout)
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
-    return Ranks(group, device, timeout, ours=ours)
+    return Ranks(group, device, timeout)
 
 
-def _group(mesh: Any, device: torch.device, timeout: float) -> tuple[dist.ProcessGroup | None, bool]:
-    """Return the group whose ranks are meant, and whether it is the default group, made here."""
+def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup | None:
+    """Return the group whose ranks are meant: the default one is made, where there is none; None: alone."""
+    global _made_here
     if mesh is not None:
         if getattr(mesh, "ndim", None) != 1:
             found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
@@ -89,16 +91,16 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> tuple[dist.Proces
                 cure="call this on the ranks of the mesh only",
             )
         group: dist.ProcessGroup = mesh.get_group()
-        return group, False
+        return group
     if not dist.is_available():
-        return None, False
+        return None
     if dist.is_initialized():
-        return dist.group.WORLD, False
+        return dist.group.WORLD
     said = os.environ.get("WORLD_SIZE", "1")
     if not said.isdecimal():
         raise ConfigError("WORLD_SIZE is not a number", found=said, cure="start with torchrun, or unset it")
     if int(said) <= 1:
-        return None, False
+        return None
     if lacking := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]:
         raise ConfigError(
             f"WORLD_SIZE is {said}, but {' and '.join(lacking)} "
@@ -114,7 +116,8 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> tuple[dist.Proces
             found=error,
             cure="see that all ranks run and reach MASTER_ADDR:MASTER_PORT of rank 0",
         ) from error
-    return dist.group.WORLD, True
+    _made_here = dist.group.WORLD
+    return _made_here
 
 
 class Ranks(Comm):
@@ -122,11 +125,10 @@ class Ranks(Comm):
     for data of `device`. Use `connect`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float, *, ours: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._timeout = timeout
-        self._default = dist.group.WORLD if ours else None
         self._groups: list[dist.ProcessGroup] = []
         self._number = 0  # collectives that were begun
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
@@ -249,11 +251,15 @@ class Ranks(Comm):
                     getattr(group._get_backend(self._device), "abort", lambda: None)()
             else:
                 dist.destroy_process_group(group)
-        if self._default is not None and self._default is dist.group.WORLD:
-            if stuck:
-                _keep(self._default)
-            else:
-                dist.destroy_process_group()
+        global _made_here
+        _open.discard(self)
+        if _made_here is None or _made_here is not dist.group.WORLD or _open:
+            return  # it is not ours, or others still use it
+        if stuck:
+            _keep(_made_here)
+        else:
+            dist.destroy_process_group()
+        _made_here = None
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
