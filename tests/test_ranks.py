@@ -311,7 +311,7 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
 
 
 def test_a_second_model_outlives_the_first(tmp_path: Path) -> None:
-    """The process group that the first `wrap` made is the second one's, too."""
+    """The process group that the first `wrap` made is that of all later ones, on ranks that are late, too."""
     script = (
         HEAD
         + LOOP
@@ -321,6 +321,8 @@ other, its = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config)
 infinity.close(adam)
 other(torch.ones(2, 8)).sum().backward()
 its.step()
+if rank == 0:
+    time.sleep(1)
 infinity.close(its)
 again = nn.Linear(8, 8)
 again, its = infinity.wrap(again, torch.optim.AdamW(again.parameters()), config)

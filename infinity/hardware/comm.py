@@ -8,7 +8,8 @@ gloo's own all-gather allocates its output a second time, and takes three times 
 
 [Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
 work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
-process may end all the same.
+process may end all the same. And the default group that `connect` made stays until the process ends: a rank
+that made it anew might reach the store of the one that rank 0 is about to close.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
             cure="see that all ranks run and reach MASTER_ADDR:MASTER_PORT of rank 0",
         ) from error
     _made_here = dist.group.WORLD
+    atexit.register(_end_made_here)  # engines, which register later, are closed before
     return _made_here
 
 
@@ -237,6 +239,7 @@ class Ranks(Comm):
         if self._closed:
             return
         self._closed = True
+        global _made_here
         atexit.unregister(self.close)
         if hasattr(self, "_hook") and sys.excepthook is self._hook:
             sys.excepthook = self._hooked
@@ -251,15 +254,10 @@ class Ranks(Comm):
                     getattr(group._get_backend(self._device), "abort", lambda: None)()
             else:
                 dist.destroy_process_group(group)
-        global _made_here
         _open.discard(self)
-        if _made_here is None or _made_here is not dist.group.WORLD or _open:
-            return  # it is not ours, or others still use it
-        if stuck:
+        if stuck and _made_here is not None:
             _keep(_made_here)
-        else:
-            dist.destroy_process_group()
-        _made_here = None
+            _made_here = None
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -382,8 +380,18 @@ def _keep(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def _end_made_here() -> None:
+    """Destroy the default group that `connect` made, unless somebody else has, or it is stuck."""
+    if _made_here is not None and _made_here is dist.group.WORLD:
+        dist.destroy_process_group()
+
+
 def _after_fork() -> None:
     """A fork of a rank, as a worker that loads data, is no rank: it has none of the threads."""
+    global _made_here
+    if _made_here is not None:
+        _keep(_made_here)
+        _made_here = None
     for comm in list(_open):
         comm._closed = True
         comm._watch.abandon()
