@@ -244,12 +244,17 @@ def demand(
             given[directory] += size
         arenas = tuple(given)
     # With several ranks what is placed on the device is a shard; the whole is there while it is used.
-    placed_here = (u for u in layouts if u.world == 1)
+    placed_here = (u for u in layouts if u.whole)
     resident = {u.index for u in placed_here if plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
     # Below stage 3 what was gathered stays until the step.
-    stays = config.zero_stage < 3 and any(u.world > 1 for u in layouts)
+    stays = config.zero_stage < 3 and not all(u.whole for u in layouts)
     at_once = [range(len(layouts))] if stays else working_sets
-    reducing = max((u.reduction_nbytes for u in layouts), default=0)
+    if stays:  # this rank's slices lie in what was gathered
+        by_tier[Tier.DEVICE].pop("parameters", None)
+    waits = config.zero_stage < 2 and any(u.world > 1 for u in layouts)
+    reducing = max((u.reduction_nbytes(wide=waits) for u in layouts), default=0)
+    if waits:  # a rank's whole gradients, which make way for the sums of all, unit by unit
+        by_tier[Tier.DEVICE]["gradients"] = sum(u.accumulated_nbytes for u in layouts)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
         placed=by_tier,
