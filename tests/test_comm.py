@@ -16,7 +16,7 @@ from infinity.core.errors import ConfigError
 from infinity.hardware.comm import Alone, connect
 
 from .cgroup import unavailable
-from .ranks import Result, all_well, run_ranks
+from .ranks import Result, all_well, free_port, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -176,13 +176,6 @@ dist.destroy_process_group()
         assert two[0] == none[0] == "ConfigError"
         assert "2 dimensions" in two[1]
         assert 'mesh["shard"]' in two[1]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def test_an_environment_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:

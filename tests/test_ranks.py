@@ -337,6 +337,43 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
         assert float(said) == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < float(said) <= 9
 
 
+LAYERDROP = """
+config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
+import copy
+plain = copy.deepcopy(model)
+torch_adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+model, adam = infinity.wrap(model, adam, config)
+orders = [[[0, 1, 2], [0, 1, 2]], [[0, 2], [1]], [[1], []], [[0, 1, 2], [0, 1, 2]]]
+
+def loss(model, rank, step):
+    model.order = orders[step][rank]
+    return model(torch.full((2, 8), rank + 1.0)).square().mean()
+
+for step in range(len(orders)):
+    loss(model, rank, step).backward()
+    adam.step()
+    adam.zero_grad()
+    if step == 1 and rank == 0:
+        with torch.no_grad():
+            loss(model, rank, step)  # the first rank alone evaluates
+    sum(loss(plain, r, step) for r in range(world)).div(world).backward()
+    torch_adam.step()
+    torch_adam.zero_grad()
+for name, value in model.state_dict().items():
+    torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+print(float(sum(v.double().sum() for v in model.state_dict().values())).hex())
+"""
+
+
+def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
+    """As in DistributedDataParallel(find_unused_parameters=True); the same bits in both stages."""
+    given = settings_of(tmp_path, "device", "fp32", gradients=None)
+    said: list[str] = []
+    for stage in (0, 1):
+        said += all_well(run_ranks(2, HEAD + LAYERDROP, json.dumps(given), json.dumps({"zero_stage": stage})))
+    assert len(set(said)) == 1
+
+
 def test_no_sync(tmp_path: Path) -> None:
     """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
     script = (

@@ -121,10 +121,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, config)
-        whole = config.zero_stage == 0
-        layouts = partition(
-            units, config.elements_per_chunk, rank=comm.rank, world=comm.world, replicated=whole
-        )
+        cut, whole = config.elements_per_chunk, config.zero_stage == 0
+        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
@@ -247,7 +245,8 @@ class Engine:
         publisher = Publisher(store, device)
         cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
         self.residency = Residency(
-            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter)
+            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter),
+            in_order=owners.world > 1 and self.config.zero_stage == 1,
         )
         self.gradients = Gradients(
             units,
