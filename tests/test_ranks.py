@@ -374,6 +374,70 @@ def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
     assert len(set(said)) == 1
 
 
+GRADIENTS = """
+import copy
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+def zeros(m, o): o.zero_grad(set_to_none=False)
+def none(m, o): o.zero_grad()
+def one_none(m, o): m.last.weight.grad = None
+def some_zero(m, o): m.last.weight.grad.zero_()
+def half(m, o): m.first.weight.grad.mul_(0.5)
+def clip(m, o): clip_grad_norm_(m.parameters(), 0.05)
+def clamp(m, o): clip_grad_value_(m.parameters(), 1e-3)
+def freeze(m, o): m.layers[1].requires_grad_(False)
+def thaw(m, o): m.layers[1].requires_grad_(True)
+def look(m, o):
+    for p in m.parameters():
+        p.grad is None or seen[m is plain].append(p.grad.clone() if m is plain else infinity.gradient(p))
+def step(m, o):
+    o.step()
+    o.zero_grad()
+
+LOOPS = [
+    ["b", "b", zeros, "b", step], ["b", clip, "b", clip, step], ["b", one_none, "b", step, "b", step],
+    ["b", one_none, step], ["b", half, "b", half, step], ["b", look, "b", look, step], [zeros, step],
+    ["b", none, "b", step], ["b", "b", "b", step, "b", step], ["b", some_zero, "b", step],
+    ["b", some_zero, step], ["b", zeros, step], ["b", step, freeze, "b", step, thaw, "b", step],
+    ["b", clamp, "b", step],
+]
+made = model
+for stage in range(4):
+    for accumulation in (None, 2) if stage < 2 else (None,):
+        for number, loop in enumerate(LOOPS):
+            plain = copy.deepcopy(made)
+            o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+            model = copy.deepcopy(made)
+            adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
+            model, adam = infinity.wrap(model, adam, config)
+            seen = [], []
+            x = [torch.full((2, 8), r + 1.0) for r in range(world)]
+            for do in loop:
+                if do == "b":
+                    model(x[rank]).square().mean().backward()
+                    (sum(plain(each).square().mean() for each in x) / world).backward()
+                else:
+                    do(model, adam)
+                    do(plain, o)
+            for name, value in model.state_dict().items():
+                said = f"{name}, stage {stage}, accumulation {accumulation}, loop {number}: "
+                torch.testing.assert_close(
+                    value, plain.state_dict()[name], rtol=1e-5, atol=2e-6, msg=lambda m: said + m
+                )
+            for mine, wanted in zip(*seen, strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-7)
+            infinity.close(adam)
+"""
+
+
+def test_what_users_do_to_gradients(tmp_path: Path) -> None:
+    """In every stage what torch does with the mean of the losses."""
+    given = settings_of(tmp_path, "device", "fp32")
+    given["gradients"] = None
+    all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), seconds=120))
+
+
 def test_no_sync(tmp_path: Path) -> None:
     """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
     script = (
