@@ -438,6 +438,90 @@ def test_what_users_do_to_gradients(tmp_path: Path) -> None:
     all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), seconds=120))
 
 
+BUILT = """
+import gc
+from transformers import LlamaForCausalLM, GPT2Config, GPT2LMHeadModel
+from infinity.api.init import scratch_extent
+
+given = json.loads(sys.argv[1])
+config = infinity.Config(**given)
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other = nn.Linear(200, 300), nn.Linear(200, 300)
+        self.other.weight = self.linear.weight
+        self.scale = torch.full((3,), 2.0)
+        self.register_buffer("kept", torch.full((5,), float(rank)))
+        self.register_buffer("not_kept", torch.full((5,), float(rank)), persistent=False)
+        self.drawn = nn.Parameter(torch.randn(70, 70))
+
+    def forward(self, x):
+        return (self.linear(x) + self.other(x)).sum() * self.scale.sum() + self.drawn.sum() + self.kept.sum()
+
+build = {
+    "odd": lambda: Odd(),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=99, n_positions=9)),
+    "llama": lambda: LlamaForCausalLM.from_pretrained(sys.argv[2]),
+}
+for name, make in build.items():
+    torch.manual_seed(3 + rank)
+    with infinity.init(config):
+        model = make()
+    for param in model.parameters():
+        large = param.nbytes >= 4096
+        assert param.is_meta == (rank > 0) and (scratch_extent(param) is not None) == (rank == 0 and large)
+    if rank == 0:
+        wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, adam = infinity.wrap(model, adam, config)
+    model.eval()  # what dropout draws is each rank's own
+    ids = torch.arange(8).view(1, 8)
+    loss = model(torch.ones(2, 200)) if name == "odd" else model(input_ids=ids, labels=ids).loss
+    print(name, loss.item(), getattr(model, "not_kept", ""))
+    found = model.state_dict()
+    if rank == 0:
+        assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in found)
+    loss.backward()
+    adam.step()
+    infinity.close(adam)
+"""
+
+
+def test_other_ranks_than_the_first_build_without_memory(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    given = settings_of(tmp_path, "nvme", "fp32")
+    results = run_ranks(2, HEAD + BUILT, json.dumps(given), str(tmp_path / "llama"))
+    first, second = all_well(results)
+    assert first == second
+
+
+def test_no_values_on_the_first_rank_or_in_an_attribute(tmp_path: Path) -> None:
+    script = """
+with torch.device("meta" if rank == int(sys.argv[2]) else "cpu"):
+    model.last = nn.Linear(32, 8)
+    model.scale = torch.ones(3)
+adam = torch.optim.AdamW(model.parameters())
+infinity.wrap(model, adam, config)
+"""
+    given = json.dumps(settings_of(tmp_path, "host", "fp32"))
+    for meta, words in (("0", "'last.weight' has no values"), ("1", "'scale' has no values on this rank")):
+        results = run_ranks(2, HEAD + script, given, meta)
+        assert [code for code, *_ in results] == [1, 1]
+        for rank, (_, _, err) in enumerate(results):
+            assert words in err if rank == int(meta) else "WrapError" in err
+
+
 def test_no_sync(tmp_path: Path) -> None:
     """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
     script = (

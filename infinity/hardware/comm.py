@@ -75,6 +75,17 @@ def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) 
     return Ranks(group, device, timeout)
 
 
+def rank_here(mesh: Any = None) -> int:
+    """Return the number that `connect` would give this rank; nothing is made, and nobody is asked."""
+    if mesh is not None:
+        return int(mesh.get_local_rank())
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if several and rank.isdecimal() else 0
+
+
 def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup | None:
     """Return the group whose ranks are meant: the default one is made, where there is none; None: alone."""
     global _made_here
