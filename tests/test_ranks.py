@@ -522,6 +522,32 @@ infinity.wrap(model, adam, config)
             assert words in err if rank == int(meta) else "WrapError" in err
 
 
+def test_transfers_of_slices_are_large(tmp_path: Path) -> None:
+    """Every rank's drive works for every unit, in blocks of 512 KiB and more, where its slice is as large."""
+    script = """
+import json, os, sys
+import torch
+from torch import nn
+import infinity
+from infinity.api.engine import engine_of
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)) for _ in range(3)))
+adam = torch.optim.AdamW(model.parameters())
+model, adam = infinity.wrap(model, adam, infinity.Config(**json.loads(sys.argv[1])))
+for _ in range(3):
+    model(torch.ones(2, 1024)).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
+infinity.flush(adam)
+engine = engine_of(adam)
+assert all(u.layout.shard_nbytes >= 2 << 20 for u in engine.units)
+(stats,) = engine.store.ring_stats()
+for nbytes, count in ((stats.bytes_read, stats.reads), (stats.bytes_written, stats.writes)):
+    assert nbytes > 20 << 20, nbytes
+    assert nbytes >= count << 19, (nbytes, count)
+"""
+    all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+
+
 def test_no_sync(tmp_path: Path) -> None:
     """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
     script = (
