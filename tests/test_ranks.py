@@ -86,6 +86,16 @@ def settings_of(folder: Path, place: str, dtype: str, **config: Any) -> dict[str
     return {"device": "cpu", "dtype": dtype, "nvme": str(folder), **PLACES[place], **memory, **config}
 
 
+def of_stage(folder: Path, stage: int) -> dict[str, Any]:
+    """Settings of a stage, on the device below 3, else on NVMe; in fp32."""
+    place = "nvme" if stage == 3 else "device"
+    given = settings_of(folder, place, "fp32", zero_stage=stage, prefetch_memory=0)
+    return given if stage >= 2 else {**given, "gradients": None}
+
+
+STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
+
+
 @pytest.mark.parametrize(
     "name",
     quick(
@@ -194,7 +204,8 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, tmp_path: Path) -> None
     assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
 
 
-def test_a_rank_that_catches_what_it_raised_may_go_on(tmp_path: Path) -> None:
+@STAGES
+def test_a_rank_that_catches_what_it_raised_may_go_on(stage: int, tmp_path: Path) -> None:
     """As long as what it does is what the others do."""
     script = (
         HEAD
@@ -211,12 +222,13 @@ print(adam.grad_norm)
 infinity.close(adam)
 """
     )
-    settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
+    settings = of_stage(tmp_path, stage)
     first, second = all_well(run_ranks(2, script, json.dumps(settings)))
     assert first == second
 
 
-def test_what_arrives_on_one_rank_is_the_gradient_of_all(tmp_path: Path) -> None:
+@STAGES
+def test_what_arrives_on_one_rank_is_the_gradient_of_all(stage: int, tmp_path: Path) -> None:
     """A parameter that a rank does not use has a gradient there all the same; one that none uses has none."""
     script = (
         HEAD
@@ -245,7 +257,7 @@ print(model.state_dict()["one"].tolist(), model.state_dict()["none"].tolist())
 infinity.close(adam)
 """
     )
-    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
     assert first == second
     lines = first.splitlines()
     assert all("'none': None" in line for line in lines[:3])
@@ -254,14 +266,16 @@ infinity.close(adam)
     assert lines[3].endswith(str([1.0] * 8))
 
 
-def test_a_gradient_that_a_user_assigns_is_refused(tmp_path: Path) -> None:
+@STAGES
+def test_a_gradient_that_a_user_assigns_is_refused(stage: int, tmp_path: Path) -> None:
     script = HEAD + LOOP + "model.last.weight.grad = torch.ones(8, 32)\nloss().backward()\n"
-    for code, _, err in run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))):
+    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))):
         assert code == 1
         assert "GradientError: 'last.weight' was given a gradient, and there are several ranks" in err
 
 
-def test_edits_of_one_rank_count_on_all(tmp_path: Path) -> None:
+@STAGES
+def test_edits_of_one_rank_count_on_all(stage: int, tmp_path: Path) -> None:
     script = (
         HEAD
         + LOOP
@@ -279,7 +293,7 @@ assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
 print(float(sum(v.double().sum() for v in kept.values())))
 """
     )
-    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
     assert first == second
 
 
