@@ -68,9 +68,8 @@ class Gradients:
     ) -> None:
         self.units = units
         self.shelter = shelter
-        self.chunks = ChunkGradients(
-            *(units, plans, store, pool, device, recorder), comes_and_goes=waits and comm.world > 1
-        )
+        waits = waits and comm.world > 1
+        self.chunks = ChunkGradients(units, plans, store, pool, device, recorder, comes_and_goes=waits)
         self.entries = self.chunks.entries
         self._work = ChunkWork(self.chunks, recorder)
         self.sending = Sending(self.chunks, self._work, store.versions, updates, device, recorder)
@@ -80,7 +79,7 @@ class Gradients:
         self.scale = 1.0
         self.backwards = self.stepped = 0
         self.apart = False
-        self._waits, self._accumulation = waits and comm.world > 1, accumulation
+        self._waits, self._accumulation = waits, accumulation
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
         self._device = device
@@ -225,8 +224,8 @@ class Gradients:
     @property
     def _is_last(self) -> bool:
         """Whether what waits is reduced behind this backward."""
-        count = self.backwards - self.stepped
-        return self._accumulation is not None and not self.apart and count % self._accumulation == 0
+        number, of = self.backwards - self.stepped, self._accumulation
+        return of is not None and not self.apart and number % of == 0
 
     @sheltered
     def reduce_waiting(self) -> None:
