@@ -189,3 +189,22 @@ def ends() -> None:
             time.sleep(0.5)
 
     infinity.save(adam, sys.argv[2], progress=end)
+
+
+def exports() -> None:
+    """Write a model of several ranks; one rank alone meets an error."""
+    torch.set_num_threads(1)
+    rank, (config, out, load) = int(os.environ["RANK"]), json.loads(sys.argv[1])
+    model, adam = made(config)
+    infinity.load(adam, load)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    said = refused(lambda: infinity.export(model, out, "fp32"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said.startswith("TransferError"), said
+    assert rank or not os.path.exists(out)  # the first rank removes what it has made
+    for name, dtype, limit in (("whole", "fp32", "1GB"), ("cut", None, 100_000)):
+        infinity.export(model, os.path.join(out, name), dtype, limit)
+    infinity.export(model.layers[1], os.path.join(out, "part"))
+    infinity.close(adam)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import infinity
+
 from .quick import quick
-from .rank_checkpoints import contents, trained
+from .rank_checkpoints import contents, made, trained
 from .ranks import all_well, run_ranks
 from .test_ranks import settings_of
 
@@ -102,3 +104,21 @@ def test_a_rank_that_ends_in_a_save_leaves_the_checkpoint_before(rank: int, how:
     assert [p.parent.name for p in root.glob("*/index.json")] == ["step-0"]
     alone(job(tmp_path, "host", load=root, save=root))
     assert not list(root.rglob("*incomplete*"))
+
+
+def test_an_export_is_the_one_of_one_rank(tmp_path: Path) -> None:
+    root, out, same = (tmp_path / name for name in ("saved", "out", "same"))
+    alone(job(tmp_path, "host", before=2, save=root))
+    config, _ = job(tmp_path, "split")
+    script = "from tests.rank_checkpoints import exports; exports()"
+    all_well(run_ranks(2, script, json.dumps([config, str(out), str(root)])))
+    config, _ = job(tmp_path, "host")
+    model, adam = made(config)
+    infinity.load(adam, root)
+    infinity.export(model, same / "whole", "fp32")
+    infinity.export(model, same / "cut", None, 100_000)
+    infinity.export(model.layers[1], same / "part")
+    infinity.close(adam)
+    files = {str(p.relative_to(same)): p.read_bytes() for p in same.rglob("*") if p.is_file()}
+    assert {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
+    assert len(files) > 4
