@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import CorruptionError
 from infinity.hardware.aio import Ring
-from infinity.storage import tensor_file
+from infinity.storage import checksums
 from infinity.storage.tensor_file import TensorFile, read_all, write_all
 from infinity.storage.tensor_header import DTYPES
 
@@ -65,7 +65,7 @@ def test_pieces_of_any_size_have_the_same_checksums(
     data: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")
-    old, tensor_file.RANGE_NBYTES = tensor_file.RANGE_NBYTES, 4096  # type: ignore[misc]
+    old, checksums.RANGE_NBYTES = checksums.RANGE_NBYTES, 4096  # type: ignore[misc]
     try:
         tensor = values(torch.float32, data.draw(st.integers(0, 5000)))
         cuts = st.lists(st.integers(0, tensor.numel()), max_size=6)
@@ -85,11 +85,11 @@ def test_pieces_of_any_size_have_the_same_checksums(
                     file.read("x", begin, out[begin:end])
             assert torch.equal(torch.nan_to_num(out.float()), torch.nan_to_num(tensor))
     finally:
-        tensor_file.RANGE_NBYTES = old  # type: ignore[misc]
+        checksums.RANGE_NBYTES = old  # type: ignore[misc]
 
 
 def test_every_flip_is_named(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "RANGE_NBYTES", 4096)
+    monkeypatch.setattr(checksums, "RANGE_NBYTES", 4096)
     path = str(tmp_path / "x")
     tensors = {"a": values(torch.float32, 3000), "b": values(torch.bfloat16, 77)}
     sums = write_all(path, tensors, ring)
@@ -113,6 +113,47 @@ def test_every_flip_is_named(tmp_path: Path, ring: Ring, monkeypatch: pytest.Mon
             file.seek(begin + at)
             file.write(bytes([byte]))
     read_all(path, ring, sums)
+
+
+@pytest.mark.parametrize("flipped", [None, 4097, 8100, 12002])
+def test_several_write_and_read_one_file(
+    flipped: int | None, tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each its own part of every tensor; cuts are anywhere in ranges and blocks."""
+    monkeypatch.setattr(checksums, "RANGE_NBYTES", 4096)
+    path, wanted = str(tmp_path / "x"), {"a": values(torch.float32, 3001), "b": values(torch.float32, 7)}
+    sums = write_all(str(tmp_path / "whole"), wanted, ring)
+    specs = {name: (t.dtype, t.shape) for name, t in wanted.items()}
+    cuts = [(0, 1100), (1100, 1200), (1200, 2900), (2900, 3001)]
+    with TensorFile.create(path, specs, ring) as made:
+        pieces = []
+        for number, (begin, end) in enumerate(reversed(cuts)):
+            with TensorFile.join(path, specs, ring) as file:
+                file.write("a", begin, wanted["a"][begin:end])
+                if number == 2:
+                    file.write("b", 0, wanted["b"])
+                pieces.append(json.loads(json.dumps(file.pieces())))
+        assert made.checksums(pieces) == sums
+    assert Path(path).read_bytes() == (tmp_path / "whole").read_bytes()
+    if flipped is not None:
+        data = bytearray(Path(path).read_bytes())
+        data[len(data) - 12032 + flipped] ^= 2
+        Path(path).write_bytes(data)
+    pieces = []
+    found = None
+    try:
+        for begin, end in cuts:
+            with TensorFile.open(path, ring, sums) as file:
+                file.read("a", begin, torch.empty(end - begin))
+                pieces.append(file.pieces())
+        with TensorFile.open(path, ring, sums) as file:
+            file.read("b", 0, torch.empty(7))
+            file.compare(pieces)
+    except CorruptionError as error:
+        found = error.offset
+    first = os.path.getsize(path) - 12032
+    ranges = {None: None, 4097: first + 4096, 8100: first + 4096, 12002: first + 8192}
+    assert found == ranges[flipped]
 
 
 def header(entries: dict[str, Any]) -> bytes:
