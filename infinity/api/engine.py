@@ -273,6 +273,7 @@ class Engine:
         )
         state = {} if optimizer is None else optimizer.state
         take_over(model, state, units, self.states, device, comm, weights)
+        device.reuse(capacity + sum(u.layout.gathered_nbytes for u in units if u.on_device))
         self.phases = Phases(
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),
