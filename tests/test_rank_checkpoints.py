@@ -21,6 +21,7 @@ SCRIPT = "from tests.rank_checkpoints import main; main()"
 
 def job(folder: Path, place: str, dtype: str = "bf16", *, stage: int = 3, **more: Any) -> Any:
     config = settings_of(folder, place, dtype, zero_stage=stage, chunk_elements=65536)
+    config |= {"gradients": None} if stage < 2 else {}
     return config, {name: str(value) if isinstance(value, Path) else value for name, value in more.items()}
 
 
@@ -56,14 +57,17 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, tmp_path: 
         2,
         job(tmp_path, "device", dtype, load=four, save=two, stage=2),
         job(tmp_path, "host", dtype, load=two),
-    ) == [wanted, wanted]
+        job(tmp_path, "state on nvme", dtype, load=four, save=tmp_path / "stage 1", stage=1),
+        job(tmp_path, "device", dtype, load=tmp_path / "stage 1", save=tmp_path / "stage 0", stage=0),
+        job(tmp_path, "nvme", dtype, load=tmp_path / "stage 0"),
+    ) == [wanted] * 5
     first, second = ranks(
         3,
         job(tmp_path, "split", dtype, load=four, save=three),
         job(tmp_path, "state on nvme", dtype, load=two, stage=2),
     )
     assert first == second
-    for other in (four, two, three):
+    for other in (four, two, three, tmp_path / "stage 1", tmp_path / "stage 0"):
         assert contents(other / "step-2") == contents(one / "step-2")
 
 

@@ -150,11 +150,12 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     return name
 
 
-def elements_here(engine: Engine) -> dict[ShardedParam, int]:
-    """Return how many elements of each parameter this rank saves and loads."""
+def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:
+    """Return how many elements of each parameter this rank has; `own`: in its slices."""
     found = dict.fromkeys(engine.params.values(), 0)
     for unit in engine.units:
-        for segment in (s for chunk in unit.layout.chunks for s in chunk.segments):
+        chunks = [c for c in unit.layout.chunks if not own or unit.layout.owner(c) == engine.comm.rank]
+        for segment in (s for chunk in chunks for s in chunk.segments):
             found[unit.params[segment.param]] += segment.numel
     return found
 

@@ -122,8 +122,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, config)
-        cut, whole = config.elements_per_chunk, config.zero_stage == 0
-        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
+        of = {"rank": comm.rank, "world": comm.world, "replicated": config.zero_stage == 0}
+        layouts = partition(units, config.elements_per_chunk, **of)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]

@@ -100,7 +100,7 @@ class Values:
                     shards.write(name, 0, value.detach())
             else:
                 names.setdefault(sharded, []).append(name)
-        for sharded, first, piece in self._pieces(names):
+        for sharded, first, piece in self._pieces(names, own=True):
             for name in names[sharded]:
                 shards.write(name, first, piece)
 
@@ -119,7 +119,9 @@ class Values:
             found[param].copy_(param.detach())
         return found
 
-    def _pieces(self, params: Iterable[ShardedParam]) -> Iterable[tuple[ShardedParam, int, torch.Tensor]]:
+    def _pieces(
+        self, params: Iterable[ShardedParam], *, own: bool = False
+    ) -> Iterable[tuple[ShardedParam, int, torch.Tensor]]:
         """Yield (parameter, first element, flat values), piece by piece: those of the master where the copy
         is not in the dtype that is asked for."""
         if self.engine is None:
@@ -129,5 +131,5 @@ class Values:
             exact = sharded.spec.trainable and self._dtype not in (None, sharded.spec.dtype)
             of["master" if exact else "copy"].append(sharded)
         for kind, chosen in of.items():
-            for sharded, segment, pieces in self.engine.states.segments((kind,), chosen):
+            for sharded, segment, pieces in self.engine.states.segments((kind,), chosen, own=own):
                 yield sharded, segment.offset, pieces[kind]

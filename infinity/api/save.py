@@ -157,7 +157,7 @@ class _Saving:
         self._names = names_of(engine)
         self._newer = _with_front(engine)
         self._specs = self._specs_of()
-        here = elements_here(engine)
+        here = elements_here(engine, own=True)
         sizes = {s: 4 * (1 + len(MOMENTS)) if s.spec.trainable else s.spec.dtype.itemsize for s in here}
         self._total = sum(here[s] * sizes[s] for s in here)
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
@@ -201,7 +201,9 @@ class _Saving:
         trainable = [s for s in names if s.spec.trainable]
         frozen = [s for s in names if not s.spec.trainable]
         under_way = UnderWay()
-        for sharded, segment, pieces in states.segments(("master", *MOMENTS), trainable, under_way=under_way):
+        for sharded, segment, pieces in states.segments(
+            ("master", *MOMENTS), trainable, under_way=under_way, own=True
+        ):
             for kind, piece in pieces.items():
                 file = files["parameters" if kind == "master" else kind]
                 file.write(names[sharded], segment.offset, piece, under_way)
@@ -211,7 +213,7 @@ class _Saving:
             (self._newer, "front", Version.FRONT),
         ):
             for sharded, segment, pieces in states.segments(
-                ("copy",), params, version=version, under_way=under_way
+                ("copy",), params, version=version, under_way=under_way, own=True
             ):
                 files[stem].write(names[sharded], segment.offset, pieces["copy"], under_way)
                 self._tell(pieces["copy"].nbytes)

@@ -149,6 +149,7 @@ class States:
         fresh: bool = False,
         version: Version = Version.NEWEST,
         under_way: UnderWay | None = None,
+        own: bool = False,
     ) -> _Segments:
         """Go through the state of `params` chunk by chunk, each chunk once, through one lease; where another
         is free, the next chunk is read meanwhile.
@@ -168,6 +169,7 @@ class States:
                 than the front, name all parameters of each chunk.
             under_way: what the caller has under way from or into the tensors that it is given: it is waited
                 for before a chunk's become invalid.
+            own: of chunks that several ranks have, those alone that lie in this rank's slices.
 
         Raises:
             StorageError: a transfer failed.
@@ -183,6 +185,7 @@ class States:
             if (chunk.trainable or "copy" in kinds)
             and any(s.param in of[index] for s in chunk.segments)
             and not (written and self._tiers.plans[chunk.id].place)
+            and (not own or self._tiers.units[index].layout.owner(chunk) == self._comm.rank)
         ]
         under_way = UnderWay() if under_way is None else under_way
         if written:

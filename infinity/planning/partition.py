@@ -159,6 +159,11 @@ class UnitLayout:
         """Bytes of this rank's shard of it."""
         return self.gathered_nbytes if self.whole else sum(r.slice_nbytes for r in self.runs)
 
+    def owner(self, chunk: Chunk) -> int:
+        """Return the rank in whose slices a chunk lies."""
+        run = next(r for r in self.runs if r.begin <= chunk.copy_offset < r.begin + r.nbytes)
+        return (chunk.copy_offset - run.begin) // run.slice_nbytes
+
     def chunks_of(self, rank: int) -> Iterator[tuple[Run, Chunk]]:
         """Yield those of the trainable chunks that lie in the slices of one rank, and the run of each."""
         for run in self.runs:
