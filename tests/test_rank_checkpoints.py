@@ -126,3 +126,30 @@ def test_an_export_is_the_one_of_one_rank(tmp_path: Path) -> None:
     files = {str(p.relative_to(same)): p.read_bytes() for p in same.rglob("*") if p.is_file()}
     assert {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
     assert len(files) > 4
+
+
+PEFT = """
+import os, sys
+from pathlib import Path
+import torch, infinity
+from tests.test_export_peft import built, trained
+torch.set_num_threads(1)
+torch.manual_seed(3)
+folder = Path(sys.argv[1])
+model, adam = trained(built("lora"), folder / os.environ["RANK"], dtype="fp32")
+infinity.export(model, folder / "alone")
+infinity.export(model, folder / "merged", merge_adapters=True)
+infinity.close(adam)
+"""
+
+
+@pytest.mark.ecosystem
+def test_adapters_of_several_ranks_are_exported_alone_and_merged(tmp_path: Path) -> None:
+    found = []
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        all_well(run_ranks(world, PEFT, str(folder), seconds=120))
+        files = [folder / name for name in ("alone/adapter_model.safetensors", "merged/model.safetensors")]
+        found.append([path.read_bytes() for path in files])
+    assert found[0] == found[1]

@@ -66,6 +66,9 @@ def export(
     state dict, for `safetensors.torch.load_model`. Tied parameters are written once. With delayed updates the
     newest values are.
 
+    With several ranks it is collective for a module: each writes what it has of every parameter into one
+    directory, at the first rank's path, that all share. A checkpoint is exported by one of them.
+
     Args:
         model: as `wrap` returned it, a part of it, or a plain module. Or the path of a checkpoint of
             `infinity.save`, or of a directory of checkpoints: of these the one that was completed last.
@@ -80,7 +83,8 @@ def export(
             that a checkpoint has are in any case.
         merge_adapters: for a model of PEFT: write the model that it makes of its base with the active
             adapters, layer by layer, as its `merge_and_unload` does in that dtype. The model stays as it is.
-        progress: called with the bytes written, and all bytes, on another thread. It may not use the model.
+        progress: called with the bytes written by this rank, and all of the model, on another thread. It may
+            not use the model.
 
     Returns:
         The directory. It is whole from one moment on; whatever happens before leaves nothing that looks so.
@@ -94,6 +98,8 @@ def export(
         DirectoryError: there is no checkpoint; or the directory is not empty, cannot be written, or its drive
             has no room.
         TransferError: a drive reports an error.
+        RankError: a rank is gone, or does something else. Any other error of one is raised on all, of the
+            same class.
     """
     engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:

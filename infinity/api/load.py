@@ -55,8 +55,13 @@ def load(
     """Load a checkpoint into a wrapped model and its optimizer: the run goes on where it was saved.
 
     The model may be placed otherwise, cut into other chunks and have another compute dtype than the one that
-    was saved. Param groups get the options that were saved; the generators of random numbers go on from
-    where they were.
+    was saved, and there may be more or fewer ranks. Param groups get the options that were saved; the
+    generators of random numbers go on from where they were.
+
+    With several ranks it is collective, and each reads what it has of every tensor. The first rank says which
+    checkpoint it is; `state` and buffers are those that the first one saved. As many ranks as have saved have
+    their random numbers back; of more or fewer the first has, and another one's generator of torch begins
+    with the first rank's seed plus its number, as in `wrap`.
 
     Args:
         optimizer: as `wrap` returned it.
@@ -66,8 +71,8 @@ def load(
         strict: whether parameters that only the model or only the checkpoint has, parameters in other groups,
             and names of `state` that the checkpoint lacks, are errors. If not, what is in both is loaded.
             Of a parameter that is in no group here, as one that is frozen, the values are loaded.
-        progress: called with the bytes read, and all bytes, on another thread. It may not use the model or
-            the optimizer.
+        progress: called with the bytes read by this rank, and all that it reads, on another thread. It may
+            not use the model or the optimizer.
 
     Returns:
         What was saved as `state`, by name, but for tokenizers: these are in what `infinity.export` makes of
@@ -78,6 +83,8 @@ def load(
         CorruptionError: it is not as it was saved.
         StateDictError: it does not fit. Nothing was changed.
         ParameterError: parameters that would change are inside a `gathered` block. Nothing was changed.
+        RankError: a rank is gone, or does something else. Any other error of one is raised on all, of the
+            same class.
 
     Gradients are forgotten. A load that ends early (bytes that are not what was saved, a `load_state_dict`
     that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.

@@ -71,14 +71,3 @@ def check_source(comm: Comm, source: int) -> None:
             found=f"source={source!r}",
             cure="source=0",
         )
-
-
-def check_one(comm: Comm, call: str, cure: str) -> None:
-    """Raise `ConfigError` for a call that is not available yet with several ranks."""
-    if comm.world > 1:
-        raise ConfigError(
-            f"{call} is not available with several ranks yet",
-            expected="one rank",
-            found=f"{comm.world} ranks",
-            cure=cure,
-        )

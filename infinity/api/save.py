@@ -61,9 +61,13 @@ def save(
     call it after `step`. It goes chunk by chunk through one lease of host memory, and changes nothing of the
     run. An interrupt ends it.
 
+    With several ranks it is collective, and each writes what it has of every tensor into the same files.
+    Path, `state`, groups, buffers and `keep_last` are the first rank's; random numbers are each rank's. What
+    else differs between ranks, as positions in their data, give as a list that has it for all of them.
+
     Args:
         optimizer: as `wrap` returned it.
-        path: a directory of checkpoints, made if there is none.
+        path: a directory of checkpoints, made if there is none; one that all ranks share.
         state: more to be saved, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts with
             keys of these, and objects whose `state_dict` consists of these (schedulers, samplers). Mappings
             come back as dicts (counters stay), deques as lists, bytearrays as bytes, parameters as tensors,
@@ -72,8 +76,8 @@ def save(
             generate`; `load` returns none.
         keep_last: remove all of its checkpoints then but the so many that were completed last, this one
             among them, whatever their steps. None: remove none.
-        progress: called with the bytes written, and all bytes, on another thread. It may not use the model or
-            the optimizer.
+        progress: called with the bytes written by this rank, and all that it writes, on another thread. It
+            may not use the model or the optimizer.
 
     Returns:
         The checkpoint's directory. It is whole from one moment on, at which an older one of the same step is
@@ -85,6 +89,10 @@ def save(
         DirectoryError: the directory is itself a checkpoint, cannot be written, has no room for the
             checkpoint, or another save into it is under way.
         TransferError: a drive reports an error.
+        RankError: a rank is gone, was interrupted, or does something else.
+
+    Of several ranks, an error of one is raised on all, of the same class; the run may go on, but after a
+    `RankError`.
     """
     engine = engine_of(optimizer)
     comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
