@@ -108,10 +108,10 @@ class Engine:
         weights: Weights | None,
         kept: Collection[str],
     ) -> None:
-        config = self.config
+        config = self.config = self.config.for_rank(comm.rank, comm.local_rank)
         if comm.world > 1:
-            check_ranks(comm, config, trains=optimizer is not None)
-            check_stage(comm, config)
+            check_ranks(comm.world, config, trains=optimizer is not None)
+            check_stage(comm.world, config)
         cpu_adam.set_threads(threads_of(config, staged=device.staged))
         node = node_for(device.torch_device, config.directories)
 

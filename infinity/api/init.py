@@ -39,6 +39,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
+from infinity.hardware.comm import numbers
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.machine import LEAST_SCRATCH, roomiest
 from infinity.storage.leftovers import reclaim
@@ -74,7 +75,9 @@ def init(config: Config) -> Iterator[None]:
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
+        ConfigError: `nvme` has a number of this rank that nobody says.
     """
+    config = config.for_rank(*numbers())
     reclaim(config.directories)  # what a killed run has left there is room for this one
     backing = _Backing(config.directories or (temporary_directory(),))
     handle = register_module_parameter_registration_hook(backing.on_registration)

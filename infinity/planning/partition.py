@@ -114,6 +114,11 @@ class Run(NamedTuple):
         """Bytes of all slices."""
         return self.slice_nbytes * self.world
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends where the run is gathered, or its gradient is reduced."""
+        return self.slice_nbytes * (self.world - 1)
+
 
 @dataclass(frozen=True)
 class UnitLayout:
