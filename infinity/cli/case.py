@@ -9,7 +9,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from infinity.api.ranks import check_ranks, check_stage
 from infinity.autograd.activations import AHEAD, SMALLEST
@@ -30,6 +30,7 @@ from infinity.planning.footprint import whole_mebibytes
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
 
+from .job import Place
 from .machine import among, described, here
 from .model import Activations
 from .output import drive_of, further, place_of
@@ -40,15 +41,6 @@ T = TypeVar("T")
 #: With more chunks than this a plan takes seconds: no cure cuts a model into so many.
 _MOST_CHUNKS: Final = 100_000
 _TENTHS: Final = 10
-
-
-class Place(NamedTuple):
-    """A rank among those of its job, and among those of its machine."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
 
 
 _ALONE: Final = Place()

@@ -15,8 +15,9 @@ from infinity.core.sizes import Tier, dtype_name, format_size
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
-from .case import Case, Place, changed, command
+from .case import Case, changed, command
 from .console import finish, table_of
+from .job import Place
 from .machine import FIGURE, is_figure, load_machine
 from .options import json_option
 from .output import read_run
@@ -154,7 +155,7 @@ def plan_command(
     at = Place(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
     said = Bandwidths(**{f.name: given.pop(f.name) for f in dataclasses.fields(Bandwidths)})
-    case = Case(read_run(config_file, given), machine, at=at)
+    case = Case(read_run(config_file, given, ranks), machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:
         case = Case(changed(case.run, found), machine, at=at)
