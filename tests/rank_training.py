@@ -109,6 +109,8 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
     scale = 65536.0 if dtype is torch.float16 else 1.0
     for step in range(settings["steps"]):
         grads: dict[str, torch.Tensor] = {}
+        waits = settings["config"].get("zero_stage", 3) < 2 and accumulate > 1
+        waiting: list[dict[str, torch.Tensor]] = [{} for _ in models]  # of each rank, in stages 0 and 1
         for turn in range(accumulate):
             for rank, model in enumerate(models):
                 torch.set_rng_state(random[rank])
@@ -120,6 +122,12 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
                 mine = [m.get_parameter(name) for m in models]
                 if all(p.grad is None for p in mine):
                     continue
+                if waits:
+                    for param, sums in zip(mine, waiting, strict=True):
+                        if param.grad is not None:
+                            sums[name] = sums.get(name, torch.zeros(())) + param.grad.float()
+                        param.grad = None
+                    continue
                 total = torch.zeros(mine[0].shape)
                 for param in mine:
                     total = total + (param.grad.float() if param.grad is not None else 0)
@@ -129,6 +137,11 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
                     grads[name] = grads[name].float() + mean
                 else:
                     grads[name] = mean.to(mine[0].dtype)
+        for name in {n: None for sums in waiting for n in sums}:
+            total = torch.zeros(masters[name].shape)
+            for sums in waiting:
+                total = total + sums.get(name, torch.zeros(()))
+            grads[name] = total / world
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values())) / scale
         assert math.isclose(norm, norms[step], rel_tol=1e-9) or not math.isfinite(norm), (norm, norms[step])
         if not math.isfinite(norm):

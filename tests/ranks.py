@@ -8,9 +8,11 @@ goes through `sys.excepthook`, and it ends by the interpreter's own exit, not by
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -96,8 +98,7 @@ def _serve() -> str | None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in iter(requests.readline, ""):
         request = json.loads(line)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         pids = []
         for rank in range(request["world"]):
             pid = os.fork()
@@ -109,6 +110,16 @@ def _serve() -> str | None:
             pids.append(pid)
         print(json.dumps(_codes(pids, request["seconds"])), file=answers, flush=True)
     return None
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on; and that no connection of another test gets meanwhile as its own
+    end: not of those that the kernel gives out (ip(7), ip_local_port_range)."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(first, 20_000))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _become(rank: int, port: int, request: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ import torch
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import NORM_BLOCK, GiB, MiB, Tier
-from infinity.planning.footprint import Budget, Footprint, footprint
+from infinity.planning.footprint import Budget, Footprint, demand, footprint
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
@@ -52,6 +52,39 @@ def test_on_the_device_and_the_host() -> None:
     assert result.host["gradients"] == 4 * total
     assert not result.nvme
     assert result.total(Tier.DEVICE) == 2 * total + 4 * NUMEL
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype: torch.dtype) -> None:
+    """Of E elements (ZeRO, arXiv 1910.02054, section 5, in our bytes): c of the copy, 4 of the gradient, 12
+    of the state, or 8 where the copy is the master; besides units in use and gradients in flight."""
+    units = [(n, [p._replace(dtype=dtype) for p in params]) for n, params in UNITS]
+    gradients = None if stage < 2 else "device"
+    config = Config(parameters="device", optimizer_state="device", gradients=gradients, zero_stage=stage)
+    layouts = partition(units, config.elements_per_chunk, rank=world - 1, world=world, replicated=stage == 0)
+    placements = config.placements
+    plans = plan_chunks(
+        layouts,
+        assign(layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]),
+        staged=False,
+    )
+    wanted = demand(layouts, plans, [[i] for i in range(len(UNITS))], config, staged=False)
+    elements, c, g = 8 * NUMEL, dtype.itemsize, 4
+    s = 8 if dtype is torch.float32 else 12
+    said = {
+        0: elements * (c + g + s),
+        1: elements * (c + g) + elements * s // world,
+        2: elements * c + elements * (g + s) // world,
+        3: elements * (c + g + s) // world,
+    }
+    found = sum(wanted.placed[Tier.DEVICE].values())
+    if world > 1 and stage in (1, 2):  # all that was gathered stays
+        found += wanted.working
+    elif world > 1 and stage == 3:
+        assert wanted.working == NUMEL * c
+    assert found == said[1 if world == 1 else stage]
 
 
 def test_leases_shrink_to_the_least_before_a_run_is_refused() -> None:

@@ -334,7 +334,7 @@ def test_buffers_take_what_was_planned_and_no_more(
         nonlocal most
         put(self, *args, **options)
         gradients = engine.gradients
-        most = max(most, sum(b.nbytes for b in [*gradients._filling.values(), *gradients._leaving]))
+        most = max(most, sum(b.nbytes for b in [*gradients._filling.values(), *gradients.sending.leaving]))
 
     monkeypatch.setattr(UnitBuffer, "put", watched)
     x = torch.randn(300, 300)
@@ -348,7 +348,7 @@ def test_buffers_take_what_was_planned_and_no_more(
     assert 0 < most <= engine.footprint.gradients_nbytes
     optimizer.step()
     assert not engine.gradients._filling
-    assert not engine.gradients._leaving
+    assert not engine.gradients.sending.leaving
     infinity.close(optimizer)
 
 

@@ -50,6 +50,28 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(4, "gpt", "state on nvme", "fp32"),
         {"sizes": {"tied": True, "recompute": "reentrant"}, "config": {"zero_stage": 2}},
     ),
+    "gpt, stage 1": (
+        *(2, "gpt", "state on nvme", "bf16"),
+        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 1}},
+    ),
+    "gpt, stage 1, declared": (
+        *(4, "gpt", "device", "fp32"),
+        {"sizes": {"tied": True, "recompute": "reentrant"}, "config": {"zero_stage": 1, "accumulation": 1}},
+    ),
+    "gpt, stage 1, declared accumulation": (
+        *(2, "gpt", "device", "bf16"),
+        {"accumulate": 3, "clip": 0.5, "config": {"zero_stage": 1, "accumulation": 3}},
+    ),
+    "gpt, stage 0": (
+        *(2, "gpt", "state on nvme", "bf16"),
+        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 0}},
+    ),
+    "gpt, stage 0, three ranks": (
+        *(3, "gpt", "device", "fp32"),
+        {"sizes": {"recompute": "non-reentrant"}, "config": {"zero_stage": 0, "optimizer_state": "host"}},
+    ),
+    "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
+    "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
     "lstm": (2, "lstm", "split", "fp32", {}),
     "moe": (2, "moe", "nvme", "bf16", {}),
@@ -75,6 +97,8 @@ def settings_of(folder: Path, place: str, dtype: str, **config: Any) -> dict[str
 def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
     world, model, place, dtype, more = CASES[name]
     config = dict(more.get("config", {}))
+    if config.get("zero_stage", 3) < 2:
+        config["gradients"] = None  # unset
     if config.get("device_memory") == "least":
         config["device_memory"] = "2MiB"
     given = {"model": model, "steps": 5, **more, "config": settings_of(tmp_path, place, dtype, **config)}
@@ -276,7 +300,8 @@ def test_what_is_not_there_yet_is_refused(call: str, words: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "more", [{"zero_stage": 1}, {"zero_stage": 2}, {"update": "delayed"}, {"device_memory": 4096}]
+    "more",
+    [{"zero_stage": 1, "gradients": None}, {"zero_stage": 2}, {"update": "delayed"}, {"device_memory": 4096}],
 )
 def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any], tmp_path: Path) -> None:
     given = {**settings_of(tmp_path, "nvme", "fp32"), **more}
@@ -286,9 +311,10 @@ def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any],
     assert not list(tmp_path.rglob("*.arena"))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_sent_is_what_zero_says(stage: int, tmp_path: Path) -> None:
-    """Per rank, times (N - 1) / N: stage 2 sends c + K r of every element, stage 3 at most K (2 c + r)."""
+    """Per rank, times (N - 1) / N, of every element, in K backwards: stage 0 sends 2 r, stage 1 r + c,
+    stage 2 c + K r, stage 3 at most K (2 c + r). Here all three are 4 bytes."""
     script = (
         HEAD
         + LOOP
@@ -306,8 +332,154 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
 """
     )
     given = settings_of(tmp_path, "device", "fp32", zero_stage=stage, prefetch_memory=0)
+    given["gradients"] = None
     for said in all_well(run_ranks(2, script, json.dumps(given))):
-        assert float(said) == 4 if stage == 2 else 3 < float(said) <= 9
+        assert float(said) == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < float(said) <= 9
+
+
+LAYERDROP = """
+config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
+import copy
+plain = copy.deepcopy(model)
+torch_adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+model, adam = infinity.wrap(model, adam, config)
+orders = [[[0, 1, 2], [0, 1, 2]], [[0, 2], [1]], [[1], []], [[0, 1, 2], [0, 1, 2]]]
+
+def loss(model, rank, step):
+    model.order = orders[step][rank]
+    return model(torch.full((2, 8), rank + 1.0)).square().mean()
+
+for step in range(len(orders)):
+    loss(model, rank, step).backward()
+    adam.step()
+    adam.zero_grad()
+    if step == 1 and rank == 0:
+        with torch.no_grad():
+            loss(model, rank, step)  # the first rank alone evaluates
+    sum(loss(plain, r, step) for r in range(world)).div(world).backward()
+    torch_adam.step()
+    torch_adam.zero_grad()
+for name, value in model.state_dict().items():
+    torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+print(float(sum(v.double().sum() for v in model.state_dict().values())).hex())
+"""
+
+
+def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
+    """As in DistributedDataParallel(find_unused_parameters=True); the same bits in both stages."""
+    given = settings_of(tmp_path, "device", "fp32", gradients=None)
+    said: list[str] = []
+    for stage in (0, 1):
+        said += all_well(run_ranks(2, HEAD + LAYERDROP, json.dumps(given), json.dumps({"zero_stage": stage})))
+    assert len(set(said)) == 1
+
+
+GRADIENTS = """
+import copy
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+def zeros(m, o): o.zero_grad(set_to_none=False)
+def none(m, o): o.zero_grad()
+def one_none(m, o): m.last.weight.grad = None
+def some_zero(m, o): m.last.weight.grad.zero_()
+def half(m, o): m.first.weight.grad.mul_(0.5)
+def clip(m, o): clip_grad_norm_(m.parameters(), 0.05)
+def clamp(m, o): clip_grad_value_(m.parameters(), 1e-3)
+def freeze(m, o): m.layers[1].requires_grad_(False)
+def thaw(m, o): m.layers[1].requires_grad_(True)
+def look(m, o):
+    for p in m.parameters():
+        p.grad is None or seen[m is plain].append(p.grad.clone() if m is plain else infinity.gradient(p))
+def step(m, o):
+    o.step()
+    o.zero_grad()
+
+LOOPS = [
+    ["b", "b", zeros, "b", step], ["b", clip, "b", clip, step], ["b", one_none, "b", step, "b", step],
+    ["b", one_none, step], ["b", half, "b", half, step], ["b", look, "b", look, step], [zeros, step],
+    ["b", none, "b", step], ["b", "b", "b", step, "b", step], ["b", some_zero, "b", step],
+    ["b", some_zero, step], ["b", zeros, step], ["b", step, freeze, "b", step, thaw, "b", step],
+    ["b", clamp, "b", step],
+]
+made = model
+for stage in range(4):
+    for accumulation in (None, 2) if stage < 2 else (None,):
+        for number, loop in enumerate(LOOPS):
+            plain = copy.deepcopy(made)
+            o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+            model = copy.deepcopy(made)
+            adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
+            model, adam = infinity.wrap(model, adam, config)
+            seen = [], []
+            x = [torch.full((2, 8), r + 1.0) for r in range(world)]
+            for do in loop:
+                if do == "b":
+                    model(x[rank]).square().mean().backward()
+                    (sum(plain(each).square().mean() for each in x) / world).backward()
+                else:
+                    do(model, adam)
+                    do(plain, o)
+            for name, value in model.state_dict().items():
+                said = f"{name}, stage {stage}, accumulation {accumulation}, loop {number}: "
+                torch.testing.assert_close(
+                    value, plain.state_dict()[name], rtol=1e-5, atol=2e-6, msg=lambda m: said + m
+                )
+            for mine, wanted in zip(*seen, strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-7)
+            infinity.close(adam)
+"""
+
+
+def test_what_users_do_to_gradients(tmp_path: Path) -> None:
+    """In every stage what torch does with the mean of the losses."""
+    given = settings_of(tmp_path, "device", "fp32")
+    given["gradients"] = None
+    all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), seconds=120))
+
+
+def test_no_sync(tmp_path: Path) -> None:
+    """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+from infinity.api.engine import engine_of
+comm = engine_of(adam).comm
+loss().backward()
+adam.zero_grad()
+sent = [comm.sent]
+for on in (True, True, False):
+    with model.no_sync() if on else contextlib.nullcontext():
+        loss().backward()
+    sent.append(comm.sent)
+print([after > before for before, after in zip(sent, sent[1:])])
+once = sent[-1] - sent[-2]
+adam.step()
+assert comm.sent == sent[-1]
+infinity.close(adam)
+"""
+    )
+    for stage, wanted in ((1, [False, False, True]), (2, [True, True, True])):
+        given = settings_of(tmp_path, "device", "fp32", zero_stage=stage, accumulation=1, gradients=None)
+        results = run_ranks(2, "import contextlib\n" + script, json.dumps(given))
+        assert all_well(results) == [f"{wanted}\n"] * 2
+        assert all(("no_sync() does nothing" in err) == (stage == 2) for _, _, err in results)
+
+
+def test_an_edit_on_one_rank_alone_is_told_where_each_has_its_own_values(tmp_path: Path) -> None:
+    edit = """
+if rank == int(sys.argv[2]) or sys.argv[2] == "2":
+    with torch.no_grad():
+        model.last.weight.mul_(0.5)
+loss().backward()
+adam.step()
+"""
+    given = settings_of(tmp_path, "device", "fp32", zero_stage=0, gradients=None)
+    for _, _, err in run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "0"):
+        assert "DivergenceError" in err
+        assert "edits of last.weight" in err
+    all_well(run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "2"))
 
 
 def test_a_second_model_outlives_the_first(tmp_path: Path) -> None:

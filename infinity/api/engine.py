@@ -25,7 +25,7 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
-from infinity.hardware.ranks import Comm
+from infinity.hardware.ranks import Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
 from infinity.optim.chunk_io import Tiers
@@ -55,6 +55,7 @@ from infinity.storage.weights import Weights
 
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
+from .no_sync import NoSync
 from .ranks import check_ranks, check_same, check_stage
 from .refusal import add_cure
 from .state_dict import install
@@ -120,7 +121,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, config)
-        layouts = partition(units, config.elements_per_chunk, rank=comm.rank, world=comm.world)
+        cut, whole = config.elements_per_chunk, config.zero_stage == 0
+        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
@@ -213,6 +215,8 @@ class Engine:
         weights: Weights | None,
     ) -> None:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
+        # In ZeRO's stage 0 each rank has whole units, as one alone has.
+        owners = Alone() if self.config.zero_stage == 0 else comm
         units = []
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
@@ -224,10 +228,11 @@ class Engine:
             placed_here = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             units.append(
                 ParamUnit(
-                    *(layout, sharded, device, comm),
-                    on_device=placed_here and comm.world == 1,
-                    kept_apart=placed_here and comm.world > 1,
-                    persistent=comm.world > 1 and self.config.zero_stage == 2,
+                    *(layout, sharded, device, owners),
+                    on_device=placed_here and owners.world == 1,
+                    kept_apart=placed_here and owners.world > 1 and self.config.zero_stage == 3,
+                    in_place=placed_here and self.config.zero_stage < 3,
+                    persistent=owners.world > 1 and self.config.zero_stage < 3,
                     look=self.config.check_edits,
                 )
             )
@@ -240,7 +245,8 @@ class Engine:
         publisher = Publisher(store, device)
         cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
         self.residency = Residency(
-            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter)
+            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter),
+            in_order=owners.world > 1 and self.config.zero_stage == 1,
         )
         self.gradients = Gradients(
             units,
@@ -250,6 +256,8 @@ class Engine:
             device,
             comm,
             room=self.footprint.gradients_nbytes,
+            waits=self.config.zero_stage < 2,
+            accumulation=self.config.accumulation,
             updates=self.updates,
             recorder=self.recorder,
             shelter=self.shelter,
@@ -281,7 +289,9 @@ class Engine:
             output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
             activations=self.activations,
         )
-        self._handles = install(model, self)
+        self._handles: list[Any] = [*install(model, self)]
+        if comm.world > 1:
+            self._handles.append(NoSync(model, self.gradients, self.config.zero_stage))
         self._unguard = misuse.guard(model, optimizer)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)

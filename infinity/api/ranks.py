@@ -22,14 +22,12 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
     refused = None
     if config.update == "delayed":
         refused = 'update="delayed"', 'update="overlap"'
-    elif config.zero_stage < 2:
-        refused = f"zero_stage={config.zero_stage}", "zero_stage=2"
     elif not trains:
         refused = "`infinity.inference`", "run it in one process for each copy of the model"
     if refused is not None:
         raise ConfigError(
             f"{refused[0]} is not available with several ranks yet",
-            expected="training with ZeRO stage 2 or 3, its update not delayed",
+            expected="training, its update not delayed",
             found=f"{refused[0]} on {world} ranks",
             cure=refused[1],
         )

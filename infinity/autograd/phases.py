@@ -347,6 +347,7 @@ class Phases:
 
     def end_backward(self) -> None:
         """The outermost backward is over: all of its gradients are there."""
+        self._residency.gather_all()
         self._gradients.reduce_rest()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on

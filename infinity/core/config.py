@@ -58,7 +58,8 @@ class Config:
             half each, or what the one that is named leaves.
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
-        gradients: placement of the gradients between backward and update, chunk by chunk.
+        gradients: placement of the gradients between backward and update, chunk by chunk; None: ``"host"``,
+            in ZeRO's stages 0 and 1 ``"device"``, which is all that they have.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between
             their forward and their backward: ``"device"``, or ``"host"``: copied there behind the
             forward and back ahead of the backward, with the same bits.
@@ -99,9 +100,12 @@ class Config:
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
             and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
             each step, state dict of the optimizer and `unwrap`. For debugging: slow.
-        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 2:
-            optimizer state and gradients, so that parameters, which are placed on the device, are gathered
-            once in a step and stay; 3: parameters too. Others are not available yet.
+        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 0:
+            nothing; 1: the optimizer state; 2: gradients too; 3: parameters too. Below 3 parameters are
+            placed on the device: they are gathered once in a step, and stay. Below 2 each rank adds its
+            gradients up, in fp32 from the second backward on, and ranks theirs in `step()`.
+        accumulation: backwards in a step; in stages 0 and 1 ranks add their gradients up behind the last of
+            them then, and not in `step()`. None: that is not known.
         rank_timeout: seconds that a rank waits for the others before it is an error.
 
     Raises:
@@ -114,7 +118,7 @@ class Config:
     host_memory: int | str | None = None
     parameters: str | Mapping[str, float] = "device"
     optimizer_state: str | Mapping[str, float] = "host"
-    gradients: str | Mapping[str, float] = "host"
+    gradients: str | Mapping[str, float] | None = None
     activations: str = "device"
     activation_memory: int | str | None = None
     dtype: str | torch.dtype = "bf16"
@@ -137,6 +141,7 @@ class Config:
     threads: int | None = None
     check_edits: bool = False
     zero_stage: int = 3
+    accumulation: int | None = None
     rank_timeout: float = 1800.0
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
@@ -164,7 +169,10 @@ class Config:
         put(self, "dtype", parse_dtype(self.dtype))
         if self.output_dtype is not None:
             put(self, "output_dtype", parse_dtype(self.output_dtype, "output_dtype"))
-        put(self, "placements", {n: _placement(n, getattr(self, n)) for n in _PLACED})
+        unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
+        given = {n: getattr(self, n) for n in _PLACED}
+        given = {n: unset.get(n) if v is None else v for n, v in given.items()}
+        put(self, "placements", {n: _placement(n, v) for n, v in given.items()})
         if self.units is not None:
             put(self, "units", _names(self.units))
         self._check()
@@ -177,6 +185,13 @@ class Config:
                 expected="a directory on an NVMe drive",
                 found="nvme=None",
                 cure='nvme="/path/on/a/drive", or ' + ", ".join(f'{n}="host"' for n in on_nvme),
+            )
+        if self.zero_stage in (0, 1) and set(self.placements["gradients"]) != {Tier.DEVICE}:
+            raise ConfigError(
+                f"stage {self.zero_stage} of ZeRO keeps whole gradients on the device until the step",
+                expected='gradients="device", or unset',
+                found=f"gradients={self.gradients!r}",
+                cure="zero_stage=2, or leave gradients out",
             )
         if self.update not in UPDATES:
             raise ConfigError(
@@ -243,9 +258,10 @@ class Config:
             ("threads", 1, 1, None),
             ("delay_warmup_steps", 0, 1, None),
             ("zero_stage", 0, 1, 3),
+            ("accumulation", 1, 1, None),
         ):
             value = getattr(self, name)
-            if value is None and name in ("chunk_elements", "threads", "block_bytes", "queue_depth"):
+            if value is None and type(self).__dataclass_fields__[name].default is None:
                 continue
             if (
                 isinstance(value, bool)

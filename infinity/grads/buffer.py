@@ -37,6 +37,7 @@ class SealedBuffer(Protocol):
     layout: UnitLayout
     arrivals: dict[int, Arrival]
     nbytes: int
+    is_wide: bool  # fp32, whatever it replaces
     there: Callable[[], AbstractContextManager[None]]
 
     def mark(self) -> Event | None:
@@ -57,6 +58,8 @@ class UnitBuffer:
 
     On a device with streams all is done in the order of the stream that it was made on.
     """
+
+    is_wide = False
 
     def __init__(self, layout: UnitLayout, device: Device) -> None:
         self.layout = layout
@@ -89,7 +92,7 @@ class UnitBuffer:
                 self.nbytes = self.layout.gradient_nbytes
                 device = self._device.torch_device
                 self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        place = self._place(index).view(grad.shape)
+        place = self.values(index).view(grad.shape)
         if self._device.current() == self._current:
             place.copy_(grad)
             return
@@ -99,7 +102,8 @@ class UnitBuffer:
         with self.there():
             self._device.wait_on_device(done)
 
-    def _place(self, index: int) -> torch.Tensor:
+    def values(self, index: int) -> torch.Tensor:
+        """Return what has arrived of parameter `index`, flat. Not where pieces are kept."""
         assert self._flat is not None
         begin, spec = self.layout.byte_offsets[index], self.layout.params[index]
         return self._flat[begin : begin + spec.nbytes].view(spec.dtype)
@@ -107,7 +111,7 @@ class UnitBuffer:
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add `grad` to what has arrived of parameter `index`, in its dtype. Not where pieces are kept."""
         with self.there(), torch.no_grad():
-            self._place(index).add_(grad.detach().reshape(-1))
+            self.values(index).add_(grad.detach().reshape(-1))
 
     def seal(self) -> None:
         """Make zero what did not arrive: nothing is put any more."""
@@ -170,6 +174,7 @@ class Leaving:
     def __init__(self, buffer: SealedBuffer, chunks: list[Chunk], after: Event | None) -> None:
         self.unit = buffer.layout.index
         self.arrivals = buffer.arrivals
+        self.is_wide = buffer.is_wide
         self.buffer: SealedBuffer | None = buffer
         self.nbytes = buffer.nbytes
         self.chunks = chunks

@@ -59,12 +59,12 @@ class ChunkWork:
         entry = self._chunks.entries[chunk.id]
         with work:
             if entry.dtype is None:
-                entry.dtype = chunk.dtype
-                target = work.buffer(chunk.dtype)
+                entry.dtype = torch.float32 if leaving.is_wide else chunk.dtype
+                target = work.buffer(entry.dtype)
                 work.replace(target)
             else:
                 held = set(entry.present)
-                if self._chunks.widens(chunk, arrivals):
+                if self._chunks.widens(chunk, leaving):
                     work.widen()
                 target = work.buffer(entry.dtype)
                 for segment in chunk.segments:

@@ -46,7 +46,10 @@ class ChunkGradient:
 
 
 class ChunkGradients:
-    """What is known of every chunk's gradient, where its bytes are, and leases to work on them."""
+    """What is known of every chunk's gradient, where its bytes are, and leases to work on them.
+
+    `comes_and_goes`: what is placed on the device has its memory only while it is needed (`free`).
+    """
 
     def __init__(
         self,
@@ -56,6 +59,8 @@ class ChunkGradients:
         pool: PinnedPool,
         device: Device,
         recorder: Recorder,
+        *,
+        comes_and_goes: bool = False,
     ) -> None:
         self.entries: dict[int, ChunkGradient] = {}
         self.plans = plans
@@ -72,12 +77,23 @@ class ChunkGradients:
                 self.pieces[chunk.id] = np.array(
                     [place for _, *place in chunk.norm_pieces], dtype=np.int64
                 ).reshape(-1, 2)
-                if plans[chunk.id].gradient_tier is Tier.DEVICE:
-                    nbytes = plans[chunk.id].parts["gradient"].nbytes
-                    slots = store.versions.slots(chunk.id, "gradient")
-                    flat = device.zeros(nbytes * len(slots))
-                    for slot, tensor in zip(slots, flat.split(nbytes), strict=True):
-                        self._on_device[chunk.id, slot] = tensor
+                if plans[chunk.id].gradient_tier is Tier.DEVICE and not comes_and_goes:
+                    self._place(chunk)
+
+    def _place(self, chunk: Chunk) -> None:
+        nbytes = self.plans[chunk.id].parts["gradient"].nbytes
+        slots = self.store.versions.slots(chunk.id, "gradient")
+        flat = self.device.zeros(nbytes * len(slots))
+        for slot, tensor in zip(slots, flat.split(nbytes), strict=True):
+            self._on_device[chunk.id, slot] = tensor
+
+    def free(self, unit: ParamUnit) -> None:
+        """Free the memory on the device of a unit's gradients of which nothing is there; it comes back when
+        it is needed. No update may read it."""
+        for chunk in unit.layout.trainable_chunks:
+            if self.entries[chunk.id].dtype is None:
+                for slot in self.store.versions.slots(chunk.id, "gradient"):
+                    self._on_device.pop((chunk.id, slot), None)
 
     def open(self, chunk: Chunk) -> GradientIO:
         """Return the I/O of a chunk's gradient as it is; waits for a lease."""
@@ -108,11 +124,13 @@ class ChunkGradients:
         values = (s.param in arrivals and not arrivals[s.param].zero for s in chunk.segments)
         return self.device.staged and not self.by_device(chunk) and any(values)
 
-    def widens(self, chunk: Chunk, arrivals: Mapping[int, Arrival]) -> bool:
-        """Return whether what arrives is added to a chunk that is in the compute dtype: the sum is fp32."""
-        dtype = self.entries[chunk.id].dtype
-        added = (s.param in arrivals and not arrivals[s.param].fresh for s in chunk.segments)
-        return dtype is not None and dtype is not torch.float32 and any(added)
+    def widens(self, chunk: Chunk, leaving: Leaving) -> bool:
+        """Return whether what arrives is added to a chunk that is in the compute dtype: the sum is fp32. Or
+        is fp32 itself."""
+        dtype, arrivals = self.entries[chunk.id].dtype, leaving.arrivals
+        here = [arrivals[s.param] for s in chunk.segments if s.param in arrivals]
+        wide = any(leaving.is_wide or not arrival.fresh for arrival in here)
+        return dtype is not None and dtype is not torch.float32 and wide
 
     def _needed(self, chunk: Chunk, leaving: Leaving | None = None) -> int:
         """Return how many leases the I/O of a chunk takes: one for its place where that is on NVMe, and one
@@ -120,11 +138,14 @@ class ChunkGradients:
         count = 1 if self.plans[chunk.id].gradient_tier is Tier.NVME else 0
         if leaving is None or self.entries[chunk.id].dtype is None or self.by_device(chunk):
             return count
-        return count + (self.crosses(chunk, leaving.arrivals) or self.widens(chunk, leaving.arrivals))
+        return count + (self.crosses(chunk, leaving.arrivals) or self.widens(chunk, leaving))
 
     def on_device(self, chunk: Chunk, version: Version | Slot = Version.FRONT) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
-        return self._on_device[chunk.id, self.store.versions.slot(chunk.id, "gradient", version)]
+        slot = self.store.versions.slot(chunk.id, "gradient", version)
+        if (chunk.id, slot) not in self._on_device:
+            self._place(chunk)
+        return self._on_device[chunk.id, slot]
 
     def _leases(self, count: int, plan: ChunkParts) -> list[Lease]:
         while (leases := self._try_leases(count, plan)) is None:

@@ -8,35 +8,47 @@ when it is a whole unit ahead. A gradient that is zero is a note and takes no by
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from infinity.core.errors import GradientError
 from infinity.core.spans import Recorder
-from infinity.hardware.device import Device, HostStream, Task
+from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
-from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
-from infinity.storage.store import Slot, Store
+from infinity.storage.store import Store
 
-from .buffer import Arrival, Leaving, SealedBuffer, UnitBuffer
+from .accumulated import Accumulated
+from .buffer import Arrival, SealedBuffer, UnitBuffer
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
 from .reduction import ReducedBuffer, agree
+from .sending import Sending
 from .sharded_grad import ShardedGrad
 
 
 class Gradients:
-    """Takes gradients over, keeps them on their tier, answers norms. `room`: bytes of buffers at a time."""
+    """Takes gradients over, keeps them on their tier, answers norms.
+
+    Args:
+        room: bytes of buffers at a time.
+        waits: with several ranks, what arrives is reduced when it is asked for, at the latest by a step
+            (ZeRO's stages 0 and 1), and not as its unit's backward ends.
+        accumulation: then, too, at the end of each backward that is a multiple of so many since a step.
+
+    Attributes:
+        scale: the loss scale in use: autograd's gradients are multiplied by it.
+        backwards: that have begun; `stepped`: of these, before the last step.
+        apart: reductions wait, whatever `accumulation` is (`no_sync`).
+    """
 
     def __init__(
         self,
@@ -48,31 +60,33 @@ class Gradients:
         comm: Comm,
         *,
         room: int,
+        waits: bool = False,
+        accumulation: int | None = None,
         updates: Updates,
         recorder: Recorder,
         shelter: Shelter,
     ) -> None:
         self.units = units
         self.shelter = shelter
-        self._recorder = recorder
-        self.chunks = ChunkGradients(units, plans, store, pool, device, recorder)
+        self.chunks = ChunkGradients(
+            *(units, plans, store, pool, device, recorder), comes_and_goes=waits and comm.world > 1
+        )
         self.entries = self.chunks.entries
         self._work = ChunkWork(self.chunks, recorder)
+        self.sending = Sending(self.chunks, self._work, store.versions, updates, device, recorder)
         self._comm = comm
         self._norms = Norms(units, self.entries, comm)
-        self.scale = 1.0  # the loss scale in use: autograd's gradients are multiplied by it
-        self.backwards = 0  # that have begun
+        self.scale = 1.0
+        self.backwards = self.stepped = 0
+        self.apart = False
+        self._waits, self._accumulation = waits and comm.world > 1, accumulation
+        self._accumulated: dict[int, Accumulated] = {}  # by unit
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
-        self._versions = store.versions
         self._device = device
-        self._stream = HostStream("gradients")
         self._room = room
         self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
-        self._leaving: deque[Leaving] = deque()
-        self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
         self._updates = updates
-        self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 
     # -- the user's thread ------------------------------------------------------------------
 
@@ -168,17 +182,17 @@ class Gradients:
         return buffer
 
     def _fits(self, nbytes: int) -> bool:
-        taken = sum(b.nbytes for b in self._filling.values()) + sum(b.nbytes for b in self._leaving)
+        taken = sum(b.nbytes for b in self._filling.values()) + sum(b.nbytes for b in self.sending.leaving)
         return not nbytes or taken + nbytes <= self._room
 
     @sheltered
     def _make_room(self, unit: int, nbytes: int) -> None:
         """Let go of what is leaving; if that is not enough, of what has arrived of other units, too."""
-        self._let_go()
+        self.sending.let_go()
         for other in [i for i in self._filling if i != unit]:
             if not self._fits(nbytes):
                 self.send(self.units[other])
-                self._let_go()
+                self.sending.let_go()
 
     def complete(self, unit: ParamUnit) -> bool:
         """Return whether every parameter that can have a gradient has one waiting. With several ranks, never:
@@ -191,18 +205,67 @@ class Gradients:
 
     @sheltered
     def reduce(self, unit: ParamUnit) -> None:
-        """`send`, of what has arrived on any rank, and this rank's slices of it. Collective.
+        """The backward of a unit ends: `send`, of what has arrived on any rank, and this rank's slices of it.
+        Collective, unless that waits.
 
         Raises:
             RankError: another rank failed, or does something else.
         """
         if self._comm.world == 1:
             self.send(unit)
+        elif not unit.layout.gradient_nbytes:
             return
-        if not unit.layout.gradient_nbytes:
+        elif self._waits:
+            self._accumulate(unit)
+            if self._is_last:
+                self._reduce(unit, self._accumulated.pop(unit.index, None))
+        else:
+            self._reduce(unit, None)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether what waits is reduced behind this backward."""
+        count = self.backwards - self.stepped
+        return self._accumulation is not None and not self.apart and count % self._accumulation == 0
+
+    def _accumulate(self, unit: ParamUnit) -> None:
+        """Have what a backward has brought wait."""
+        buffer = self._filling.get(unit.index)
+        if buffer is None or not buffer.arrivals:
             return
-        buffer = self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
-        arrivals = agree(self._comm, unit.layout, buffer.arrivals)
+        if unit.index in self._accumulated:
+            self._accumulated[unit.index].add(buffer)
+        else:
+            self.sending.wait(unit.index)
+            self._updates.wait_unit(unit.index)  # it may read what is freed; it is over, as a forward used it
+            self.chunks.free(unit)
+            self._accumulated[unit.index] = Accumulated(buffer, self._device)
+        self._filling.pop(unit.index, None)
+
+    @sheltered
+    def reduce_waiting(self) -> None:
+        """`reduce` all that waits, on any rank. Collective, in stages 0 and 1."""
+        if not self._waits:
+            return
+        for index in list(self._filling):
+            self._accumulate(self.units[index])
+        for index, waiting in self._accumulated.items():
+            for sharded in self.units[index].params:
+                if not self._is_ours(sharded):  # p.grad = None
+                    waiting.drop(sharded.index)
+        self._reduce_any("the gradients that wait", self._accumulated)
+
+    def _reduce_any(self, what: str, here: Collection[int]) -> None:
+        """Reduce the units of which any rank has something."""
+        told = self._comm.exchange(what, bytes(i in here for i in range(len(self.units))))
+        for unit in self.units:
+            if any(units[unit.index] for units in told):
+                self._reduce(unit, self._accumulated.pop(unit.index, None))
+
+    def _reduce(self, unit: ParamUnit, waiting: Accumulated | None) -> None:
+        """Add up what has `waiting`, else what is arriving, on all ranks; send this rank's slices of it."""
+        buffer = waiting or self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
+        arrivals, is_wide = agree(self._comm, unit.layout, buffer.arrivals, is_wide=buffer.is_wide)
         for index in arrivals.keys() - buffer.arrivals.keys():  # what arrived elsewhere is this rank's, too
             param = unit.params[index].param
             if isinstance(param.grad, ShardedGrad):
@@ -210,12 +273,18 @@ class Gradients:
                 param.grad.factor = 1.0 / self.scale
             else:
                 param.grad = ShardedGrad(unit.params[index], self, 1.0 / self.scale)
+        self.sending.let_go()
         if all(arrival.zero for arrival in arrivals.values()):
-            self.send(unit)
+            zeros = UnitBuffer(unit.layout, self._device)
+            zeros.arrivals.update(arrivals)
+            self._filling.pop(unit.index, None)
+            self._send(unit, zeros)
             return
-        self._let_go()
-        buffer.seal()
-        reduced = ReducedBuffer(self._comm, buffer, arrivals, self._device)
+        if isinstance(buffer, UnitBuffer):
+            buffer.seal()
+        elif is_wide:
+            buffer.widen()
+        reduced = ReducedBuffer(self._comm, buffer, arrivals, self._device, is_wide=is_wide)
         self._filling.pop(unit.index, None)
         self._send(unit, reduced)
 
@@ -225,46 +294,32 @@ class Gradients:
         if self._comm.world == 1:
             self.send_all()
             return
-        mine = bytes(i in self._filling for i in range(len(self.units)))
-        told = self._comm.exchange("the end of a backward", mine)
-        for unit in self.units:
-            if any(units[unit.index] for units in told):
-                self.reduce(unit)
+        for index in list(self._filling) if self._waits else ():
+            self._accumulate(self.units[index])
+        if not self._waits:
+            self._reduce_any("the end of a backward", self._filling)
+        elif self._is_last:
+            self._reduce_any("the end of a backward", self._accumulated)
 
     @sheltered
     def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
         still reads what `unit` had. With several ranks, zeros alone: the rest is reduced first."""
         buffer = self._filling.get(unit.index)
-        if self._comm.world > 1 and not (buffer and all(a.zero for a in buffer.arrivals.values())):
+        ours = buffer is not None and all(a.zero for a in buffer.arrivals.values())
+        if self._comm.world > 1 and (self._waits or not ours):
             return
-        self._let_go()
-        self._wait_tasks(unit.index)
+        self.sending.let_go()
+        self.sending.wait(unit.index)
         buffer = self._filling.pop(unit.index, None)
         if buffer is not None and buffer.arrivals:
             buffer.seal()
             self._send(unit, buffer)
 
     def _send(self, unit: ParamUnit, buffer: SealedBuffer) -> None:
-        self._wait_tasks(unit.index)
-        arrivals = buffer.arrivals
-        self._forget_replaced(unit, arrivals)
-        written = []
-        for chunk in unit.layout.trainable_chunks:
-            entry = self.entries[chunk.id]
-            several = {s.param for s in chunk.segments if s.param in arrivals}
-            if entry.dtype is None and all(arrivals[i].zero for i in several):
-                entry.present.update(several)  # zeros beside zeros
-            elif several:
-                written.append(chunk)
-        if not written:
-            return
-        self._keep_clear(unit, written)
-        self._device.trim()
-        self._device.wait_on_device(buffer.mark())
-        leaving = Leaving(buffer, written, self._device.mark())
-        self._leaving.append(leaving)
-        self._tasks.append((unit.index, self._stream.submit(lambda: self._work.take(leaving))))
+        self.sending.wait(unit.index)
+        self._forget_replaced(unit, buffer.arrivals)
+        self.sending.send(unit, buffer)
 
     def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Arrival]) -> None:
         """Forget the values of chunks that nobody will see again: another gradient replaces them, or
@@ -284,21 +339,6 @@ class Gradients:
         grad = sharded.param.grad
         return isinstance(grad, ShardedGrad) and grad.sharded is sharded and self.holds(grad)
 
-    def _keep_clear(self, unit: ParamUnit, chunks: Iterable[Chunk]) -> None:
-        """Keep clear of what an update still reads: put it into the back, or wait for it."""
-        for chunk in chunks:
-            front = self._versions.slot(chunk.id, "gradient")
-            if self._reserved.get(chunk.id) != front or not self._updates.has_chunk(chunk.id):
-                continue
-            if self.entries[chunk.id].dtype is None and self._versions.has_two("gradient"):
-                self._versions.flip(chunk.id, "gradient")
-            else:
-                self._updates.wait_unit(unit.index)
-
-    def reserve(self, slots: Iterable[tuple[int, Slot]]) -> None:
-        """Note which version of which chunk the update that was posted reads."""
-        self._reserved = dict(slots)
-
     @sheltered
     def send_all(self) -> None:
         """Send everything that has arrived."""
@@ -309,42 +349,9 @@ class Gradients:
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.send_all()
-        self._let_go()
-        self._wait_tasks()
-        task = self._stream.submit(self.chunks.finish_writes)
-        wait = self._recorder.waits()
-        task.wait()
-        self._recorder.waited(wait, ("nvme", 0))
-
-    def _let_go(self) -> None:
-        """Have the memory of what is leaving be the device's again: the host waits until the copies are
-        issued, and the device's compute until they are done."""
-        while self._leaving:
-            leaving = self._leaving[0]
-            wait = self._recorder.waits()
-            leaving.issued.wait()
-            if leaving.buffer is not None:
-                with leaving.buffer.there():
-                    for copy in leaving.copies:
-                        self._device.wait_on_device(copy)
-            self._leaving.popleft()
-            leaving.buffer = None
-            self._recorder.waited(wait, ("reduce", 0))
-
-    def _wait_tasks(self, unit: int | None = None) -> None:
-        """Wait for what sends a unit, or for all; raise what went wrong in any that is over."""
-        while self._tasks:
-            task = self._tasks[0][1]
-            if unit is not None and not task.is_over and all(i != unit for i, _ in self._tasks):
-                return
-            wait = self._recorder.waits()
-            try:
-                task.wait()
-            except Exception:  # but not an interrupt, after which it is still under way
-                self._tasks.popleft()
-                raise
-            self._tasks.popleft()
-            self._recorder.waited(wait, ("reduce", 0))
+        self.sending.let_go()
+        self.sending.wait()
+        self.sending.finish_writes()
 
     @sheltered
     def zero(self, grad: ShardedGrad) -> None:
@@ -357,6 +364,7 @@ class Gradients:
     @sheltered
     def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
         """Limit the elements of a gradient, unscaled, to `low` … `high`, which have zero between them."""
+        self.reduce_waiting()
         self.wait()
         unit, index = self.units[grad.sharded.unit], grad.sharded.index
         if not grad.factor:
@@ -368,14 +376,15 @@ class Gradients:
             if segments and entry.dtype is not None:
                 if self.scale != 1.0 and not np.isfinite(entry.squares).all():
                     continue  # the step has to see that it overflowed
-                self._keep_clear(unit, [chunk])
-                self._stream.submit(lambda c=chunk, s=segments: self._work.clamp(c, s, *bounds)).wait()  # type: ignore[misc]
+                self.sending.keep_clear(unit, [chunk])
+                self.sending.run(lambda c=chunk, s=segments: self._work.clamp(c, s, *bounds))  # type: ignore[misc]
 
     @sheltered
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
         self._filling.clear()
+        self._accumulated.clear()
         self._numbers.clear()
         for entry in self.entries.values():
             entry.clear()
@@ -384,6 +393,7 @@ class Gradients:
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
         the parameter. Collective, with several ranks."""
+        self.reduce_waiting()
         self.wait()
         sharded = grad.sharded
         out = torch.zeros(sharded.spec.numel, dtype=torch.float32)
@@ -392,9 +402,10 @@ class Gradients:
             for segment in chunk.segments:
                 if segment.param == sharded.index and segment.param in self.entries[chunk.id].present:
                     part = out[segment.offset : segment.offset + segment.numel]
-                    self._stream.submit(lambda c=chunk, s=segment, o=part: self._work.read(c, s, o)).wait()  # type: ignore[misc]
+                    self.sending.run(lambda c=chunk, s=segment, o=part: self._work.read(c, s, o))  # type: ignore[misc]
         if self._comm.world > 1:
             self._comm.exchange(f"a look at the gradient of {sharded.name!r}")
+        if not unit.layout.whole:
             for rank, first, end in unit.layout.owners(sharded.index):
                 self._comm.broadcast(out[first:end], rank)
         if grad.factor != 1.0:
@@ -408,6 +419,7 @@ class Gradients:
     @sheltered
     def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
+        self.reduce_waiting()
         self.wait()
         return self._norms.each(grads)
 
@@ -430,8 +442,8 @@ class Gradients:
                     entry.clear()
                     continue
                 segments = [s for s in chunk.segments if s.param in stale]
-                self._stream.submit(lambda c=chunk, s=segments: self._work.erase(c, s)).wait()  # type: ignore[misc]
+                self.sending.run(lambda c=chunk, s=segments: self._work.erase(c, s))  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish and end the worker."""
-        self._stream.close()
+        self.sending.close()

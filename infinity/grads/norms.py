@@ -30,11 +30,13 @@ class Norms:
         self._entries = entries
         self._firsts: list[int] = []  # of each unit, the number of its first parameter
         self._count = 0
+        self._chunks: list[int] = []
         owners: list[int] = []  # of each piece, the number of its parameter
         for unit in units:
             self._firsts.append(self._count)
-            for chunk in unit.layout.trainable_chunks:
+            for _, chunk in unit.layout.chunks_of(comm.rank):  # with the whole, of this rank's slices alone
                 owners += [self._count + param for param, _, _ in chunk.norm_pieces]
+                self._chunks.append(chunk.id)
             self._count += len(unit.params)
         self._owners = np.array(owners, dtype=np.int64)
 
@@ -69,4 +71,4 @@ class Norms:
         return self._firsts[grad.sharded.unit] + grad.sharded.index
 
     def _squares(self) -> npt.NDArray[np.float64]:
-        return np.concatenate([np.empty(0), *(e.squares for e in self._entries.values())])
+        return np.concatenate([np.empty(0), *(self._entries[c].squares for c in self._chunks)])

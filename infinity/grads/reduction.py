@@ -4,28 +4,44 @@
 it; the owner adds them in fp32 in the order of the ranks, and divides once. What replaces a gradient is then
 rounded to the compute dtype, once; what is added to one stays fp32. So at one number of ranks the placement,
 the tier and the size of chunks change no bit. Where several arrive for one parameter before its unit is
-reduced, they are added on their rank, in the dtype in which autograd made them, as autograd would.
+reduced, they are added on their rank: of one backward in the dtype in which autograd made them, as autograd
+would; of several (stages 0 and 1) in fp32, and so the stage changes no bit of the gradients of one backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from infinity.core.errors import DivergenceError
 from infinity.hardware.device import Device, Event
 from infinity.hardware.ranks import Comm
-from infinity.planning.partition import Chunk, Segment, UnitLayout
+from infinity.planning.partition import Chunk, Run, Segment, UnitLayout
 
-from .buffer import Arrival, UnitBuffer
+from .buffer import Arrival
 
 #: How a gradient came, in what ranks tell each other: one byte for each parameter.
 _NOT, _FRESH, _ADDED, _ZERO = range(4)
 
 
-def agree(comm: Comm, layout: UnitLayout, arrivals: Mapping[int, Arrival]) -> dict[int, Arrival]:
-    """Return what has arrived of a unit on any rank. Collective.
+class Mine(Protocol):
+    """What has arrived of one unit's gradient on this rank."""
+
+    layout: UnitLayout
+    arrivals: dict[int, Arrival]
+    there: Callable[[], AbstractContextManager[None]]
+
+    def run(self, run: Run) -> torch.Tensor:
+        """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
+
+
+def agree(
+    comm: Comm, layout: UnitLayout, arrivals: Mapping[int, Arrival], *, is_wide: bool
+) -> tuple[dict[int, Arrival], bool]:
+    """Return what has arrived of a unit on any rank, and whether that is fp32 on any. Collective.
 
     Raises:
         DivergenceError: a gradient replaces another one here, and is added to it elsewhere.
@@ -34,22 +50,23 @@ def agree(comm: Comm, layout: UnitLayout, arrivals: Mapping[int, Arrival]) -> di
     mine = bytearray(len(layout.params))
     for index, arrival in arrivals.items():
         mine[index] = _ZERO if arrival.zero else _FRESH if arrival.fresh else _ADDED
-    told = comm.exchange(f"reduction of the gradients of unit {layout.name!r}", bytes(mine))
+    told = comm.exchange(f"reduction of the gradients of unit {layout.name!r}", bytes([is_wide, *mine]))
     together: dict[int, Arrival] = {}
     for index, spec in enumerate(layout.params):
-        kinds = {codes[index] for codes in told} - {_NOT}
+        said = [codes[1 + index] for codes in told]
+        kinds = set(said) - {_NOT}
         if not kinds:
             continue
         if {_FRESH, _ADDED} <= kinds or {_ZERO, _ADDED} <= kinds:
             raise DivergenceError(
                 f"ranks do not agree on whether {spec.name!r} has a gradient already",
                 expected="zero_grad() and `p.grad = None` at the same point of the program on all ranks",
-                found=", ".join(f"rank {r}: {_said(codes[index])}" for r, codes in enumerate(told)),
+                found=", ".join(f"rank {r}: {_said(code)}" for r, code in enumerate(said)),
                 cure="call `optimizer.zero_grad()` on all ranks alike",
             )
         factor = arrivals[index].factor if index in arrivals else 1.0
         together[index] = Arrival(_ADDED not in kinds, factor, zero=kinds == {_ZERO})
-    return together
+    return together, any(codes[0] for codes in told)
 
 
 def _said(code: int) -> str:
@@ -57,26 +74,42 @@ def _said(code: int) -> str:
 
 
 class ReducedBuffer:
-    """This rank's slices of a unit's gradient, added up over all ranks: see [Note: one order of sums]."""
+    """A unit's gradient, added up over all ranks, as far as this rank has it: its slices, or, `replicated`,
+    all. See [Note: one order of sums]; `is_wide`: what replaces stays fp32, too."""
 
-    def __init__(self, comm: Comm, buffer: UnitBuffer, arrivals: dict[int, Arrival], device: Device) -> None:
-        self.layout = buffer.layout
+    def __init__(
+        self, comm: Comm, mine: Mine, arrivals: dict[int, Arrival], device: Device, *, is_wide: bool
+    ) -> None:
+        self.layout = mine.layout
         self.arrivals = arrivals
-        self.there = buffer.there
+        self.there = mine.there
         self.nbytes = 0
+        self.is_wide = is_wide
         self._device = device
-        self._chunks: dict[int, torch.Tensor] = {}  # fp32, by id
+        self._chunks: dict[int, torch.Tensor] = {}  # fp32, or as they are kept, by id
         with self.there():
             for run in self.layout.runs:
-                if not run.trainable:
-                    continue
-                mine = comm.reduce(buffer.run(run))
-                self.nbytes += mine.nbytes
-                at = run.begin + comm.rank * run.slice_nbytes
-                for chunk in self.layout.trainable_chunks:
-                    if at <= chunk.copy_offset < at + run.slice_nbytes:
-                        begin = (chunk.copy_offset - at) // run.dtype.itemsize
-                        self._chunks[chunk.id] = mine[begin : begin + chunk.numel]
+                if run.trainable:
+                    self._reduce(comm, run, mine.run(run))
+
+    def _reduce(self, comm: Comm, run: Run, mine: torch.Tensor) -> None:
+        values = comm.reduce(mine)
+        if self.layout.whole:
+            fresh = all(a.fresh for i, a in self.arrivals.items() if self.layout.place(i)[0] is run)
+            values = self._gather(comm, run, values if self.is_wide or not fresh else values.to(run.dtype))
+        self.nbytes += values.nbytes
+        first = 0 if self.layout.whole else comm.rank
+        for rank in range(first, comm.world if self.layout.whole else first + 1):
+            for its, chunk in self.layout.chunks_of(rank):
+                if its is run:
+                    begin = (chunk.copy_offset - run.begin) // run.dtype.itemsize - first * run.slice_numel
+                    self._chunks[chunk.id] = values[begin : begin + chunk.numel]
+
+    def _gather(self, comm: Comm, run: Run, mine: torch.Tensor) -> torch.Tensor:
+        values = torch.empty(run.slice_numel * run.world, dtype=mine.dtype, device=mine.device)
+        values.view(run.world, -1)[comm.rank].copy_(mine)
+        comm.gather(values)
+        return values
 
     def mark(self) -> Event | None:
         """Return an event of all that was done with it so far."""
@@ -88,10 +121,12 @@ class ReducedBuffer:
         return self._chunks[chunk.id].to(chunk.dtype)
 
     def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the chunk as one: (first element, fp32 values, (chunk.numel,))."""
+        """Yield the chunk as one: (first element, values, (chunk.numel,))."""
         yield 0, self._chunks[chunk.id]
 
     def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
         """Return one segment, (segment.numel,): in fp32 what is added, in the chunk's dtype what replaces."""
         values = self._chunks[chunk.id][segment.start : segment.start + segment.numel]
-        return values.to(chunk.dtype) if self.arrivals[segment.param].fresh else values
+        if self.is_wide or not self.arrivals[segment.param].fresh:
+            return values.float()
+        return values.to(chunk.dtype)

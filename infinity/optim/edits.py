@@ -10,6 +10,7 @@ from infinity.core.errors import ParameterChangedError
 from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
+from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit, UnitState
 
 from .chunk_io import Tiers
@@ -48,6 +49,10 @@ class Edits:
                     found="an in-place edit of values that the last update has replaced",
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
                 )
+
+    def found(self) -> list[ShardedParam]:
+        """Return the parameters on the device that were edited, as far as torch counts it."""
+        return [unit.params[i] for unit in self._tiers.units if unit.on_device for i in sorted(_edited(unit))]
 
     @sheltered
     def check_unseen(self) -> None:

@@ -108,7 +108,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._window = loss_scale_window
         self._good_steps = 0
         self._scaled = False
-        self._backwards = 0  # that had begun at the last step
         self._seams = seams
         self.grad_norm: float | None = None
         self.skipped_steps = 0
@@ -183,15 +182,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         changing = {s.unit for s in present}
         self._residency.check_blocks(changing)
         self._edits.check_unseen()
-        if self._fp16 and present and not self._scaled and self._gradients.backwards != self._backwards:
+        new = self._gradients.backwards != self._gradients.stepped
+        if self._fp16 and present and not self._scaled and new:
             raise PrecisionError(
                 "fp16 gradients of a loss that was not scaled",
                 expected="`optimizer.scale(loss).backward()`",
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
             )
-        self._scaled, self._backwards = False, self._gradients.backwards
-        agree_on_step(self._comm, present, self.param_groups)
+        self._scaled, self._gradients.stepped = False, self._gradients.backwards
+        agree_on_step(self._comm, present, self._edits.found(), self.param_groups)
         norm = self._norm(present)
         self.grad_norm = norm
         self._edits.check_delayed()
@@ -310,6 +310,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _present(self) -> list[ShardedParam]:
         """Return the parameters that have a gradient; settle what the user did to `p.grad`."""
+        self._gradients.reduce_waiting()
         present = []
         for group in self.param_groups:
             for param in group["params"]:

@@ -79,8 +79,7 @@ class States:
         """Put a unit's values on their tiers: copy, fp32 master, and the moments that an
         optimizer already had (by parameter index; zeros otherwise). `values`: of a frozen unit, where they
         are, if not in its parameters."""
-        if unit.on_device:
-            unit.place()
+        unit.place()
         if values is None:
             self._fill(unit, moments)
         else:

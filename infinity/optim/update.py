@@ -83,7 +83,7 @@ class Updater:
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
         self._updates.post((u.chunk for u in work), blocks_loads=not delayed)
         self._unwritten = {u.chunk.id for u in work}
-        self._tiers.gradients.reserve((u.chunk.id, u.gradient) for u in work)
+        self._tiers.gradients.sending.reserve((u.chunk.id, u.gradient) for u in work)
         self.next_number()
         self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
 

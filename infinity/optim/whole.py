@@ -32,15 +32,21 @@ def of_owners(
     Raises:
         RankError: another rank failed, or looks at something else.
     """
-    for sharded in sorted(values, key=lambda s: (s.unit, s.index)) if comm.world > 1 else ():
+    parts = [s for s in values if not units[s.unit].layout.whole]
+    for sharded in sorted(parts, key=lambda s: (s.unit, s.index)):
         comm.exchange(f"a look at the {kind} of {sharded.name!r}")
         for rank, first, end in units[sharded.unit].layout.owners(sharded.index):
             comm.broadcast(values[sharded][first:end], rank)
 
 
-def agree_on_step(comm: Comm, present: Sequence[ShardedParam], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Have all ranks update the same parameters with the same options: each only sees its own slices.
-    Collective.
+def agree_on_step(
+    comm: Comm,
+    present: Sequence[ShardedParam],
+    edited: Sequence[ShardedParam],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Have all ranks update the same parameters with the same options: each only sees its own slices. And
+    have the user edited the same ones, where each has its own. Collective.
 
     Raises:
         DivergenceError: they would not.
@@ -50,4 +56,5 @@ def agree_on_step(comm: Comm, present: Sequence[ShardedParam], groups: Sequence[
         options = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
         params = repr([(s.name, getattr(s.param.grad, "factor", None)) for s in present])
         crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
-        comm.exchange(f"a step of {len(present)} parameters {crcs}")
+        edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
+        comm.exchange(f"a step of {len(present)} parameters {crcs}{edits}")

@@ -21,6 +21,9 @@ from .updates import Updates
 class Residency:
     """The claims on units. A unit that somebody uses is UNSHARDED; what nobody uses is the cache's.
 
+    `in_order`: units are gathered in the order of their numbers, those before the one that is needed first
+    (ZeRO's stage 1): then ranks may use different ones, as long as all come to the same `gather_all`.
+
     Attributes:
         hits: units that were loaded, or being loaded, when they were needed.
         missed: units that were needed before their load had begun.
@@ -35,8 +38,11 @@ class Residency:
         publisher: Publisher,
         recorder: Recorder,
         shelter: Shelter,
+        *,
+        in_order: bool = False,
     ) -> None:
         self.units = units
+        self._in_order = in_order
         self.cache = cache
         self.schedule = cache.schedule
         self.shelter = shelter
@@ -96,6 +102,7 @@ class Residency:
                 self.hits += 1
         if note:
             self.cache.prefetch(newest=newest)
+        self._gather_first(max((u.index + 1 for u in wanted), default=0))
         for unit in wanted:
             if unit.on_device:
                 self._resume(unit)
@@ -104,6 +111,20 @@ class Residency:
                 unit.gather()
                 unit.unshard()
                 self._record_unshard(unit)
+
+    @sheltered
+    def gather_all(self) -> None:
+        """Gather what was not needed on this rank, if that is to be in order."""
+        self._gather_first(len(self.units))
+
+    def _gather_first(self, count: int) -> None:
+        for unit in self.units[:count] if self._in_order else ():
+            if unit.state in (UnitState.GATHERED, UnitState.UNSHARDED):
+                continue
+            if unit.state is UnitState.SHARDED:
+                self.cache.load_now(unit)
+            self.cache.wait_for(unit, unit.wait_loaded)
+            unit.gather()
 
     @sheltered
     def prefetch(self) -> None:

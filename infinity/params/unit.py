@@ -62,7 +62,7 @@ class ParamUnit(UnitMemory):
 
     Args:
         on_device: placed on the device: the copy's place is the storage.
-        kept_apart: this rank's shard is placed on the device, in memory of its own.
+        kept_apart, in_place: this rank's shard is placed on the device: see `UnitMemory`.
         persistent: not released after use; what is placed on the device always is.
         look: notice edits that torch does not count, by a checksum at every use.
     """
@@ -76,10 +76,11 @@ class ParamUnit(UnitMemory):
         *,
         on_device: bool,
         kept_apart: bool = False,
+        in_place: bool = False,
         persistent: bool = False,
         look: bool = False,
     ) -> None:
-        super().__init__(layout, params, device, kept_apart=kept_apart)
+        super().__init__(layout, params, device, kept_apart=kept_apart, in_place=in_place or on_device)
         self.on_device = on_device
         self.persistent = persistent or on_device
         self.state = UnitState.SHARDED
@@ -114,7 +115,7 @@ class ParamUnit(UnitMemory):
                 sharded.keep_accumulator()
         self._become(self.state)
         if not self.filled:
-            self._memory.drop()
+            self.drop()
         self._owners = self._count()
 
     def _count(self) -> tuple[int, int, list[int]]:
@@ -189,10 +190,11 @@ class ParamUnit(UnitMemory):
         return refused
 
     def place(self) -> None:
-        """Give the storage its memory for good."""
-        self._memory.fill()
-        self.filled = True
-        self.state = UnitState.UNSHARDED
+        """Give the storage its memory for good, if that is to be so: then the copy's place is there."""
+        if self.in_place:
+            self._memory.fill()
+        if self.on_device:
+            self.filled, self.state = True, UnitState.UNSHARDED
 
     def _become(self, state: UnitState) -> None:
         """Be in `state`. The one place where the class of a parameter is chosen."""
@@ -224,7 +226,7 @@ class ParamUnit(UnitMemory):
             raise
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
-        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.apart())
+        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
         self._loader, self._load = loader, load
         loader.start(load, urgent=urgent)
         self.stale = False
@@ -283,8 +285,7 @@ class ParamUnit(UnitMemory):
         """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
         what went wrong."""
         if self._load is not None:
-            self._device.wait_on_device(self._load.wait_issued())
-            # The event stays with a load that the host has not seen done: reshard asks again.
+            self._device.wait_on_device(self._load.wait_issued())  # reshard asks again
         if self._sums is None and self._comm.world == 1:
             self.looked()
         if self.state is UnitState.LOADING:
@@ -393,8 +394,7 @@ class ParamUnit(UnitMemory):
         return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
-        """As `reshard`, for the values are about to be those of another version. What somebody holds keeps
-        its memory, and is `stale`.
+        """As `reshard`, for another version is about to come. What somebody holds keeps its memory: `stale`.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -410,7 +410,7 @@ class ParamUnit(UnitMemory):
 
     def _free(self) -> None:
         self.state = UnitState.SHARDED
-        self._memory.drop()
+        self.drop()
         self.filled = self.stale = False
         self._sums = None
 
@@ -418,8 +418,8 @@ class ParamUnit(UnitMemory):
     def nbytes(self) -> int:
         """Bytes that count as its own on the device. What somebody holds on one rank counts there alone, and
         must not decide what all ranks do."""
-        there = self.filled if self._comm.world == 1 else self.state is not UnitState.SHARDED
-        return self.layout.gathered_nbytes if there else 0
+        away = not self.filled if self._comm.world == 1 else self.state is UnitState.SHARDED
+        return 0 if away else self.layout.gathered_nbytes
 
     @property
     def waits_for_owner(self) -> bool:

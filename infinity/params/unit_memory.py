@@ -15,14 +15,26 @@ from .param import ShardedParam
 
 
 class UnitMemory:
-    """The gathered storage of one unit; and, where it is `kept_apart`, this rank's shard, which is placed on
-    the device while the whole is there only for use."""
+    """The gathered storage of one unit.
+
+    Args:
+        kept_apart: this rank's shard is placed on the device, in memory of its own: the whole is there only
+            while it is used.
+        in_place: this rank's shard is placed on the device, in the storage, which has its memory for good.
+    """
 
     def __init__(
-        self, layout: UnitLayout, params: Sequence[ShardedParam], device: Device, *, kept_apart: bool
+        self,
+        layout: UnitLayout,
+        params: Sequence[ShardedParam],
+        device: Device,
+        *,
+        kept_apart: bool,
+        in_place: bool,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
+        self.in_place = in_place
         self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
         self._shard = device.zeros(layout.shard_nbytes) if kept_apart else None
@@ -46,9 +58,14 @@ class UnitMemory:
         begin = self._begins[chunk.id]
         return self._shard[begin : begin + chunk.copy_nbytes].view(chunk.dtype)
 
-    def apart(self) -> dict[int, torch.Tensor]:
-        """Return the copies that are kept apart, as bytes, by chunk id."""
-        chunks = self.layout.chunks if self._shard is not None else ()
+    def drop(self) -> None:
+        """Give the storage's memory back, unless it has it for good."""
+        if not self.in_place:
+            self._memory.drop()
+
+    def here(self) -> dict[int, torch.Tensor]:
+        """Return the copies that are placed on the device, as bytes, by chunk id."""
+        chunks = self.layout.chunks if self._shard is not None or self.in_place else ()
         return {chunk.id: self.chunk_view(chunk).view(torch.uint8) for chunk in chunks}
 
     def values(self, sharded: ShardedParam) -> torch.Tensor:

@@ -101,7 +101,8 @@ class Demand:
             not in its buffer yet.
         read, written: NVMe, in a step of one backward; `again`: (read, written) of each further one.
         link: between host and device: of each backward, and of each step.
-        sent: from this rank to others: of each backward, and of each step.
+        sent: from this rank to others, at most: of each backward with its forward, of each step, and of each
+            step of several backwards.
         host_elements: parameters that the CPU updates.
         arenas: of each directory.
         largest: name of the largest unit, and bytes of its copy.
@@ -119,7 +120,7 @@ class Demand:
     written: int
     again: tuple[int, int]
     link: tuple[int, int]
-    sent: tuple[int, int]
+    sent: tuple[int, int, int]
     host_elements: int
     arenas: tuple[int, ...]
     largest: tuple[str, int]
@@ -248,12 +249,17 @@ def demand(
             given[directory] += size
         arenas = tuple(given)
     # With several ranks what is placed on the device is a shard; the whole is there while it is used.
-    placed_here = (u for u in layouts if u.world == 1)
+    placed_here = (u for u in layouts if u.whole)
     resident = {u.index for u in placed_here if plans[u.chunks[0].id].copy_tier is Tier.DEVICE}
     # Below stage 3 what was gathered stays until the step.
-    stays = config.zero_stage < 3 and any(u.world > 1 for u in layouts)
+    stays = config.zero_stage < 3 and not all(u.whole for u in layouts)
     at_once = [range(len(layouts))] if stays else working_sets
-    reducing = max((u.reduction_nbytes for u in layouts), default=0)
+    if stays:  # this rank's slices lie in what was gathered
+        by_tier[Tier.DEVICE].pop("parameters", None)
+    waits = config.zero_stage < 2 and any(u.world > 1 for u in layouts)
+    reducing = max((u.reduction_nbytes(wide=waits) for u in layouts), default=0)
+    if waits:  # a rank's whole gradients, which make way for the sums of all, unit by unit
+        by_tier[Tier.DEVICE]["gradients"] = sum(u.accumulated_nbytes for u in layouts)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
         placed=by_tier,
@@ -294,16 +300,18 @@ def demand(
     )
 
 
-def _sent(stage: int, layouts: Sequence[UnitLayout], again: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that a rank sends at most, in each backward with its forward, and in each step."""
-    reduced = sum(r.sent_nbytes for u in layouts for r in u.runs if r.trainable)
+def _sent(stage: int, layouts: Sequence[UnitLayout], again: Sequence[int]) -> tuple[int, int, int]:
+    """Return what `Demand` calls `sent`. What several backwards have added up is fp32."""
+    each, wide = (
+        sum(r.sent_nbytes(wide=w) for u in layouts for r in u.runs if r.trainable) for w in (False, True)
+    )
     if stage == 3:
         used = (*layouts, *(layouts[i] for i in again))
-        return reduced + 2 * sum(r.sent_nbytes for u in used for r in u.runs), 0
-    updated = sum(r.sent_nbytes for u in layouts if u.trainable_chunks for r in u.runs)
+        return each + 2 * sum(r.sent_nbytes() for u in used for r in u.runs), 0, 0
+    updated = sum(r.sent_nbytes() for u in layouts if u.trainable_chunks for r in u.runs)
     if stage == 2:
-        return reduced, updated
-    return 0, reduced + (updated if stage else reduced)
+        return each, updated, updated
+    return (0, each + updated, wide + updated) if stage else (0, 2 * each, 2 * wide)
 
 
 def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> Footprint:

@@ -17,6 +17,7 @@ Frozen chunks have a copy and nothing else.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -114,16 +115,15 @@ class Run(NamedTuple):
         """Bytes of all slices."""
         return self.slice_nbytes * self.world
 
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that a rank sends where the run is gathered, or its gradient is reduced."""
-        return self.slice_nbytes * (self.world - 1)
+    def sent_nbytes(self, *, wide: bool = False) -> int:
+        """Bytes that a rank sends where the run is gathered, or its gradient is reduced; `wide`: in fp32."""
+        return self.slice_numel * (4 if wide else self.dtype.itemsize) * (self.world - 1)
 
 
 @dataclass(frozen=True)
 class UnitLayout:
     """Where each parameter of a unit lies. `byte_offsets[i]` is the place of parameter i in the unit's
-    gathered storage; `chunks` are those of this rank's shard."""
+    gathered storage; `chunks` are those of this rank's shard, or, if it has the `whole`, of all of them."""
 
     index: int
     name: str
@@ -131,6 +131,7 @@ class UnitLayout:
     byte_offsets: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     runs: tuple[Run, ...]
+    whole: bool
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -142,11 +143,15 @@ class UnitLayout:
         """How many ranks have a slice of each run."""
         return self.runs[0].world
 
+    def place(self, index: int) -> tuple[Run, int]:
+        """Return the run of parameter `index`, and its first element in there."""
+        at = self.byte_offsets[index]
+        run = next(r for r in self.runs if r.begin <= at < r.begin + r.nbytes)
+        return run, (at - run.begin) // run.dtype.itemsize
+
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield who has which elements of parameter `index`: (rank, first, end), in order."""
-        spec, place = self.params[index], self.byte_offsets[index]
-        run = next(r for r in self.runs if r.begin <= place < r.begin + r.nbytes)
-        at = (place - run.begin) // run.dtype.itemsize
+        spec, (run, at) = self.params[index], self.place(index)
         for rank in range(at // run.slice_numel, run.world):
             first = max(0, rank * run.slice_numel - at)
             end = min(spec.numel, (rank + 1) * run.slice_numel - at)
@@ -156,19 +161,33 @@ class UnitLayout:
     @functools.cached_property
     def shard_nbytes(self) -> int:
         """Bytes of this rank's shard of it."""
-        return sum(r.slice_nbytes for r in self.runs)
+        return self.gathered_nbytes if self.whole else sum(r.slice_nbytes for r in self.runs)
+
+    def chunks_of(self, rank: int) -> Iterator[tuple[Run, Chunk]]:
+        """Yield those of the trainable chunks that lie in the slices of one rank, and the run of each."""
+        for run in self.runs:
+            begin = run.begin + rank * run.slice_nbytes
+            for chunk in self.trainable_chunks:
+                if begin <= chunk.copy_offset < begin + run.slice_nbytes:
+                    yield run, chunk
 
     @functools.cached_property
     def trainable_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that have optimizer state."""
         return tuple(c for c in self.chunks if c.trainable)
 
-    @functools.cached_property
-    def reduction_nbytes(self) -> int:
+    def reduction_nbytes(self, *, wide: bool) -> int:
         """Bytes that adding up the gradients of all ranks takes beside those of this one: the slices that
-        come from the others, and their sum in fp32."""
+        come from the others, `wide` in fp32, and their sum in fp32; and where each rank has the whole, all
+        slices of that."""
         runs = [r for r in self.runs if r.trainable and r.world > 1]
-        return sum(r.slice_numel * 4 for r in runs) + max((r.nbytes for r in runs), default=0)
+        came = max((r.slice_numel * r.world * (4 if wide else r.dtype.itemsize) for r in runs), default=0)
+        return came + sum(r.slice_numel * 4 * (1 + r.world * self.whole) for r in runs)
+
+    @functools.cached_property
+    def accumulated_nbytes(self) -> int:
+        """Bytes of the whole unit's gradients in fp32."""
+        return sum(r.slice_numel * r.world * 4 for r in self.runs if r.trainable)
 
     @functools.cached_property
     def gradient_nbytes(self) -> int:
@@ -177,14 +196,21 @@ class UnitLayout:
 
 
 def partition(
-    units: Sequence[tuple[str, Sequence[ParamSpec]]], chunk_elements: int, *, rank: int = 0, world: int = 1
+    units: Sequence[tuple[str, Sequence[ParamSpec]]],
+    chunk_elements: int,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    replicated: bool = False,
 ) -> tuple[UnitLayout, ...]:
-    """Cut `units` (name, parameters) into the chunks of one of `world` ranks; chunk ids count up over all
-    units, in order, and are the same on all ranks."""
+    """Cut `units` (name, parameters) into the chunks of one of `world` ranks, or, where every rank has all,
+    `replicated`, of all of them; chunk ids count up over all units, in order, and are the same on all
+    ranks."""
     layouts = []
     next_id = 0
+    shards = range(world) if replicated else range(rank, rank + 1)
     for index, (name, params) in enumerate(units):
-        layout = _cut(index, name, tuple(params), chunk_elements, next_id, rank, world)
+        layout = _cut(index, name, tuple(params), chunk_elements, next_id, shards, world)
         next_id += len(layout.chunks)
         layouts.append(layout)
     return tuple(layouts)
@@ -196,7 +222,7 @@ def _cut(
     params: tuple[ParamSpec, ...],
     chunk_elements: int,
     first_id: int,
-    rank: int,
+    shards: range,
     world: int,
 ) -> UnitLayout:
     # Wide dtypes first, trainable before frozen: runs are few, and the order depends on nothing
@@ -226,14 +252,14 @@ def _cut(
         runs.append(run)
         for i, at in places:
             byte_offsets[i] = copy_offset + at * first.dtype.itemsize
-        for begin in range(0, slice_numel, chunk_elements):
+        for rank, begin in itertools.product(shards, range(0, slice_numel, chunk_elements)):
             numel = min(chunk_elements, slice_numel - begin)
             at = rank * slice_numel + begin
             chunks.append(
                 Chunk(
                     id=first_id + len(chunks),
                     unit=index,
-                    start=start + begin,
+                    start=start + (rank - shards[0]) * slice_numel + begin,
                     numel=numel,
                     dtype=first.dtype,
                     trainable=first.trainable,
@@ -241,9 +267,10 @@ def _cut(
                     segments=tuple(_segments(params, places, at, at + numel)),
                 )
             )
-        start += slice_numel
+        start += slice_numel * len(shards)
         copy_offset += run.nbytes
-    return UnitLayout(index, name, params, tuple(byte_offsets), tuple(chunks), tuple(runs))
+    whole = len(shards) == world
+    return UnitLayout(index, name, params, tuple(byte_offsets), tuple(chunks), tuple(runs), whole)
 
 
 def _segments(

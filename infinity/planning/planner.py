@@ -157,7 +157,7 @@ class Planner:
     def __init__(self, model: Model, scratch: Sequence[int] = ()) -> None:
         self.model = model
         self._scratch = tuple(scratch)
-        self._layouts: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
+        self._layouts: dict[tuple[int, int, bool], tuple[UnitLayout, ...]] = {}
         self._demands: dict[Hashable, Demand] = {}
 
     def demand(self, config: Config, machine: Machine) -> Demand:
@@ -166,12 +166,14 @@ class Planner:
         weights = machine.weights if len(machine.drives) > 1 else ()
         size = config.elements_per_chunk
         depths = config.update_depth, config.read_ahead_memory
-        cut = size, machine.ranks
         stage = config.zero_stage
+        cut = size, machine.ranks, stage == 0
         key = (placed, cut, config.update, machine.staged, weights, depths, stage)
         if key not in self._demands:
             if cut not in self._layouts:  # a plan is of the first rank: padded as they are, all are alike
-                self._layouts[cut] = partition(self.model.units, size, world=machine.ranks)
+                self._layouts[cut] = partition(
+                    self.model.units, size, world=machine.ranks, replicated=stage == 0
+                )
             layouts = self._layouts[cut]
             assignment = assign(layouts, *(config.placements[kind] for kind in KINDS))
             plans = plan_chunks(
@@ -268,7 +270,7 @@ class Planner:
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
                 _UPDATE_BYTES * wanted.host_elements,
-                wanted.sent[1] + accumulation * wanted.sent[0],
+                wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
             activations=beside,

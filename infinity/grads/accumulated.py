@@ -1,0 +1,92 @@
+"""What one rank has of a unit's gradient, added up over backwards, before ranks add up theirs.
+
+In ZeRO's stages 0 and 1 every rank keeps its whole gradients until the step. The first backward's stay in the
+compute dtype, as autograd made them; what later ones bring is added in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.hardware.device import Device
+from infinity.planning.partition import Run
+
+from .buffer import Arrival, UnitBuffer
+
+
+class Accumulated:
+    """The gradients of one unit, of one backward and those that are `add`ed.
+
+    All is done in the order of the stream that the first of them was made on.
+    """
+
+    def __init__(self, first: UnitBuffer, device: Device) -> None:
+        self.layout = first.layout
+        self.arrivals: dict[int, Arrival] = first.arrivals
+        self.there = first.there
+        self._first: UnitBuffer | None = first
+        self._device = device
+        self._wide: dict[int, torch.Tensor] = {}  # fp32, by the first byte of a run
+        first.seal()
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is fp32, because more than one backward is in it."""
+        return self._first is None
+
+    def add(self, more: UnitBuffer) -> None:
+        """Add what a later backward has made of it."""
+        if not more.arrivals:
+            return
+        more.seal()
+        made = more.mark()
+        self.widen()
+        with self.there(), torch.no_grad():
+            self._device.wait_on_device(made)
+            for index, arrival in more.arrivals.items():
+                self._add(index, arrival, more)
+            done = self._device.mark()
+        with more.there():  # its memory may go to something else there
+            self._device.wait_on_device(done)
+
+    def _add(self, index: int, arrival: Arrival, more: UnitBuffer) -> None:
+        before, mine = self.arrivals.get(index), self._place(index)
+        if arrival.zero:
+            mine.zero_()
+        elif arrival.fresh or before is None:
+            mine.copy_(more.values(index))
+        else:
+            if arrival.factor != 1.0:
+                mine.mul_(arrival.factor)
+            mine.add_(more.values(index))
+        if before is not None and not arrival.fresh:
+            arrival = Arrival(before.fresh, before.factor * arrival.factor)
+        self.arrivals[index] = arrival
+
+    def widen(self) -> None:
+        """Have it in fp32."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        with self.there():
+            for run in self.layout.runs:
+                if run.trainable:
+                    narrow = first.run(run)
+                    self._wide[run.begin] = narrow.to(torch.float32)
+
+    def drop(self, index: int) -> None:
+        """Forget what has arrived of a parameter."""
+        arrival = self.arrivals.pop(index, None)
+        if arrival is not None and not arrival.zero:
+            with self.there():
+                self._place(index).zero_()
+
+    def _place(self, index: int) -> torch.Tensor:
+        if self._first is not None:
+            return self._first.values(index)
+        run, begin = self.layout.place(index)
+        return self._wide[run.begin][begin : begin + self.layout.params[index].numel]
+
+    def run(self, run: Run) -> torch.Tensor:
+        """Return a run of it, of trainable parameters: flat; zeros where nothing arrived on this rank."""
+        return self._wide[run.begin] if self._first is None else self._first.run(run)
