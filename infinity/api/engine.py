@@ -292,7 +292,7 @@ class Engine:
         self._handles: list[Any] = [*install(model, self)]
         if comm.world > 1:
             self._handles.append(NoSync(model, self.gradients, self.config.zero_stage))
-        self._unguard = misuse.guard(model, optimizer)
+        self._unguard = misuse.guard(model, optimizer, ranks=comm.world > 1)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
