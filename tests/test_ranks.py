@@ -286,8 +286,6 @@ print(float(sum(v.double().sum() for v in kept.values())))
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("infinity.save(adam, sys.argv[1])", "`infinity.save` is not available"),
-        ("infinity.load(adam, sys.argv[1])", "`infinity.load` is not available"),
         ("infinity.export(model, 'out')", "`infinity.export` is not available"),
         ("infinity.inference(nn.Linear(2, 2), config)", "`infinity.inference` is not available"),
         ("with infinity.gathered(model, source=2): pass", "names a rank that is not there"),

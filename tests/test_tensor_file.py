@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import CorruptionError
 from infinity.hardware.aio import Ring
-from infinity.storage import tensor_file
+from infinity.storage import checksums
 from infinity.storage.tensor_file import TensorFile, read_all, write_all
 from infinity.storage.tensor_header import DTYPES
 
@@ -65,7 +65,7 @@ def test_pieces_of_any_size_have_the_same_checksums(
     data: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")
-    old, tensor_file.RANGE_NBYTES = tensor_file.RANGE_NBYTES, 4096  # type: ignore[misc]
+    old, checksums.RANGE_NBYTES = checksums.RANGE_NBYTES, 4096  # type: ignore[misc]
     try:
         tensor = values(torch.float32, data.draw(st.integers(0, 5000)))
         cuts = st.lists(st.integers(0, tensor.numel()), max_size=6)
@@ -85,11 +85,11 @@ def test_pieces_of_any_size_have_the_same_checksums(
                     file.read("x", begin, out[begin:end])
             assert torch.equal(torch.nan_to_num(out.float()), torch.nan_to_num(tensor))
     finally:
-        tensor_file.RANGE_NBYTES = old  # type: ignore[misc]
+        checksums.RANGE_NBYTES = old  # type: ignore[misc]
 
 
 def test_every_flip_is_named(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "RANGE_NBYTES", 4096)
+    monkeypatch.setattr(checksums, "RANGE_NBYTES", 4096)
     path = str(tmp_path / "x")
     tensors = {"a": values(torch.float32, 3000), "b": values(torch.bfloat16, 77)}
     sums = write_all(path, tensors, ring)

@@ -22,6 +22,7 @@ from infinity.core.config import IO_DEADLINE
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
@@ -38,10 +39,13 @@ class _Stopped(Exception):
     """Nobody waits for this any more."""
 
 
-def interruptible(shelter: Shelter, call: Callable[[Progress], _R], progress: Progress | None) -> _R:
+def interruptible(
+    shelter: Shelter, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
+) -> _R:
     """Return what `call` returns. It is made in the shelter, and tells how far it is; an interrupt ends it
-    where it tells that next, and is raised when it has ended."""
+    where it tells that next, and is raised when it has ended. The other ranks of `comm` end with it."""
     stop = threading.Event()
+    raised: list[BaseException] = []
 
     def told(done: int, total: int) -> None:
         if stop.is_set():
@@ -54,11 +58,16 @@ def interruptible(shelter: Shelter, call: Callable[[Progress], _R], progress: Pr
             return call(told)
         except _Stopped:
             return None
+        except BaseException as error:
+            raised.append(error)
+            raise
 
     try:
         with shelter.turn.hold():
             return cast(_R, shelter.run(unless_stopped))
-    except BaseException:
+    except BaseException as error:
+        if comm is not None and error not in raised:  # or it would wait for the others
+            comm.post(error)
         stop.set()
         with contextlib.suppress(Exception):  # what raised first is told
             shelter.wait_interrupted()  # so that it is over when this raises
@@ -100,6 +109,19 @@ def check_free(path: str, nbytes: int, what: str, cure: str) -> None:
         )
 
 
+def check_shared(path: str, rank: int) -> None:
+    """Raise `DirectoryError` unless this rank sees the file that the first rank has just made, by a name that
+    no other file has: then they share its directory."""
+    if not os.path.exists(path):
+        raise DirectoryError(
+            f"{os.path.dirname(path)} is not one directory for all ranks",
+            path=path,
+            expected="a directory on a file system that all nodes share",
+            found=f"rank {rank} does not see what rank 0 has made there",
+            cure="name a directory that all nodes share",
+        )
+
+
 def wrong_index(path: str, error: Exception) -> CorruptionError:
     """Return the error of a checkpoint whose index lacks what it must have."""
     return CorruptionError(
@@ -126,6 +148,15 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
             cure=f'"{example}"',
         )
     return name
+
+
+def elements_here(engine: Engine) -> dict[ShardedParam, int]:
+    """Return how many elements of each parameter this rank saves and loads."""
+    found = dict.fromkeys(engine.params.values(), 0)
+    for unit in engine.units:
+        for segment in (s for chunk in unit.layout.chunks for s in chunk.segments):
+            found[unit.params[segment.param]] += segment.numel
+    return found
 
 
 def names_of(engine: Engine) -> dict[ShardedParam, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from os import PathLike
@@ -10,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import StateDictError, StorageError
+from infinity.core.errors import CorruptionError, StateDictError, StorageError
 from infinity.hardware.aio import Ring
+from infinity.hardware.ranks import Comm
 from infinity.optim.loading import check_saved_options, counts_of
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
@@ -21,13 +23,24 @@ from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
 from infinity.storage.under_way import UnderWay
 
-from .checkpoint import KINDS, Progress, buffers_of, names_of, path_of, reading_ring, wrong_index
+from .checkpoint import (
+    KINDS,
+    Progress,
+    buffers_of,
+    elements_here,
+    names_of,
+    path_of,
+    reading_ring,
+    wrong_index,
+)
 from .engine import Engine, engine_of
-from .random_state import set_random_state
-from .ranks import check_one
+from .random_state import set_random_states
+from .together import agree, guarded, together
 from .user_state import check_named, decode, is_tokenizer
 
 _SHOWN: Final = 20  # names in a message
+_WHAT: Final = "a load"  # what ranks do together
+_GIVEN: Final = "the end of a load"
 _ATTEMPTS: Final = 5  # where another process saves into the directory meanwhile
 
 
@@ -69,22 +82,32 @@ def load(
     Gradients are forgotten. A load that ends early (bytes that are not what was saved, a `load_state_dict`
     that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.
     """
-    engine, name = engine_of(optimizer), path_of(path)
-    check_one(engine.comm, "`infinity.load`", "`load_state_dict()` of model and optimizer, on all ranks")
-    engine.check_trains()
-    check_named(state)
+    engine = engine_of(optimizer)
+    comm, make = engine.comm, engine.shelter.run
+
+    def begin() -> str:
+        engine.check_trains()
+        check_named(state)
+        return path_of(path)
+
+    name = guarded(comm, _WHAT, begin, make)
     # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
-    loading, given = engine.shelter.run(
+    loading, given = make(
         lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
     )
-    engine.shelter.run(loading.run)
-    for name, thing in (state or {}).items():
-        if name in given:
-            if callable(getattr(thing, "load_state_dict", None)):
-                thing.load_state_dict(given[name])
-            else:
-                assert state is not None
-                state[name] = given[name]
+    make(loading.run)
+
+    def give() -> None:
+        for name, thing in (state or {}).items():
+            if name in given:
+                if callable(getattr(thing, "load_state_dict", None)):
+                    thing.load_state_dict(given[name])
+                else:
+                    assert state is not None
+                    state[name] = given[name]
+
+    guarded(comm, _GIVEN, give, make)
+    make(lambda: agree(comm, _GIVEN))
     loading.go_on()
     return given
 
@@ -93,16 +116,50 @@ def _prepare(
     engine: Engine, path: str, state: Mapping[str, Any] | None, strict: bool, progress: Progress
 ) -> tuple[_Loading, dict[str, Any]]:
     """Return a load of what is at `path`, that fits, with its files open; and what was saved as `state`."""
+    comm = engine.comm
+    agree(comm, _WHAT)
     for left in reversed(range(_ATTEMPTS)):
-        found = find(path)
+        found = _find(comm, path)
         loading = _Loading(engine, found, strict, progress)
         try:
-            return loading, loading.check(state)
-        except StorageError:
+            given = guarded(comm, "what is loaded", partial(loading.check, state))
+            agree(comm, "what is loaded")
+            return loading, given
+        except BaseException as error:
+            loading.close()
             # Perhaps a save of another process has just replaced or removed it.
-            if not left or find(path).counter == found.counter:
+            if not left or not isinstance(error, StorageError) or _find(comm, path).counter == found.counter:
                 raise
     raise AssertionError
+
+
+def _find(comm: Comm, path: str) -> Found:
+    """Return the checkpoint at `path`: the one that the first rank finds. Collective.
+
+    Raises:
+        DirectoryError, CorruptionError: see `find`; on all ranks, if one does not find it.
+    """
+    found: list[Found] = []
+
+    def look() -> tuple[str, int]:
+        found.append(find(os.path.abspath(path)))
+        return found[0].path, found[0].counter
+
+    first = together(comm, "which checkpoint is loaded", look if comm.rank == 0 else lambda: None)[0]
+
+    def look_there() -> None:
+        found.append(find(first[0]))
+        if found[0].counter != first[1]:
+            raise CorruptionError(
+                f"{first[0]} is not the same checkpoint for all ranks",
+                path=first[0],
+                expected=f"the one that rank 0 has found, with the counter {first[1]}",
+                found=f"one with the counter {found[0].counter}, on rank {comm.rank}",
+                cure="a directory that all nodes share, or the same copy of it on each node",
+            )
+
+    together(comm, "where that is", (lambda: None) if comm.rank == 0 else look_there)
+    return found[0]
 
 
 def _listed(names: Sequence[str], separator: str) -> str:
@@ -122,7 +179,7 @@ class _Loading:
         self._names: dict[ShardedParam, str] = {}  # in the checkpoint
         self._buffers: dict[str, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor] = {}
-        self._random: Any = None
+        self._random: list[Any] = []  # of each rank
         self._options: list[dict[str, Any]] = []
         self._two: set[int] = set()  # units that get two versions
         # Open from the comparison to the end, so that what was compared is what is loaded.
@@ -164,7 +221,10 @@ class _Loading:
         index, engine = self._found.content, self._engine
         self._values = self._read_all("values")
         given: dict[str, Any] = decode(index["state"], self._values, self._found.path)
-        self._random = decode(index["random"], self._values, self._found.path)
+        self._random = [
+            decode(state, self._values, self._found.path)
+            for state in (index["random"], *index.get("random_of_other_ranks", ()))
+        ]
         counts_of({"infinity": index["counts"]})
         saved = {name: name for name in index["parameters"]}
         saved |= {tied: name for name, p in index["parameters"].items() for tied in p["tied"]}
@@ -202,10 +262,11 @@ class _Loading:
         wrong = []
         file = self._open("parameters")
         if file is not None:
+            elements = elements_here(self._engine)
             with file:
                 for sharded, name in self._names.items():
                     shape = file.entries[name].shape
-                    self._total += file.entries[name].nbytes
+                    self._total += elements[sharded] * file.entries[name].dtype.itemsize
                     if shape != sharded.spec.shape:
                         wrong.append(f"{name} {[*shape]}, of the model {[*sharded.spec.shape]}")
         for name, buffer in here.items():
@@ -244,23 +305,24 @@ class _Loading:
 
     # -- the change -------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Close its files."""
+        self._stack.close()
+
     def run(self) -> None:
         """Change everything."""
-        engine, index = self._engine, self._found.content
+        engine, index, comm = self._engine, self._found.content, self._engine.comm
         with self._stack:
             before, engine.phases.partly = engine.phases.partly, ""
             try:
-                engine.optimizer.publish()
-                engine.edits.adopt_all()
-                engine.residency.reshard_all({s.unit for s in self._names})
+                together(comm, "the begin of a load", self._begin)
             except BaseException:
                 engine.phases.partly = before
                 raise
             engine.phases.partly = self._found.path
-            self._two = self._with_two(self._files.get("front"))
-            self._fill(self._files)
-            if self._two and self._again is not None:
-                self._fill_backs(self._again)
+            pieces = together(comm, "a load of what each rank has", self._fill_all)
+            for stem, file in self._files.items():
+                file.compare([of_rank[stem] for of_rank in pieces])
         for sharded, name in self._names.items():
             saved = index["parameters"][name]
             # What was frozen there, or is here, has no moments: they begin anew, and so do its steps.
@@ -279,6 +341,21 @@ class _Loading:
         for name, buffer in buffers_of(engine).items():
             if name in self._buffers:
                 buffer.copy_(self._buffers[name])
+
+    def _begin(self) -> None:
+        """Have nothing under way that would change what is loaded, or use what was."""
+        self._engine.optimizer.publish()
+        self._engine.edits.adopt_all()
+        self._engine.residency.reshard_all({s.unit for s in self._names})
+
+    def _fill_all(self) -> dict[str, Any]:
+        """Fill what this rank has; return of which bytes of each file it cannot tell whether they are those
+        that were saved."""
+        self._two = self._with_two(self._files.get("front"))
+        self._fill(self._files)
+        if self._two and self._again is not None:
+            self._fill_backs(self._again)
+        return {stem: file.pieces() for stem, file in self._files.items()}
 
     def _with_two(self, front: TensorFile | None) -> set[int]:
         """Return the units that get two versions: those of which one was saved, if all of them is loaded."""
@@ -309,6 +386,7 @@ class _Loading:
                     files[kind].read(name, segment.offset, pieces[kind], under_way)
                 else:
                     pieces[kind].zero_()
+            self._engine.comm.check()
             self._done += copy.numel() * source.entries[name].dtype.itemsize
             self._progress(self._done, self._total)
 
@@ -323,6 +401,7 @@ class _Loading:
 
     def go_on(self) -> None:
         """Let the run go on: all of it is what was saved."""
-        set_random_state(self._random, self._engine.device.torch_device)
+        comm = self._engine.comm
+        set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
         self._engine.phases.partly = ""
         self._engine.optimizer.zero_grad()

@@ -6,16 +6,18 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from infinity.core.errors import ConfigError
+from infinity.hardware.aio import Ring
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Save
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
+from infinity.storage.tensor_header import Spec, nbytes_of
 from infinity.storage.under_way import UnderWay
 from infinity.version import __version__
 
@@ -23,6 +25,8 @@ from .checkpoint import (
     Progress,
     buffers_of,
     check_free,
+    check_shared,
+    elements_here,
     interruptible,
     names_of,
     path_of,
@@ -31,10 +35,11 @@ from .checkpoint import (
     writing_ring,
 )
 from .engine import Engine, engine_of
-from .random_state import random_state
-from .ranks import check_one
+from .random_state import of_json, random_state, to_json
+from .together import agree, guarded, together
 from .user_state import check_named, encode, files_of, is_tokenizer
 
+_WHAT: Final = "a save of step {}"  # what ranks do together
 _NO_ROOM: Final = (
     "save elsewhere, or keep fewer checkpoints (keep_last; an older one goes only when the new one is whole)"
 )
@@ -82,7 +87,26 @@ def save(
         TransferError: a drive reports an error.
     """
     engine = engine_of(optimizer)
-    check_one(engine.comm, "`infinity.save`", "`state_dict()` of model and optimizer, on all ranks")
+    comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
+    given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.shelter.run)
+    return interruptible(
+        engine.shelter, lambda told: _Saving(engine, what, given, told).run(keep_last), progress, comm
+    )
+
+
+class _Given(NamedTuple):
+    """What the user saves beside the model; `own`: of the generators of this rank."""
+
+    root: str
+    values: Any
+    own: Any
+    tensors: dict[str, torch.Tensor]
+    texts: dict[str, str]
+
+
+def _given(
+    engine: Engine, path: str | os.PathLike[str], state: Mapping[str, Any] | None, keep_last: int | None
+) -> _Given:
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ConfigError(
             f"keep_last={keep_last!r} makes no sense", expected="None, or 1 and more", cure="keep_last=2"
@@ -95,109 +119,156 @@ def save(
     for thing in filter(is_tokenizer, (state or {}).values()):
         texts |= files_of(thing)
     values = encode({k: v for k, v in (state or {}).items() if not is_tokenizer(v)}, tensors)
-    own = encode(random_state(engine.device.torch_device), tensors, "random")
-    return interruptible(
-        engine.shelter,
-        lambda told: _Saving(engine, root, told).run(values, own, tensors, texts, keep_last),
-        progress,
-    )
+    own = random_state(engine.device.torch_device)
+    return _Given(root, values, own, tensors, texts)
 
 
 class _Saving:
-    """One save."""
+    """One save. Each rank writes what it has of every tensor; the first one all else, and decides."""
 
-    def __init__(self, engine: Engine, root: str, progress: Progress) -> None:
+    def __init__(self, engine: Engine, what: str, given: _Given, progress: Progress) -> None:
         self._engine = engine
-        self._root = root
+        self._comm = engine.comm
+        self._what = what
+        self._given = given
         self._progress = progress
-        self._done = self._total = 0
+        self._stack = contextlib.ExitStack()
+        self._target: Save
+        self._ring: Ring
+        self._files: dict[str, TensorFile] = {}
+        self._crcs: dict[str, Any] = {}
+        self._done = self._total = 0  # bytes of this rank
 
-    def run(
-        self,
-        values: Any,
-        own: Any,
-        tensors: dict[str, torch.Tensor],
-        texts: dict[str, str],
-        keep_last: int | None,
-    ) -> str:
-        engine = self._engine
+    def run(self, keep_last: int | None) -> str:
+        """Save; return the checkpoint's directory."""
+        comm, what = self._comm, self._what
+        states = agree(comm, what, to_json(self._given.own) if comm.rank else None)
+        with self._stack:
+            paths = together(comm, f"{what}: its files", lambda: self._begin(states))[0]
+            pieces = together(comm, f"{what}: its parts", lambda: self._fill(paths))
+            path: str = together(comm, f"{what}: its index", lambda: self._end(pieces, keep_last))[0]
+        return path
+
+    def _begin(self, states: list[Any]) -> dict[str, str] | None:
+        """Take over edits; on the first rank, make the files, and write what is not cut; return their
+        paths."""
+        engine, given = self._engine, self._given
         settle(engine)
-        names = names_of(engine)
-        optimizer = engine.optimizer
+        self._names = names_of(engine)
+        self._newer = _with_front(engine)
+        self._specs = self._specs_of()
+        here = elements_here(engine)
+        sizes = {s: 4 * (1 + len(MOMENTS)) if s.spec.trainable else s.spec.dtype.itemsize for s in here}
+        self._total = sum(here[s] * sizes[s] for s in here)
+        self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
+        if self._comm.rank:
+            return None
+        self._groups_here = self._groups(given.tensors)
+        self._random = [
+            encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")
+            for rank, state in enumerate([given.own, *map(of_json, states[1:])])
+        ]
+        small = {"buffers": buffers_of(engine), "values": given.tensors}
+        small_nbytes = sum(t.nbytes for kind in small.values() for t in kind.values())
+        self._total += small_nbytes
+        target = self._target = self._stack.enter_context(Save(given.root, engine.optimizer.steps))
+        ring = self._ring = self._stack.enter_context(writing_ring(given.root))
+        whole = sum(nbytes_of(*spec) for kind in self._specs.values() for spec in kind.values())
+        check_free(given.root, whole + small_nbytes, "a checkpoint", _NO_ROOM)
+        for stem, kind in small.items():
+            if kind:
+                self._crcs[stem] = write_all(target.file(stem), kind, ring)
+                self._tell(sum(t.nbytes for t in kind.values()))
+        paths = {stem: target.file(stem) for stem in self._specs}
+        for stem, path in paths.items():
+            file = TensorFile.create(path, self._specs[stem], ring)
+            self._files[stem] = self._stack.enter_context(file)
+            if self._comm.world > 1:
+                file.sync()
+        return paths
+
+    def _fill(self, paths: Mapping[str, str]) -> dict[str, Any]:
+        """Write what this rank has of every tensor; return the checksums of that, by file."""
+        if self._comm.rank:
+            for path in paths.values():
+                check_shared(path, self._comm.rank)
+            some = next(iter(paths.values()))
+            ring = self._stack.enter_context(writing_ring(os.path.dirname(some)))
+            for stem, path in paths.items():
+                file = TensorFile.join(path, self._specs[stem], ring)
+                self._files[stem] = self._stack.enter_context(file)
+        names, files, states = self._names, self._files, self._engine.states
         trainable = [s for s in names if s.spec.trainable]
         frozen = [s for s in names if not s.spec.trainable]
-        newer = _with_front(engine)
-        specs: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
+        under_way = UnderWay()
+        for sharded, segment, pieces in states.segments(("master", *MOMENTS), trainable, under_way=under_way):
+            for kind, piece in pieces.items():
+                file = files["parameters" if kind == "master" else kind]
+                file.write(names[sharded], segment.offset, piece, under_way)
+            self._tell(sum(p.nbytes for p in pieces.values()))
+        for params, stem, version in (
+            (frozen, "parameters", Version.NEWEST),
+            (self._newer, "front", Version.FRONT),
+        ):
+            for sharded, segment, pieces in states.segments(
+                ("copy",), params, version=version, under_way=under_way
+            ):
+                files[stem].write(names[sharded], segment.offset, pieces["copy"], under_way)
+                self._tell(pieces["copy"].nbytes)
+        for file in files.values():
+            file.sync()
+        self._tell(0)
+        return {stem: file.pieces() for stem, file in files.items()}
+
+    def _end(self, pieces: list[dict[str, Any]], keep_last: int | None) -> str | None:
+        """On the first rank: have the checkpoint whole, and return its directory."""
+        if self._comm.rank:
+            return None
+        target, given = self._target, self._given
+        for stem, file in self._files.items():
+            self._crcs[stem] = file.checksums([of_rank[stem] for of_rank in pieces])
+        target.commit(
+            {
+                "infinity": __version__,
+                "crcs": self._crcs,
+                "parameters": self._described(),
+                "groups": self._groups_here,
+                "counts": self._engine.optimizer.counts(),
+                "texts": {**texts_of(self._engine.model()), **given.texts},
+                "state": given.values,
+                "random": self._random[0],
+                "random_of_other_ranks": self._random[1:],
+            }
+        )
+        for error in target.prune(keep_last) if keep_last is not None else ():
+            warnings.warn(
+                f"{target.path} is saved, but an older checkpoint is not removed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return target.path
+
+    def _specs_of(self) -> dict[str, dict[str, Spec]]:
+        """Return what is in each file that is written chunk by chunk."""
+        names = self._names
+        trainable = [s for s in names if s.spec.trainable]
+        specs: dict[str, dict[str, Spec]] = {
             "parameters": {
                 n: (torch.float32 if s.spec.trainable else s.spec.dtype, s.spec.shape)
                 for s, n in names.items()
             },
             **{kind: {names[s]: (torch.float32, s.spec.shape) for s in trainable} for kind in MOMENTS},
-            "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in newer},
+            "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in self._newer},
         }
-        groups = self._groups(names, tensors)
-        small = {"buffers": buffers_of(engine), "values": tensors}
-        kept = [torch.empty(shape, dtype=d, device="meta") for k in specs.values() for d, shape in k.values()]
-        self._total = sum(t.nbytes for t in (*kept, *(t for k in small.values() for t in k.values())))
-        with Save(self._root, optimizer.steps) as target, writing_ring(self._root) as ring:
-            check_free(self._root, self._total, "a checkpoint", _NO_ROOM)
-            crcs: dict[str, Any] = {}
-            for stem, kind in small.items():
-                if kind:
-                    crcs[stem] = write_all(target.file(stem), kind, ring)
-                    self._tell(sum(t.nbytes for t in kind.values()))
-            with contextlib.ExitStack() as stack:
-                files = {
-                    stem: stack.enter_context(TensorFile.create(target.file(stem), kind, ring))
-                    for stem, kind in specs.items()
-                    if kind
-                }
-                under_way = UnderWay()
-                for sharded, segment, pieces in engine.states.segments(
-                    ("master", *MOMENTS), trainable, under_way=under_way
-                ):
-                    for kind_, piece in pieces.items():
-                        file = files["parameters" if kind_ == "master" else kind_]
-                        file.write(names[sharded], segment.offset, piece, under_way)
-                    self._tell(sum(p.nbytes for p in pieces.values()))
-                for params, stem, version in (
-                    (frozen, "parameters", Version.NEWEST),
-                    (newer, "front", Version.FRONT),
-                ):
-                    for sharded, segment, pieces in engine.states.segments(
-                        ("copy",), params, version=version, under_way=under_way
-                    ):
-                        files[stem].write(names[sharded], segment.offset, pieces["copy"], under_way)
-                        self._tell(pieces["copy"].nbytes)
-                for stem, file in files.items():
-                    file.sync()
-                    crcs[stem] = file.checksums()
-            self._tell(0)
-            target.commit(
-                {
-                    "infinity": __version__,
-                    "crcs": crcs,
-                    "parameters": self._described(names),
-                    "groups": groups,
-                    "counts": optimizer.counts(),
-                    "texts": {**texts_of(engine.model()), **texts},
-                    "state": values,
-                    "random": own,
-                }
-            )
-            for error in target.prune(keep_last) if keep_last is not None else ():
-                warnings.warn(
-                    f"{target.path} is saved, but an older checkpoint is not removed: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return target.path
+        return {stem: kind for stem, kind in specs.items() if kind}
 
     def _tell(self, nbytes: int) -> None:
+        self._comm.check()
         self._done += nbytes
         self._progress(self._done, self._total)
 
-    def _described(self, names: Mapping[ShardedParam, str]) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
+        names = self._names
         described: dict[str, dict[str, Any]] = {
             n: {"step": s.step, "trainable": s.spec.trainable, "tied": []} for s, n in names.items()
         }
@@ -208,7 +279,7 @@ class _Saving:
                 described[first]["tied"].append(name)
         return described
 
-    def _groups(self, names: Mapping[ShardedParam, str], tensors: dict[str, torch.Tensor]) -> list[Any]:
+    def _groups(self, tensors: dict[str, torch.Tensor]) -> list[Any]:
         groups: list[Any] = []
         for index, group in enumerate(self._engine.optimizer.param_groups):
             options = {k: v for k, v in group.items() if k != "params"}
@@ -216,7 +287,7 @@ class _Saving:
             groups.append(
                 {
                     "options": encode(options, tensors, f"param group {index}"),
-                    "params": [names[s] for s in params],
+                    "params": [self._names[s] for s in params],
                 }
             )
         return groups

@@ -4,9 +4,7 @@ The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes, lit
 a header; the header, JSON of {name: {"dtype", "shape", "data_offsets": [begin, end]}} that may end in spaces;
 the bytes of the tensors, without holes. Nothing in such a file is code.
 
-[Note: ranges] A tensor's bytes are cut into ranges of `RANGE_NBYTES` from its beginning, each with a CRC-32C
-of its own. They do not depend on how a run is cut into chunks, so that one may be saved in one way and loaded
-in another. The pieces of a tensor come in order, so a range is checked as its last byte comes.
+Several ranks may write and read one file, each its own part of every tensor: [Note: one file of all ranks].
 """
 
 from __future__ import annotations
@@ -14,65 +12,35 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from infinity.core.errors import CorruptionError, StateDictError
 from infinity.core.sizes import ALIGNMENT, ceil_to
-from infinity.hardware.aio import DirectFile, Ring, crc32c
+from infinity.hardware.aio import DirectFile, Ring
 
+from . import checksums
+from .checksums import Piece, Sums, join
 from .folder import failed, pwrite
 from .tensor_header import NAMES, Entry, Spec, entries_of, nbytes_of
 from .under_way import UnderWay
 
-#: Bytes of a tensor that one checksum covers: [Note: ranges].
-RANGE_NBYTES: Final = 16 << 20
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
 _AHEAD: Final = 2  # such pieces that are written while the next one is made
-
-
-class _Sums:
-    """The checksums of tensors whose pieces come in order."""
-
-    def __init__(self) -> None:
-        self._done: dict[str, list[int]] = {}
-        self._open: dict[str, tuple[int, int]] = {}  # bytes so far, and the CRC of the range they end in
-
-    def add(self, name: str, begin: int, address: int, nbytes: int) -> range:
-        """Take `nbytes` at `address`, which are the tensor's from byte `begin` on; return which ranges they
-        complete."""
-        at, crc = self._open.get(name, (0, 0))
-        assert at == begin, (name, at, begin)
-        done = self._done.setdefault(name, [])
-        first = len(done)
-        end = at + nbytes
-        while at < end:
-            upto = min(end, (at // RANGE_NBYTES + 1) * RANGE_NBYTES)
-            crc = crc32c(address + at - begin, upto - at, crc)
-            at = upto
-            if at % RANGE_NBYTES == 0:
-                done.append(crc)
-                crc = 0
-        self._open[name] = at, crc
-        return range(first, len(done))
-
-    def close(self, name: str) -> list[int]:
-        """Return the checksums of a tensor that is complete."""
-        at, crc = self._open.pop(name, (0, 0))
-        return self._done.pop(name, []) + ([crc] if at % RANGE_NBYTES else [])
+_Pieces: TypeAlias = Mapping[str, Iterable[Piece]]  # of one rank, by tensor
 
 
 class TensorFile:
-    """Tensors by name, in a file. Made by `create` or `open`."""
+    """Tensors by name, in a file. Made by `create`, `join` or `open`."""
 
     def __init__(self, file: DirectFile, ring: Ring, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
         self._file = file
         self._ring = ring
-        self._sums = _Sums()
+        self._sums = Sums()
         self._expected: dict[str, Sequence[int]] = {}
 
     @classmethod
@@ -85,39 +53,45 @@ class TensorFile:
             DirectoryError: it cannot be made; `errno` says why.
             StateDictError: it cannot have a tensor of such a dtype.
         """
-        entries: dict[str, Entry] = {}
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        at = 0
-        # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
-        for name, (dtype, shape) in sorted(
-            tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0
-        ):
-            if dtype not in NAMES:
-                raise StateDictError(
-                    f"{name!r} is of {dtype}, which a safetensors file cannot have",
-                    expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
-                    found=str(dtype).removeprefix("torch."),
-                    cure="make it another dtype, or a buffer that is not persistent",
-                )
-            nbytes = nbytes_of(dtype, shape)
-            header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
-            entries[name] = Entry(dtype, tuple(shape), at, nbytes)
-            at += nbytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        # Aligned, so that whole blocks of the first tensors are written directly.
-        data = ceil_to(8 + len(text), ALIGNMENT)
-        text = text.ljust(data - 8)
-        entries = {name: e._replace(begin=e.begin + data) for name, e in entries.items()}
+        text, entries = _laid_out(tensors, metadata)
         file = DirectFile.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            os.ftruncate(file.plain_fd, data + at)
-            pwrite(file.plain_fd, len(text).to_bytes(8, "little") + text, 0)
+            os.ftruncate(file.plain_fd, _end_of(text, entries))
+            pwrite(file.plain_fd, text, 0)
         except OSError as error:
             file.close()
             raise failed("write", path, error) from error
         except BaseException:
             file.close()
             raise
+        return cls(file, ring, entries)
+
+    @classmethod
+    def join(
+        cls, path: str, tensors: Mapping[str, Spec], ring: Ring, metadata: Mapping[str, str] | None = None
+    ) -> TensorFile:
+        """Open a file that another rank has made for the same `tensors`, to `write` a part of each.
+
+        [Note: one file of all ranks] A rank writes the blocks that are its own directly. What of its part of
+        a tensor shares a block with that of another rank goes through the page cache, as all that is no whole
+        block does, and nobody reads the file: so no rank writes an old version of another one's bytes.
+
+        Raises:
+            DirectoryError: it cannot be opened.
+            CorruptionError: it is not the file that was made for them.
+        """
+        text, entries = _laid_out(tensors, metadata)
+        file = DirectFile.open(path, os.O_WRONLY)
+        if file.size != _end_of(text, entries):
+            found = file.size
+            file.close()
+            raise CorruptionError(
+                f"{path} is not the file that another rank has made",
+                path=path,
+                expected=f"{_end_of(text, entries)} bytes",
+                found=f"{found} bytes",
+                cure="a directory on a file system on which ranks see at once what others do",
+            )
         return cls(file, ring, entries)
 
     @classmethod
@@ -154,7 +128,7 @@ class TensorFile:
     def _expect(self, expected: Mapping[str, Sequence[int]]) -> None:
         for name in expected.keys() | self.entries.keys():
             entry = self.entries.get(name)
-            count = None if entry is None else -(-entry.nbytes // RANGE_NBYTES)
+            count = None if entry is None else checksums.count_of(entry.nbytes)
             wanted = len(expected[name]) if name in expected else None
             if count != wanted:
                 raise CorruptionError(
@@ -278,37 +252,53 @@ class TensorFile:
         under_way.add(ticket, arrived)
 
     def _check(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
-        at = first * entry.dtype.itemsize
-        expected = self._expected.get(name)
-        if expected is None:
-            return
-        complete = self._sums.add(name, at, out.data_ptr(), out.nbytes)
-        found = self._sums._done[name]
-        for index in complete:
-            self._compare(name, index, expected[index], found[index])
-        if at + out.nbytes == entry.nbytes:
-            found = self._sums.close(name)
-            if len(found) > complete.stop:
-                self._compare(name, complete.stop, expected[-1], found[-1])
+        if name in self._expected:
+            self._sums.add(name, first * entry.dtype.itemsize, out.data_ptr(), out.nbytes)
+            for piece in self._sums.take_whole(name, entry.nbytes):
+                self._compare(name, piece)
 
-    def _compare(self, name: str, index: int, expected: int, found: int) -> None:
-        if expected == found:
-            return
+    def _compare(self, name: str, piece: Piece) -> None:
         entry = self.entries[name]
-        begin = index * RANGE_NBYTES
+        expected = self._expected[name][piece.begin // checksums.RANGE_NBYTES]
+        if piece.is_whole(entry.nbytes) and expected == piece.crc:
+            return
         raise CorruptionError(
             f"{name!r} in {self.path} is not what was saved",
             path=self.path,
-            offset=entry.begin + begin,
-            nbytes=min(RANGE_NBYTES, entry.nbytes - begin),
-            expected=f"CRC-32C {expected:08x} of bytes {begin}…{min(begin + RANGE_NBYTES, entry.nbytes)}",
-            found=f"{found:08x}",
+            offset=entry.begin + piece.begin,
+            nbytes=piece.end - piece.begin,
+            expected=f"CRC-32C {expected:08x} of bytes {piece.begin}…{piece.end}",
+            found=f"{piece.crc:08x}",
             cure="load another checkpoint; or bring this one again from where it was copied",
         )
 
-    def checksums(self) -> dict[str, list[int]]:
-        """Return the checksums of the ranges of each tensor, once every one is written."""
-        return {name: self._sums.close(name) for name in self.entries}
+    def pieces(self) -> dict[str, list[Piece]]:
+        """Return what was written of each tensor; or of one that is read and held to checksums, what could
+        not be compared yet, because other ranks read the rest of a range."""
+        return self._sums.take()
+
+    def compare(self, of_ranks: Iterable[_Pieces]) -> None:
+        """Hold to their checksums the ranges of which several ranks have read pieces.
+
+        Raises:
+            CorruptionError: one is not what was written.
+        """
+        for name, pieces in _by_name(of_ranks).items():
+            for piece in join(pieces):
+                self._compare(name, piece)
+
+    def checksums(self, of_ranks: Iterable[_Pieces] | None = None) -> dict[str, list[int]]:
+        """Return the checksums of the ranges of each tensor, once every one is written; by several ranks:
+        from the `pieces` of each."""
+        found = _by_name([self.pieces()] if of_ranks is None else of_ranks)
+        sums = {}
+        for name, entry in self.entries.items():
+            pieces = join(found.get(name, ()))
+            count = checksums.count_of(entry.nbytes)
+            whole = [p.is_whole(entry.nbytes) for p in pieces]
+            assert whole == [True] * count, (name, pieces)
+            sums[name] = [p.crc for p in pieces]
+        return sums
 
     def sync(self) -> None:
         """Block until every byte that was written survives a power failure.
@@ -330,6 +320,46 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _laid_out(
+    tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, Entry]]:
+    """Return what is before the first tensor of a file, and where each tensor is."""
+    entries: dict[str, Entry] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0):
+        if dtype not in NAMES:
+            raise StateDictError(
+                f"{name!r} is of {dtype}, which a safetensors file cannot have",
+                expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
+                found=str(dtype).removeprefix("torch."),
+                cure="make it another dtype, or a buffer that is not persistent",
+            )
+        nbytes = nbytes_of(dtype, shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
+        entries[name] = Entry(dtype, tuple(shape), at, nbytes)
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Aligned, so that whole blocks of the first tensors are written directly.
+    data = ceil_to(8 + len(text), ALIGNMENT)
+    text = text.ljust(data - 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: e._replace(begin=e.begin + data) for name, e in entries.items()}
+
+
+def _end_of(text: bytes, entries: Mapping[str, Entry]) -> int:
+    return len(text) + sum(entry.nbytes for entry in entries.values())
+
+
+def _by_name(of_ranks: Iterable[_Pieces]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for one in of_ranks:
+        for name, pieces in one.items():
+            found.setdefault(name, []).extend(Piece(*p) for p in pieces)
+    return found
 
 
 def write_all(path: str, tensors: Mapping[str, torch.Tensor], ring: Ring) -> dict[str, list[int]]:
