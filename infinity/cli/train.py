@@ -83,13 +83,6 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
     """
     job = Job() if job is None else job
     train = run.train
-    if job.at.world > 1 and train.save:
-        raise ConfigError(
-            "several ranks cannot save what they train yet",
-            expected="--no-save, or one process",
-            found=f"{job.at.world} ranks",
-            cure="--no-save; or `infinity.wrap` a model in a script of your own, and keep state dicts",
-        )
     case = Case(run, planning=False, at=job.at)
     config, workload = case.config, case.workload
     _check_files(run)
