@@ -20,6 +20,7 @@ from .ranks import Result, all_well, run_ranks
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
+IMPORTS = "infinity.cli.train", "torch._dynamo"
 MAIN = "from infinity.cli.main import main\nmain()\n"
 
 #: A rank that does `act` when it has made two steps.
@@ -36,7 +37,8 @@ training.Training._of_all = watched
 
 
 def ranks_of(world: int, *arguments: str, before: str = "", seconds: int = 120) -> list[Result]:
-    return run_ranks(world, before + MAIN, "train", *arguments, seconds=seconds)
+    script = before + MAIN
+    return run_ranks(world, script, "train", *arguments, seconds=seconds, imports=IMPORTS)
 
 
 def steps_of(log: Path) -> list[dict[str, Any]]:
