@@ -15,7 +15,8 @@ torch       the same forward in memory: the compute
 drive       the rate at which the engine's ring reads from this drive
 
 The bound is max(compute, bytes that infinity reads per token ÷ the rate). Every contestant is a process of
-its own, and all must write the same tokens.
+its own, and all must write the same tokens. --wait-policy is OpenMP's for all of them (OMP_WAIT_POLICY):
+where there are few cores, threads of torch that spin while they wait for work take them from reads.
 """
 
 from __future__ import annotations
@@ -234,8 +235,9 @@ class Race:
             json.dumps(dataclasses.asdict(task)),
         ]
         path = os.pathsep.join(filter(None, (str(common.ROOT), os.environ.get("PYTHONPATH"))))
+        policy = {} if args.wait_policy is None else {"OMP_WAIT_POLICY": args.wait_policy}
         try:
-            child = Child(name, command, env={"PYTHONPATH": path}, timeout=args.timeout)
+            child = Child(name, command, env={"PYTHONPATH": path, **policy}, timeout=args.timeout)
         except (ChildError, OSError) as error:
             self.errors[name] = str(error)
             return
@@ -348,6 +350,7 @@ def main() -> None:
     parser.add_argument(
         "--files", choices=("fp32", "bf16"), help="dtype of the files; default: that of --dtype"
     )
+    parser.add_argument("--wait-policy", choices=("ACTIVE", "PASSIVE"), help="OMP_WAIT_POLICY of contestants")
     parser.add_argument("--burst", type=int, default=8, help="tokens of a turn")
     args = parser.parse_args()
     if "accelerate" in args.contestants and importlib.util.find_spec("accelerate") is None:
@@ -368,6 +371,7 @@ def main() -> None:
         "benchmark": f"inference: GPT-2, {args.dtype}, parameters on NVMe, two units on the device",
         "model": {**dataclasses.asdict(model), "heads": model.heads, "parameters": model.parameters},
         **{name: getattr(args, name) for name in ("tokens", "dtype", "device", "rounds", "burst", "threads")},
+        "wait_policy": args.wait_policy,
         "warmup_rounds": args.warmup,
         **found,
         "versions": common.versions(),

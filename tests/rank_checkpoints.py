@@ -9,7 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.core.errors import InfinityError
 
 STEPS = 10
 
@@ -100,3 +105,106 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = [trained(config, rank, world, **more) for config, more in json.loads(sys.argv[1])]
     sys.stdout.write(json.dumps(found))
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What a call raises: the class, and the first line."""
+    try:
+        call()
+    except InfinityError as error:
+        return f"{type(error).__name__}: {error.what}"
+    return "nothing"
+
+
+def damage(path: Path) -> None:
+    """Change a byte in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def faults() -> None:
+    """Save and load where one rank alone meets an error; print what each raises."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    root = Path(sys.argv[2])
+    model, adam = made(json.loads(sys.argv[1]))
+    infinity.load(adam, root)  # of one rank
+    seeds = [torch.initial_seed()]
+    torch.manual_seed(rank)
+    torch.rand(3)
+    good = infinity.save(adam, root, state={"position": [5, rank]})
+    drawn = torch.rand(3).tolist()
+    step(model, adam)
+    said = []
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    said.append(refused(lambda: infinity.save(adam, root)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    os.makedirs(root.parent / f"node{rank}")
+    os.chdir(root.parent / f"node{rank}")
+    said.append(refused(lambda: infinity.save(adam, "/proc/self/cwd/saved")))
+    said.append(refused(lambda: infinity.save(adam, root, state={"x": print} if rank else {})))
+    said.append(refused(lambda: infinity.load(adam, root, state={"position": 0, "lacking"[: 8 * rank]: 0})))
+    assert sorted(p.name for p in root.iterdir()) == [Path(good).name]
+    assert not [p.name for p in root.rglob("*incomplete*")]
+    step(model, adam)  # nothing of that has changed the run, and it goes on
+
+    bad = Path(infinity.save(adam, root))
+    known = digest(model, adam)
+    if rank == 0:
+        damage(next(bad.glob("exp_avg_sq-*")))
+    said.append(refused(lambda: infinity.load(adam, bad)))
+    said.append(refused(lambda: step(model, adam)))
+    state = {"position": None}
+    infinity.load(adam, good, state=state)
+    assert state["position"] == [5, 0]
+    assert torch.rand(3).tolist() == drawn
+    step(model, adam)
+    step(model, adam)
+    assert digest(model, adam) == known
+    infinity.close(adam)
+    sys.stdout.write(json.dumps({"said": said, "seed": seeds[0], "drawn": drawn}))
+
+
+def ends() -> None:
+    """Save where one rank ends, and how."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    model, adam = made(json.loads(sys.argv[1]))
+    infinity.load(adam, sys.argv[2])
+    step(model, adam)
+    which, how = int(sys.argv[3]), getattr(signal, sys.argv[4])
+    count = 0
+
+    def end(done: int, total: int) -> None:
+        nonlocal count
+        count += 1
+        if rank == which and count == 3:
+            os.kill(os.getpid(), how)
+            time.sleep(0.5)
+
+    infinity.save(adam, sys.argv[2], progress=end)
+
+
+def exports() -> None:
+    """Write a model of several ranks; one rank alone meets an error."""
+    torch.set_num_threads(1)
+    rank, (config, out, load) = int(os.environ["RANK"]), json.loads(sys.argv[1])
+    model, adam = made(config)
+    infinity.load(adam, load)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    said = refused(lambda: infinity.export(model, out, "fp32"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said.startswith("TransferError"), said
+    assert rank or not os.path.exists(out)  # the first rank removes what it has made
+    for name, dtype, limit in (("whole", "fp32", "1GB"), ("cut", None, 100_000)):
+        infinity.export(model, os.path.join(out, name), dtype, limit)
+    infinity.export(model.layers[1], os.path.join(out, "part"))
+    infinity.close(adam)

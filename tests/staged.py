@@ -149,6 +149,9 @@ class Staged:
     def memory(self, nbytes: int) -> Memory:
         return Memory(nbytes, self)
 
+    def reuse(self, nbytes: int) -> None:
+        pass
+
     def zeros(self, nbytes: int) -> torch.Tensor:
         made = torch.zeros(nbytes, dtype=torch.uint8)
         self.give(range_of(made))

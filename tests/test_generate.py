@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +238,26 @@ def test_what_bounds_it() -> None:
     assert "1.11 GB/s" in said
     assert per_forward([])["bound"] is None
     assert per_forward([(moment(0, 0, 0, 0), moment(2, 0, 0, 0))])["bound"] == "compute"
+
+
+@pytest.mark.processes
+def test_threads_of_torch_sleep_while_they_wait() -> None:
+    """What OpenMP is told is told before torch is loaded."""
+    code = """
+import os, sys
+from infinity.__main__ import main
+assert "torch" not in sys.modules
+sys.argv = ["infinity", "generate", "--help"]
+try:
+    main()
+except SystemExit:
+    assert "torch" in sys.modules
+    print(os.environ["OMP_WAIT_POLICY"])
+"""
+    command = [sys.executable, "-c", code]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    for given, expected in [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]:
+        done = subprocess.run(
+            command, env={**environment, **given}, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.stdout.splitlines()[-1:] == [expected], done.stderr

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import infinity
+
 from .quick import quick
-from .rank_checkpoints import contents, trained
+from .rank_checkpoints import contents, made, trained
 from .ranks import all_well, run_ranks
 from .test_ranks import settings_of
 
@@ -63,3 +65,60 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, tmp_path: 
     assert first == second
     for other in (four, two, three):
         assert contents(other / "step-2") == contents(one / "step-2")
+
+
+def test_what_one_rank_cannot_do_ends_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    config, _ = job(tmp_path, "nvme")
+    alone(job(tmp_path, "host", before=2, save=root))
+    script = "from tests.rank_checkpoints import faults; faults()"
+    said = all_well(run_ranks(2, script, json.dumps(config), str(root)))
+    first, second = (json.loads(text) for text in said)
+    wanted = [
+        "TransferError: ",
+        "DirectoryError: ",
+        "StateDictError: state['x'] cannot be saved",
+        f"StateDictError: the checkpoint {root}/step-2 does not have all of the model",
+        "CorruptionError: ",
+        "ParameterError: ",
+    ]
+    for mine, other, words in zip(first["said"], second["said"], wanted, strict=True):
+        assert mine.split(": ")[0] == other.split(": ")[0] == words.split(": ")[0], (mine, other)
+        assert words.split(": ")[1] in mine, (mine, words)
+        assert words.split(": ")[1] in other, (other, words)
+    assert second["seed"] == first["seed"] + 1
+    assert first["drawn"] != second["drawn"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"), quick([(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGINT")], [(1, "SIGKILL"), (1, "SIGINT")])
+)
+def test_a_rank_that_ends_in_a_save_leaves_the_checkpoint_before(rank: int, how: str, tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    config, _ = job(tmp_path, "nvme")
+    alone(job(tmp_path, "host", save=root))
+    script = "from tests.rank_checkpoints import ends; ends()"
+    results = run_ranks(2, script, json.dumps(config), str(root), str(rank), how)
+    assert all(code != 0 for code, *_ in results)
+    assert f"RankError: rank {rank} " in results[1 - rank][2]
+    assert [p.parent.name for p in root.glob("*/index.json")] == ["step-0"]
+    alone(job(tmp_path, "host", load=root, save=root))
+    assert not list(root.rglob("*incomplete*"))
+
+
+def test_an_export_is_the_one_of_one_rank(tmp_path: Path) -> None:
+    root, out, same = (tmp_path / name for name in ("saved", "out", "same"))
+    alone(job(tmp_path, "host", before=2, save=root))
+    config, _ = job(tmp_path, "split")
+    script = "from tests.rank_checkpoints import exports; exports()"
+    all_well(run_ranks(2, script, json.dumps([config, str(out), str(root)])))
+    config, _ = job(tmp_path, "host")
+    model, adam = made(config)
+    infinity.load(adam, root)
+    infinity.export(model, same / "whole", "fp32")
+    infinity.export(model, same / "cut", None, 100_000)
+    infinity.export(model.layers[1], same / "part")
+    infinity.close(adam)
+    files = {str(p.relative_to(same)): p.read_bytes() for p in same.rglob("*") if p.is_file()}
+    assert {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
+    assert len(files) > 4

@@ -86,6 +86,16 @@ def settings_of(folder: Path, place: str, dtype: str, **config: Any) -> dict[str
     return {"device": "cpu", "dtype": dtype, "nvme": str(folder), **PLACES[place], **memory, **config}
 
 
+def of_stage(folder: Path, stage: int) -> dict[str, Any]:
+    """Settings of a stage, on the device below 3, else on NVMe; in fp32."""
+    place = "nvme" if stage == 3 else "device"
+    given = settings_of(folder, place, "fp32", zero_stage=stage, prefetch_memory=0)
+    return given if stage >= 2 else {**given, "gradients": None}
+
+
+STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
+
+
 @pytest.mark.parametrize(
     "name",
     quick(
@@ -194,7 +204,8 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, tmp_path: Path) -> None
     assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
 
 
-def test_a_rank_that_catches_what_it_raised_may_go_on(tmp_path: Path) -> None:
+@STAGES
+def test_a_rank_that_catches_what_it_raised_may_go_on(stage: int, tmp_path: Path) -> None:
     """As long as what it does is what the others do."""
     script = (
         HEAD
@@ -211,12 +222,13 @@ print(adam.grad_norm)
 infinity.close(adam)
 """
     )
-    settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
+    settings = of_stage(tmp_path, stage)
     first, second = all_well(run_ranks(2, script, json.dumps(settings)))
     assert first == second
 
 
-def test_what_arrives_on_one_rank_is_the_gradient_of_all(tmp_path: Path) -> None:
+@STAGES
+def test_what_arrives_on_one_rank_is_the_gradient_of_all(stage: int, tmp_path: Path) -> None:
     """A parameter that a rank does not use has a gradient there all the same; one that none uses has none."""
     script = (
         HEAD
@@ -245,7 +257,7 @@ print(model.state_dict()["one"].tolist(), model.state_dict()["none"].tolist())
 infinity.close(adam)
 """
     )
-    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
     assert first == second
     lines = first.splitlines()
     assert all("'none': None" in line for line in lines[:3])
@@ -254,14 +266,16 @@ infinity.close(adam)
     assert lines[3].endswith(str([1.0] * 8))
 
 
-def test_a_gradient_that_a_user_assigns_is_refused(tmp_path: Path) -> None:
+@STAGES
+def test_a_gradient_that_a_user_assigns_is_refused(stage: int, tmp_path: Path) -> None:
     script = HEAD + LOOP + "model.last.weight.grad = torch.ones(8, 32)\nloss().backward()\n"
-    for code, _, err in run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))):
+    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))):
         assert code == 1
         assert "GradientError: 'last.weight' was given a gradient, and there are several ranks" in err
 
 
-def test_edits_of_one_rank_count_on_all(tmp_path: Path) -> None:
+@STAGES
+def test_edits_of_one_rank_count_on_all(stage: int, tmp_path: Path) -> None:
     script = (
         HEAD
         + LOOP
@@ -279,14 +293,13 @@ assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
 print(float(sum(v.double().sum() for v in kept.values())))
 """
     )
-    first, second = all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
     assert first == second
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("infinity.export(model, 'out')", "`infinity.export` is not available"),
         ("infinity.inference(nn.Linear(2, 2), config)", "`infinity.inference` is not available"),
         ("with infinity.gathered(model, source=2): pass", "names a rank that is not there"),
     ],
@@ -434,6 +447,116 @@ def test_what_users_do_to_gradients(tmp_path: Path) -> None:
     given = settings_of(tmp_path, "device", "fp32")
     given["gradients"] = None
     all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), seconds=120))
+
+
+BUILT = """
+import gc
+from transformers import LlamaForCausalLM, GPT2Config, GPT2LMHeadModel
+from infinity.api.init import scratch_extent
+
+given = json.loads(sys.argv[1])
+config = infinity.Config(**given)
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other = nn.Linear(200, 300), nn.Linear(200, 300)
+        self.other.weight = self.linear.weight
+        self.scale = torch.full((3,), 2.0)
+        self.register_buffer("kept", torch.full((5,), float(rank)))
+        self.register_buffer("not_kept", torch.full((5,), float(rank)), persistent=False)
+        self.drawn = nn.Parameter(torch.randn(70, 70))
+
+    def forward(self, x):
+        return (self.linear(x) + self.other(x)).sum() * self.scale.sum() + self.drawn.sum() + self.kept.sum()
+
+build = {
+    "odd": lambda: Odd(),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=99, n_positions=9)),
+    "llama": lambda: LlamaForCausalLM.from_pretrained(sys.argv[2]),
+}
+for name, make in build.items():
+    torch.manual_seed(3 + rank)
+    with infinity.init(config):
+        model = make()
+    for param in model.parameters():
+        large = param.nbytes >= 4096
+        assert param.is_meta == (rank > 0) and (scratch_extent(param) is not None) == (rank == 0 and large)
+    if rank == 0:
+        wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, adam = infinity.wrap(model, adam, config)
+    model.eval()  # what dropout draws is each rank's own
+    ids = torch.arange(8).view(1, 8)
+    loss = model(torch.ones(2, 200)) if name == "odd" else model(input_ids=ids, labels=ids).loss
+    print(name, loss.item(), getattr(model, "not_kept", ""))
+    found = model.state_dict()
+    if rank == 0:
+        assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in found)
+    loss.backward()
+    adam.step()
+    infinity.close(adam)
+"""
+
+
+def test_other_ranks_than_the_first_build_without_memory(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    given = settings_of(tmp_path, "nvme", "fp32")
+    results = run_ranks(2, HEAD + BUILT, json.dumps(given), str(tmp_path / "llama"))
+    first, second = all_well(results)
+    assert first == second
+
+
+def test_no_values_on_the_first_rank_or_in_an_attribute(tmp_path: Path) -> None:
+    script = """
+with torch.device("meta" if rank == int(sys.argv[2]) else "cpu"):
+    model.last = nn.Linear(32, 8)
+    model.scale = torch.ones(3)
+adam = torch.optim.AdamW(model.parameters())
+infinity.wrap(model, adam, config)
+"""
+    given = json.dumps(settings_of(tmp_path, "host", "fp32"))
+    for meta, words in (("0", "'last.weight' has no values"), ("1", "'scale' has no values on this rank")):
+        results = run_ranks(2, HEAD + script, given, meta)
+        assert [code for code, *_ in results] == [1, 1]
+        for rank, (_, _, err) in enumerate(results):
+            assert words in err if rank == int(meta) else "WrapError" in err
+
+
+def test_transfers_of_slices_are_large(tmp_path: Path) -> None:
+    """Every rank's drive works for every unit, in blocks of 512 KiB and more, where its slice is as large."""
+    script = """
+import json, os, sys
+import torch
+from torch import nn
+import infinity
+from infinity.api.engine import engine_of
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)) for _ in range(3)))
+adam = torch.optim.AdamW(model.parameters())
+model, adam = infinity.wrap(model, adam, infinity.Config(**json.loads(sys.argv[1])))
+for _ in range(3):
+    model(torch.ones(2, 1024)).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
+infinity.flush(adam)
+engine = engine_of(adam)
+assert all(u.layout.shard_nbytes >= 2 << 20 for u in engine.units)
+(stats,) = engine.store.ring_stats()
+for nbytes, count in ((stats.bytes_read, stats.reads), (stats.bytes_written, stats.writes)):
+    assert nbytes > 20 << 20, nbytes
+    assert nbytes >= count << 19, (nbytes, count)
+"""
+    all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
 
 
 def test_no_sync(tmp_path: Path) -> None:

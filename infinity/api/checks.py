@@ -11,8 +11,11 @@ from infinity.params.param import sharded_of, why_not
 from .init import extent_elements, origin
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """Return the group of each parameter, by its id; raise `WrapError` for what cannot be wrapped."""
+def check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, first: bool = True
+) -> dict[int, int]:
+    """Return the group of each parameter, by its id; raise `WrapError` for what cannot be wrapped. `first`:
+    this is the first rank, whose parameters have values."""
     if not isinstance(model, nn.Module):
         raise WrapError(
             "wrap takes a model",
@@ -56,7 +59,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
                 found=type(param).__name__,
                 cure="call the model once on a batch, `with torch.no_grad(): model(batch)`, before `wrap`",
             )
-        if param.is_meta:
+        if param.is_meta and first:
             raise WrapError(
                 f"the parameter {name!r} has no values",
                 expected="a model with values",
@@ -109,8 +112,24 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
             cure="wrap a model that has some",
         )
     buffers = [(n, b) for n, b in model.named_buffers() if id(b) not in known and _has_address(b)]
-    _check_apart(named, buffers)
+    _check_apart([(n, p) for n, p in named if not p.is_meta], buffers)
+    if not first:
+        _check_attributes(model)
     return groups
+
+
+def _check_attributes(model: nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise WrapError(
+                    f"the attribute {'.'.join(filter(None, [prefix, name]))!r} has no values on this rank",
+                    expected="tensors on the meta device that are parameters or buffers, which get the first "
+                    "rank's values",
+                    found="one that is neither",
+                    cure="make it a buffer, register_buffer(name, tensor, persistent=False); or build the "
+                    "model inside `with infinity.init(config):`, which keeps it",
+                )
 
 
 def _has_address(tensor: torch.Tensor) -> bool:

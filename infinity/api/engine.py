@@ -59,7 +59,7 @@ from .no_sync import NoSync
 from .ranks import check_ranks, check_same, check_stage
 from .refusal import add_cure
 from .state_dict import install
-from .take_over import take_over
+from .take_over import give_memory, take_over
 from .this_machine import budget_here, threads_of
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -81,7 +81,6 @@ class Engine:
         mesh: object = None,
     ) -> None:
         decoupled = optimizer is not None and check_optimizer(optimizer)
-        groups = check_model(model, optimizer)
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
@@ -92,6 +91,8 @@ class Engine:
         device = open_device(config.device, self.recorder)
         comm = connect(mesh, device=device.torch_device, timeout=config.rank_timeout)
         try:
+            groups = check_model(model, optimizer, first=comm.rank == 0)
+            give_memory(model)
             self._make(model, optimizer, device, comm, groups, decoupled, weights, kept)
         except BaseException as error:
             comm.post(error)
@@ -272,6 +273,7 @@ class Engine:
         )
         state = {} if optimizer is None else optimizer.state
         take_over(model, state, units, self.states, device, comm, weights)
+        device.reuse(capacity + sum(u.layout.gathered_nbytes for u in units if u.on_device))
         self.phases = Phases(
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),

@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.core.errors import ConfigError, CorruptionError, StateDictError, WrapError
 from infinity.core.sizes import parse_dtype, parse_size
+from infinity.hardware.ranks import Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.folder import Folder
@@ -28,6 +29,7 @@ from .adapters import Merged, adapted_name, adapters_of, base_of, has_adapters
 from .checkpoint import (
     Progress,
     check_free,
+    check_shared,
     interruptible,
     path_of,
     reading_ring,
@@ -37,8 +39,10 @@ from .checkpoint import (
     wrong_index,
 )
 from .engine import Engine
-from .module_state import Values, plain_name, state_of
+from .module_state import Values, engine_in, plain_name, state_of
+from .together import agree, guarded, together
 
+_WHAT: Final = "an export"  # what ranks do together
 _PIECE: Final = 4 << 20  # bytes of a checkpoint that are in memory at once
 #: The names that a checkpoint may give its texts.
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|jinja|model)")
@@ -91,35 +95,34 @@ def export(
             has no room.
         TransferError: a drive reports an error.
     """
-    target = os.path.abspath(path_of(path, "model"))
-    wanted = None if dtype is None else parse_dtype(dtype)
-    limit = parse_size(max_shard_size, "max_shard_size")
-    engine: Engine | None = None
+    engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:
-        files = stack.enter_context(_saved(tokenizer))
-        if isinstance(model, nn.Module):
-            engine, content = _of_module(model, wanted, limit, merge_adapters)
-        elif isinstance(model, (str, os.PathLike)):
+        if engine is not None:
+            comm, shelter = engine.comm, engine.shelter
+        else:
+            comm, shelter = Alone(), Shelter(lambda: contextlib.nullcontext)
+            stack.callback(shelter.close)
+
+        def begin() -> tuple[str, _Content, dict[str, str]]:
+            target = os.path.abspath(path_of(path, "model"))
+            wanted = None if dtype is None else parse_dtype(dtype)
+            limit = parse_size(max_shard_size, "max_shard_size")
+            files = stack.enter_context(_saved(tokenizer))
+            if isinstance(model, nn.Module):
+                return target, _of_module(model, wanted, limit, merge_adapters), files
+            if not isinstance(model, (str, os.PathLike)):
+                raise WrapError(
+                    "export takes a model",
+                    expected="a torch.nn.Module, or the path of a checkpoint",
+                    found=type(model).__name__,
+                    cure="infinity.export(model, path)",
+                )
             content = _of_checkpoint(find(path_of(model)), wanted, limit, stack)
             _check_merge(merge_adapters, False)
-        else:
-            raise WrapError(
-                "export takes a model",
-                expected="a torch.nn.Module, or the path of a checkpoint",
-                found=type(model).__name__,
-                cure="infinity.export(model, path)",
-            )
+            return target, content, files
 
-        def write(told: Progress) -> str:
-            if engine is not None:
-                settle(engine)
-            return _write(target, content, files, told)
-
-        if engine is not None:
-            return interruptible(engine.shelter, write, progress)
-        shelter = Shelter(lambda: contextlib.nullcontext)
-        stack.callback(shelter.close)
-        return interruptible(shelter, write, progress)
+        given = guarded(comm, _WHAT, begin, shelter.run)
+        return interruptible(shelter, lambda told: _Writing(engine, comm, *given, told).run(), progress, comm)
 
 
 @dataclass(frozen=True)
@@ -141,33 +144,93 @@ class _Content:
     texts: dict[str, str]
 
 
-def _write(path: str, content: _Content, files: Mapping[str, str], told: Progress) -> str:
-    done = 0
+class _Writing:
+    """One export. Each rank writes what it has of every parameter; the first one all else, and decides."""
 
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        told(done, total)
+    def __init__(
+        self,
+        engine: Engine | None,
+        comm: Comm,
+        path: str,
+        content: _Content,
+        files: Mapping[str, str],
+        told: Progress,
+    ) -> None:
+        self._engine = engine
+        self._comm = comm
+        self._path = path
+        self._content = content
+        self._copied = {name: source for name, source in files.items() if name not in content.texts}
+        self._told = told
+        self._stack = contextlib.ExitStack()
+        self._folder: Folder
+        self._shards: list[Shards] = []
+        self._done = self._total = 0
 
-    with Folder(path) as folder, writing_ring(path) as ring, contextlib.ExitStack() as stack:
-        shards = [
-            Shards(folder, ring, p.stem, p.tensors, limit=p.limit, tied=p.tied, told=tell)
-            for p in content.parts
-        ]
-        total = sum(s.nbytes for s in shards)
-        check_free(path, total, "the model", "or export elsewhere, or in another dtype")
-        for name, source in files.items():
-            if name not in content.texts:
-                folder.copy(name, source)
-        for part, each in zip(content.parts, shards, strict=True):
-            stack.enter_context(each)
-            part.fill(each)
-            each.finish()
-        for name, text in content.texts.items():
-            folder.write(name, text)
-        told(done, total)
-        folder.commit()
-    return path
+    def run(self) -> str:
+        """Write; return the directory."""
+        comm = self._comm
+        agree(comm, _WHAT)
+        with self._stack:
+            made = together(comm, "the files of an export", self._begin)[0]
+            together(comm, "the parts of an export", lambda: self._fill(*made))
+            together(comm, "the end of an export", self._end)
+        return str(made[0])
+
+    def _begin(self) -> tuple[str, str, str] | None:
+        """Take over edits; on the first rank, make the directory, and the files that all ranks write; return
+        its path, the word of its files, and the path of one."""
+        if self._engine is not None:
+            settle(self._engine)
+        if self._comm.rank:
+            return None
+        self._folder = self._stack.enter_context(Folder(self._path))
+        self._open(self._path)
+        check_free(self._path, self._total, "the model", "or export elsewhere, or in another dtype")
+        for name, source in self._copied.items():
+            self._folder.copy(name, source)
+        if self._comm.world > 1:
+            for shards in self._shards:
+                shards.make()
+        return self._path, self._folder.word, self._shards[0].paths[0]
+
+    def _open(self, path: str) -> None:
+        ring = self._stack.enter_context(writing_ring(path))
+        rank = self._comm.rank if self._comm.world > 1 else None
+        for p in self._content.parts:
+            shards = Shards(
+                self._folder,
+                ring,
+                p.stem,
+                p.tensors,
+                limit=p.limit,
+                tied=p.tied,
+                told=self._tell,
+                rank=rank,
+            )
+            self._shards.append(self._stack.enter_context(shards))
+        self._total = sum(s.nbytes for s in self._shards)
+
+    def _fill(self, path: str, word: str, some: str) -> None:
+        if self._comm.rank:
+            check_shared(some, self._comm.rank)
+            self._folder = Folder(path, word)
+            self._open(path)
+        for part, shards in zip(self._content.parts, self._shards, strict=True):
+            part.fill(shards)
+            shards.finish()
+
+    def _end(self) -> None:
+        if self._comm.rank == 0:
+            for name, text in self._content.texts.items():
+                self._folder.write(name, text)
+            self._told(self._done, self._total)
+            self._folder.commit()
+
+    def _tell(self, nbytes: int) -> None:
+        self._comm.check()
+        self._done += nbytes
+        self._told(self._done, self._total)
 
 
 @contextlib.contextmanager
@@ -202,16 +265,14 @@ def _check_merge(asked: bool, possible: bool) -> None:
 # -- modules ---------------------------------------------------------------------------------
 
 
-def _of_module(
-    model: nn.Module, dtype: torch.dtype | None, limit: int, merge: bool
-) -> tuple[Engine | None, _Content]:
-    """Return the engine of a module, if it has one, and what is to be written of it."""
+def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: bool) -> _Content:
+    """Return what is to be written of a module."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     values = Values(inner, dtype)
     adapted = has_adapters(inner)
     _check_merge(merge, adapted)
     if adapted and not merge:
-        return values.engine, _adapters(inner, values)
+        return _adapters(inner, values)
     merged = Merged(inner, values) if merge else None
     if merged is not None:
         inner, sources, specs = base_of(inner), merged.sources, merged.specs
@@ -225,7 +286,8 @@ def _of_module(
     def fill(shards: Shards) -> None:
         values.write(shards, sources)
         for name, value in merged.layers() if merged is not None else ():
-            shards.write(name, 0, value)
+            if values.is_first:
+                shards.write(name, 0, value)
 
     specs = {name: spec for name, spec in specs.items() if name not in dropped}
     if dtype is None:
@@ -235,7 +297,7 @@ def _of_module(
     if _CONFIG in texts:
         untied = {"tie_word_embeddings": False} if merged is not None and merged.untied else {}
         texts[_CONFIG] = _edited({**json.loads(texts[_CONFIG]), **untied}, dtype)
-    return values.engine, _Content([_Part("model", specs, fill, limit, tied)], texts)
+    return _Content([_Part("model", specs, fill, limit, tied)], texts)
 
 
 def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -117,6 +117,7 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
     """
     engine = engine_of(param)
     engine.phases.check()
+    engine.gradients.reduce_waiting()
     grad = param.grad
     if grad is None:
         return None

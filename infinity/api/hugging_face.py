@@ -21,8 +21,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.core.config import Config
 from infinity.core.errors import DataError
@@ -32,7 +30,7 @@ from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import Piece, Weights
 
 from .adapters import adapters_differ, check_not_adapters
-from .init import init
+from .init import init, without_values
 
 _INDEX: Final = "model.safetensors.index.json"
 _ONE: Final = "model.safetensors"
@@ -132,25 +130,6 @@ def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
     if found["missing_keys"]:
         raise missing(directory, sorted(found["missing_keys"]))
     return model.eval()  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Build modules whose parameters are on the meta device, and whose buffers have values."""
-    made = WeakIdKeyDictionary()
-
-    def on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if param is None or param.is_meta or nn.parameter.is_lazy(param):
-            return None
-        if param not in made:
-            made[param] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        return made[param]  # type: ignore[no-any-return]
-
-    handle = register_module_parameter_registration_hook(on_registration)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights | None:

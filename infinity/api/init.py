@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
@@ -62,7 +63,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 @contextlib.contextmanager
-def init(config: Config) -> Iterator[None]:
+def init(config: Config, mesh: object = None) -> Iterator[None]:
     """Build a model whose parameters never stand whole in anonymous memory.
 
     Values and the state of the random generators after the block are those of an ordinary
@@ -73,11 +74,19 @@ def init(config: Config) -> Iterator[None]:
     with a parameter before the parameter was registered no longer does; where it is a parameter too, `wrap`
     refuses the two.
 
+    Where there are several ranks, those of `mesh` as `wrap` takes it, only the first keeps values; on the
+    others parameters are on the meta device, and `wrap` brings them the first one's.
+
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
         ConfigError: `nvme` has a number of this rank that nobody says.
     """
-    config = config.for_rank(*numbers())
+    rank, local_rank = numbers(mesh)
+    if rank:
+        with without_values():
+            yield
+        return
+    config = config.for_rank(rank, local_rank)
     reclaim(config.directories)  # what a killed run has left there is room for this one
     backing = _Backing(config.directories or (temporary_directory(),))
     handle = register_module_parameter_registration_hook(backing.on_registration)
@@ -92,6 +101,25 @@ def init(config: Config) -> Iterator[None]:
             os.environ.pop(_HF_ONE_BY_ONE, None)
         else:
             os.environ[_HF_ONE_BY_ONE] = before
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device, and whose buffers have values."""
+    made = WeakIdKeyDictionary()
+
+    def on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta or nn.parameter.is_lazy(param):
+            return None
+        if param not in made:
+            made[param] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        return made[param]  # type: ignore[no-any-return]
+
+    handle = register_module_parameter_registration_hook(on_registration)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def scratch_extent(tensor: torch.Tensor) -> ScratchExtent | None:

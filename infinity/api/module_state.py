@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ParameterError, StateDictError
+from infinity.optim.whole import of_owners
 from infinity.params.param import ShardedParam, sharded_of
 from infinity.storage.shards import Shards
 from infinity.storage.tensor_header import Spec
 
 from .engine import Engine, engine_of
-from .ranks import check_one
 
 
 def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, torch.Tensor]:
@@ -33,6 +33,12 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def engine_in(module: nn.Module) -> Engine | None:
+    """Return the engine that has parameters of a module, if one has."""
+    param = next((p for p in module.parameters() if sharded_of(p) is not None), None)
+    return None if param is None else engine_of(param)
+
+
 class Values:
     """The newest values of a module: parameters in `dtype`, or in the one that each has; buffers as they are.
 
@@ -46,12 +52,10 @@ class Values:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        sharded = [p for p in module.parameters() if sharded_of(p) is not None]
-        self.engine: Engine | None = engine_of(sharded[0]) if sharded else None
-        if self.engine is not None:
-            check_one(self.engine.comm, "`infinity.export`", "`model.state_dict()`, called on all ranks")
+        self.engine = engine_in(module)
         if self.engine is not None:
             self.engine.phases.check()
+            sharded = (p for p in module.parameters() if sharded_of(p) is not None)
             if not all(p in self.engine.params for p in sharded):
                 raise ParameterError(
                     "the module has parameters of several wrapped models",
@@ -59,6 +63,11 @@ class Values:
                     found="a module around two",
                     cure="export each of them",
                 )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank, which writes what is not cut."""
+        return self.engine is None or self.engine.comm.rank == 0
 
     def _sharded(self, value: torch.Tensor) -> ShardedParam | None:
         if self.engine is None or not isinstance(value, nn.Parameter):
@@ -82,11 +91,13 @@ class Values:
         return cast or value.dtype, tuple(value.shape)
 
     def write(self, shards: Shards, sources: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors of the module, by name: parameters of an engine chunk by chunk, as they come."""
+        """Write tensors of the module, by name: parameters of an engine chunk by chunk, as they come. Each of
+        several ranks writes what it has of them, and the first one all else."""
         names: dict[ShardedParam, list[str]] = {}
         for name, value in sources.items():
             if (sharded := self._sharded(value)) is None:
-                shards.write(name, 0, value.detach())
+                if self.is_first:
+                    shards.write(name, 0, value.detach())
             else:
                 names.setdefault(sharded, []).append(name)
         for sharded, first, piece in self._pieces(names):
@@ -94,11 +105,16 @@ class Values:
                 shards.write(name, first, piece)
 
     def read(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Return whole parameters, on the host."""
+        """Return whole parameters, on the host. Collective."""
         found = {p: torch.empty(p.shape, dtype=self.spec("", p)[0]) for p in params}
         sharded = {s: p for p in found if (s := self._sharded(p)) is not None}
         for one, first, piece in self._pieces(sharded):
             found[sharded[one]].view(-1)[first : first + piece.numel()].copy_(piece)
+        if self.engine is not None:
+            of_owners(
+                *(self.engine.comm, self.engine.units, "values"),
+                {s: found[p].view(-1) for s, p in sharded.items()},
+            )
         for param in found.keys() - set(sharded.values()):
             found[param].copy_(param.detach())
         return found

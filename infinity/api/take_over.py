@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.hardware.device import Device
@@ -16,6 +17,15 @@ from infinity.storage.weights import Weights
 
 from .init import release as release_scratch
 from .ranks import seed
+
+
+def give_memory(model: nn.Module) -> None:
+    """Have the parameters on the meta device, of another rank than the first, be the same objects on the CPU.
+    Their memory is not touched, and so takes none, until the values come. Nobody may refer to them weakly."""
+    for param in model.parameters():
+        if param.is_meta:
+            empty = torch.empty_like(param, device="cpu")
+            torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
 
 
 def take_over(
@@ -50,6 +60,8 @@ def take_over(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
+                if buffer.is_meta:
+                    buffer = torch.empty_like(buffer, device="cpu")
                 module._buffers[name] = here = buffer.to(device.torch_device)
                 if comm.world > 1:
                     module._buffers[name] = here = here.contiguous()

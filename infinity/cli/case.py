@@ -81,7 +81,9 @@ class Case:
         self.place = place_of(run, () if self.unnamed else self.config.directories)
         if self.place is not None:
             self.machine = dataclasses.replace(self.machine, output=drive_of(self.place, machine))
-        self.planner = Planner(self.workload.planned(self.config), self.workload.scratch())
+        # The job's first rank alone builds the model: on its machine.
+        scratch = self.workload.scratch() if at.rank == at.local_rank else ()
+        self.planner = Planner(self.workload.planned(self.config), scratch)
 
     def _of_rank(self, config: Config) -> Config:
         """Return the settings of this rank.

@@ -82,9 +82,7 @@ def among(
         users = Counter(system for each in all_ranks for system in {d.system for d in each.drives})
     else:
         users = Counter({d.system: ranks for d in mine.drives})
-    temporary = None if mine.temporary is None else replace(mine.temporary, ranks=ranks)
-    drives = [replace(d, ranks=users[d.system]) for d in mine.drives]
-    return replace(mine.with_drives(drives), temporary=temporary)
+    return mine.with_drives(replace(d, ranks=users[d.system]) for d in mine.drives)
 
 
 def load_machine(path: str) -> Machine:

@@ -71,6 +71,10 @@ class _Verbs(LazyGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a verb; from then on signals close what it has open."""
+        if cmd_name == "generate" and "torch" not in sys.modules:
+            # OpenMP reads it as torch is loaded. Threads of torch that spin while they wait for work take the
+            # cores that reads need.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             close_on_signals()

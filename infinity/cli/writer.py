@@ -15,6 +15,7 @@ from infinity.api import hugging_face
 from infinity.api.checkpoint import Progress, reading_ring
 from infinity.api.engine import Engine, engine_of
 from infinity.api.inference import find_model, inference, texts_of
+from infinity.api.init import without_values
 from infinity.api.user_state import decode
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, CorruptionError, DataError, InfinityError
@@ -225,7 +226,7 @@ def open_writer(directory: str, config: Config, progress: Progress | None = None
         if hugging_face.is_directory_of_a_model(texts):
             return _of_transformers(found.path, texts, config, progress)
     workload = _workload_of(found)
-    with hugging_face.without_values():
+    with without_values():
         model = workload.build(recompute=False)
     return _BuiltIn(workload, inference(model, config, weights=found.path, progress=progress))
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import torch
 
 from infinity.hardware.device import Device
+from infinity.params.unit import ParamUnit
+from infinity.params.updates import Updates
 from infinity.planning.partition import Run
 
 from .buffer import Arrival, UnitBuffer
+from .gradient_chunks import ChunkGradients
+from .sending import Sending
 
 
 class Accumulated:
@@ -63,6 +67,17 @@ class Accumulated:
             arrival = Arrival(before.fresh, before.factor * arrival.factor)
         self.arrivals[index] = arrival
 
+    def join(self, index: int, arrival: Arrival) -> None:
+        """Take part in what has arrived of a parameter on another rank alone: with zeros."""
+        before = self.arrivals.get(index)
+        if before is not None and not before.zero:
+            with self.there():
+                mine = self._place(index)
+                mine.zero_() if arrival.fresh else mine.mul_(arrival.factor)
+        if before is not None and not arrival.fresh:
+            arrival = Arrival(before.fresh, before.factor * arrival.factor)
+        self.arrivals[index] = arrival
+
     def widen(self) -> None:
         """Have it in fp32."""
         first, self._first = self._first, None
@@ -90,3 +105,44 @@ class Accumulated:
     def run(self, run: Run) -> torch.Tensor:
         """Return a run of it, of trainable parameters: flat; zeros where nothing arrived on this rank."""
         return self._wide[run.begin] if self._first is None else self._first.run(run)
+
+
+class Waiting:
+    """The gradients of all units that wait until ranks add up theirs.
+
+    Attributes:
+        units: what there is, by unit.
+        came: what has arrived in this backward, by unit.
+    """
+
+    def __init__(self, chunks: ChunkGradients, sending: Sending, updates: Updates, device: Device) -> None:
+        self.units: dict[int, Accumulated] = {}
+        self.came: dict[int, dict[int, Arrival]] = {}
+        self._chunks = chunks
+        self._sending = sending
+        self._updates = updates
+        self._device = device
+
+    def add(self, unit: ParamUnit, buffer: UnitBuffer | None) -> None:
+        """Add what a backward has brought of a unit."""
+        if buffer is None or not buffer.arrivals:
+            return
+        self.came.setdefault(unit.index, {}).update(buffer.arrivals)
+        if unit.index in self.units:
+            self.units[unit.index].add(buffer)
+        else:
+            self._begin(unit, buffer)
+
+    def join(self, unit: ParamUnit, index: int, arrival: Arrival) -> None:
+        """Take part in what has arrived of a parameter on another rank alone."""
+        if unit.index not in self.units:
+            self._begin(unit, UnitBuffer(unit.layout, self._device))
+        self.units[unit.index].join(index, arrival)
+
+    def _begin(self, unit: ParamUnit, buffer: UnitBuffer) -> None:
+        # What was reduced before makes way: of an update that reads it nothing is left, as a forward has
+        # used the unit.
+        self._sending.wait(unit.index)
+        self._updates.wait_unit(unit.index)
+        self._chunks.free(unit)
+        self.units[unit.index] = Accumulated(buffer, self._device)

@@ -25,12 +25,12 @@ from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
 
-from .accumulated import Accumulated
+from .accumulated import Accumulated, Waiting
 from .buffer import Arrival, SealedBuffer, UnitBuffer
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
-from .reduction import ReducedBuffer, agree
+from .reduction import ReducedBuffer, agree, agree_on_all
 from .sending import Sending
 from .sharded_grad import ShardedGrad
 
@@ -68,19 +68,18 @@ class Gradients:
     ) -> None:
         self.units = units
         self.shelter = shelter
-        self.chunks = ChunkGradients(
-            *(units, plans, store, pool, device, recorder), comes_and_goes=waits and comm.world > 1
-        )
+        waits = waits and comm.world > 1
+        self.chunks = ChunkGradients(units, plans, store, pool, device, recorder, comes_and_goes=waits)
         self.entries = self.chunks.entries
         self._work = ChunkWork(self.chunks, recorder)
         self.sending = Sending(self.chunks, self._work, store.versions, updates, device, recorder)
+        self._waiting = Waiting(self.chunks, self.sending, updates, device)
         self._comm = comm
         self._norms = Norms(units, self.entries, comm)
         self.scale = 1.0
         self.backwards = self.stepped = 0
         self.apart = False
-        self._waits, self._accumulation = waits and comm.world > 1, accumulation
-        self._accumulated: dict[int, Accumulated] = {}  # by unit
+        self._waits, self._accumulation = waits, accumulation
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
         self._device = device
@@ -216,31 +215,17 @@ class Gradients:
         elif not unit.layout.gradient_nbytes:
             return
         elif self._waits:
-            self._accumulate(unit)
+            self._waiting.add(unit, self._filling.pop(unit.index, None))
             if self._is_last:
-                self._reduce(unit, self._accumulated.pop(unit.index, None))
+                self._reduce(unit, self._waiting.units.pop(unit.index, None))
         else:
             self._reduce(unit, None)
 
     @property
     def _is_last(self) -> bool:
         """Whether what waits is reduced behind this backward."""
-        count = self.backwards - self.stepped
-        return self._accumulation is not None and not self.apart and count % self._accumulation == 0
-
-    def _accumulate(self, unit: ParamUnit) -> None:
-        """Have what a backward has brought wait."""
-        buffer = self._filling.get(unit.index)
-        if buffer is None or not buffer.arrivals:
-            return
-        if unit.index in self._accumulated:
-            self._accumulated[unit.index].add(buffer)
-        else:
-            self.sending.wait(unit.index)
-            self._updates.wait_unit(unit.index)  # it may read what is freed; it is over, as a forward used it
-            self.chunks.free(unit)
-            self._accumulated[unit.index] = Accumulated(buffer, self._device)
-        self._filling.pop(unit.index, None)
+        number, of = self.backwards - self.stepped, self._accumulation
+        return of is not None and not self.apart and number % of == 0
 
     @sheltered
     def reduce_waiting(self) -> None:
@@ -248,31 +233,26 @@ class Gradients:
         if not self._waits:
             return
         for index in list(self._filling):
-            self._accumulate(self.units[index])
-        for index, waiting in self._accumulated.items():
+            self._waiting.add(self.units[index], self._filling.pop(index))
+        for index, waiting in self._waiting.units.items():
             for sharded in self.units[index].params:
                 if not self._is_ours(sharded):  # p.grad = None
                     waiting.drop(sharded.index)
-        self._reduce_any("the gradients that wait", self._accumulated)
+        self._reduce_any("the gradients that wait", self._waiting.units)
 
     def _reduce_any(self, what: str, here: Collection[int]) -> None:
         """Reduce the units of which any rank has something."""
         told = self._comm.exchange(what, bytes(i in here for i in range(len(self.units))))
         for unit in self.units:
             if any(units[unit.index] for units in told):
-                self._reduce(unit, self._accumulated.pop(unit.index, None))
+                self._reduce(unit, self._waiting.units.pop(unit.index, None))
 
     def _reduce(self, unit: ParamUnit, waiting: Accumulated | None) -> None:
         """Add up what has `waiting`, else what is arriving, on all ranks; send this rank's slices of it."""
         buffer = waiting or self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
         arrivals, is_wide = agree(self._comm, unit.layout, buffer.arrivals, is_wide=buffer.is_wide)
         for index in arrivals.keys() - buffer.arrivals.keys():  # what arrived elsewhere is this rank's, too
-            param = unit.params[index].param
-            if isinstance(param.grad, ShardedGrad):
-                arrivals[index] = arrivals[index]._replace(factor=param.grad.factor * self.scale)
-                param.grad.factor = 1.0 / self.scale
-            else:
-                param.grad = ShardedGrad(unit.params[index], self, 1.0 / self.scale)
+            arrivals[index] = self._arrived_elsewhere(unit.params[index], arrivals[index])
         self.sending.let_go()
         if all(arrival.zero for arrival in arrivals.values()):
             zeros = UnitBuffer(unit.layout, self._device)
@@ -294,12 +274,33 @@ class Gradients:
         if self._comm.world == 1:
             self.send_all()
             return
-        for index in list(self._filling) if self._waits else ():
-            self._accumulate(self.units[index])
         if not self._waits:
             self._reduce_any("the end of a backward", self._filling)
-        elif self._is_last:
-            self._reduce_any("the end of a backward", self._accumulated)
+            return
+        for index in list(self._filling):
+            self._waiting.add(self.units[index], self._filling.pop(index))
+        came, self._waiting.came = self._waiting.came, {}
+        if self._is_last:
+            self._reduce_any("the end of a backward", self._waiting.units)
+        else:
+            self._join(came)
+
+    def _join(self, came: Mapping[int, Mapping[int, Arrival]]) -> None:
+        """Have what arrived in a backward on any rank as this one's, too, so that all see the same."""
+        for index, arrivals in agree_on_all(self._comm, [u.layout for u in self.units], came).items():
+            unit = self.units[index]
+            for i in arrivals.keys() - came.get(index, {}).keys():
+                self._waiting.join(unit, i, self._arrived_elsewhere(unit.params[i], arrivals[i]))
+
+    def _arrived_elsewhere(self, sharded: ShardedParam, arrival: Arrival) -> Arrival:
+        """Have a gradient of a parameter of which one has arrived on another rank alone."""
+        param = sharded.param
+        if not isinstance(param.grad, ShardedGrad) or arrival.fresh:
+            param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)
+            return arrival
+        arrival = arrival._replace(factor=param.grad.factor * self.scale)
+        param.grad.factor = 1.0 / self.scale
+        return arrival
 
     @sheltered
     def send(self, unit: ParamUnit) -> None:
@@ -384,7 +385,7 @@ class Gradients:
         """Forget all gradients."""
         self.wait()
         self._filling.clear()
-        self._accumulated.clear()
+        self._waiting.units.clear()
         self._numbers.clear()
         for entry in self.entries.values():
             entry.clear()

@@ -10,7 +10,7 @@ would; of several (stages 0 and 1) in fp32, and so the stage changes no bit of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -47,13 +47,43 @@ def agree(
         DivergenceError: a gradient replaces another one here, and is added to it elsewhere.
         RankError: another rank failed, or does something else.
     """
-    mine = bytearray(len(layout.params))
-    for index, arrival in arrivals.items():
-        mine[index] = _ZERO if arrival.zero else _FRESH if arrival.fresh else _ADDED
+    mine = _codes(layout, arrivals)
     told = comm.exchange(f"reduction of the gradients of unit {layout.name!r}", bytes([is_wide, *mine]))
+    return _together(layout, arrivals, [codes[1:] for codes in told]), any(codes[0] for codes in told)
+
+
+def agree_on_all(
+    comm: Comm, layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]]
+) -> dict[int, dict[int, Arrival]]:
+    """Return what has arrived of each unit on any rank in a backward, by unit. Collective.
+
+    Raises:
+        DivergenceError, RankError: as of `agree`.
+    """
+    mine = b"".join(bytes(_codes(u, arrivals.get(u.index, {}))) for u in layouts)
+    told = comm.exchange("the end of a backward", mine)
+    together, begin = {}, 0
+    for unit in layouts:
+        end = begin + len(unit.params)
+        codes = [codes[begin:end] for codes in told]
+        together[unit.index] = _together(unit, arrivals.get(unit.index, {}), codes)
+        begin = end
+    return together
+
+
+def _codes(layout: UnitLayout, arrivals: Mapping[int, Arrival]) -> bytearray:
+    codes = bytearray(len(layout.params))
+    for index, arrival in arrivals.items():
+        codes[index] = _ZERO if arrival.zero else _FRESH if arrival.fresh else _ADDED
+    return codes
+
+
+def _together(
+    layout: UnitLayout, arrivals: Mapping[int, Arrival], told: Sequence[bytes]
+) -> dict[int, Arrival]:
     together: dict[int, Arrival] = {}
     for index, spec in enumerate(layout.params):
-        said = [codes[1 + index] for codes in told]
+        said = [codes[index] for codes in told]
         kinds = set(said) - {_NOT}
         if not kinds:
             continue
@@ -66,7 +96,7 @@ def agree(
             )
         factor = arrivals[index].factor if index in arrivals else 1.0
         together[index] = Arrival(_ADDED not in kinds, factor, zero=kinds == {_ZERO})
-    return together, any(codes[0] for codes in told)
+    return together
 
 
 def _said(code: int) -> str:

@@ -76,14 +76,16 @@ def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) 
     return Ranks(group, device, timeout)
 
 
-def numbers() -> tuple[int, int | None]:
-    """Return this process's rank and its number on its node (None: nobody says), as far as they are known
-    before `connect`."""
-    if dist.is_available() and dist.is_initialized():
-        said = os.environ.get("LOCAL_RANK", "")
-        return dist.get_rank(), int(said) if said.isdecimal() else None
-    launch = launched()
-    return (launch.rank, launch.local_rank) if launch is not None else (0, 0)
+def numbers(mesh: Any = None) -> tuple[int, int | None]:
+    """Return the number that `connect` would give this rank, and that on its node, as far as they are known:
+    nothing is made, and nobody is asked."""
+    known = dist.is_available() and dist.is_initialized()
+    if mesh is None and not known:
+        launch = launched()
+        return (launch.rank, launch.local_rank) if launch is not None else (0, 0)
+    said = os.environ.get("LOCAL_RANK", "")
+    rank = dist.get_rank() if mesh is None else int(mesh.get_local_rank())
+    return rank, int(said) if said.isdecimal() else None
 
 
 def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup | None:

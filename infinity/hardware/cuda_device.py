@@ -92,6 +92,9 @@ class CudaDevice:
         """Return the storage of a unit, empty."""
         return ResizedMemory(nbytes, self.torch_device)
 
+    def reuse(self, nbytes: int) -> None:
+        """Nothing to do: torch's allocator keeps what it has."""
+
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of the device's memory, for good: uint8 zeros."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)

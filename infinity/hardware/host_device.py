@@ -1,26 +1,23 @@
-"""The CPU as the device: memory whose pages come and go, and host streams that copy."""
+"""The CPU as the device: pages that units have in turn, and host streams that copy."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from infinity.core.errors import StorageError
 from infinity.core.sizes import MiB
 from infinity.core.spans import Moment, Recorder, now
 
 from . import cpu_adam
+from .pages import PagedMemory, Pages
 from .streams import Event, HostStream
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc = ctypes.CDLL(None)
 
 
 class _MallocInfo(ctypes.Structure):
@@ -40,41 +37,6 @@ if _mallinfo is not None:
     _mallinfo.restype = _MallocInfo
 
 
-class PagedMemory:
-    """The storage of one unit on a CPU device: a mapping whose pages come and go.
-
-    Not torch's allocator: blocks of some megabytes that come and go between small ones leave the
-    C heap in pieces, and the process then holds far more than was planned. A mapping gives its
-    pages back at once, and without them it is protected, so a stray use is a fault and not a
-    zero. The address range stays reserved (it costs nothing), so views stay valid.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        # The mapping is never closed: the storage holds it, and the last of its tensors unmaps it.
-        self._map = mmap.mmap(-1, nbytes, flags=flags)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.storage = whole.untyped_storage()
-        self._address, self._nbytes = whole.data_ptr(), nbytes
-        self._protect(0)
-
-    def fill(self) -> None:
-        """Make it usable."""
-        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def drop(self) -> None:
-        """Give the pages back."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-        self._protect(0)
-
-    def _protect(self, protection: int) -> None:
-        if _libc.mprotect(self._address, self._nbytes, protection):
-            number = ctypes.get_errno()
-            raise StorageError(f"mprotect failed: {os.strerror(number)}", errno=number)
-
-
 class HostDevice:
     """The CPU as the device."""
 
@@ -85,6 +47,7 @@ class HostDevice:
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
         self.trim_above = 2 * MiB  # what the C heap may keep for reuse
+        self.pages = Pages()
         self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
         self._d2h = HostStream("d2h")
@@ -100,7 +63,13 @@ class HostDevice:
 
     def memory(self, nbytes: int) -> PagedMemory:
         """Return the storage of a unit, empty."""
-        return PagedMemory(nbytes)
+        return PagedMemory(nbytes, self.pages)
+
+    def reuse(self, nbytes: int) -> None:
+        """Keep pages of units that go for those that come: `nbytes` of filled units and kept pages together.
+        See [Note: pages that move]."""
+        self.pages.most = nbytes
+        self.pages.trim()
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of the device's memory, for good: uint8 zeros."""
@@ -162,9 +131,10 @@ class HostDevice:
         return available_host_memory()
 
     def close(self) -> None:
-        """Finish all copies and end the streams."""
+        """Finish all copies, end the streams, and keep no pages."""
         self._h2d.close()
         self._d2h.close()
+        self.reuse(0)
 
 
 def _copier(

@@ -143,7 +143,7 @@ def on_drives(
 
     Args:
         arenas: bytes of each drive's arena, of one rank.
-        scratch: bytes of each parameter as it is built, in that order.
+        scratch: bytes of each parameter as it is built, in that order; several ranks build one model.
         checkpoints: bytes of all that are there at once, beside those that are there already.
     """
     drives = machine.drives or ((machine.temporary,) if machine.temporary else ())
@@ -168,7 +168,7 @@ def on_drives(
         Standing(
             d.directory,
             sum(whole[i] * drives[i].ranks for i in g),
-            t * max(drives[i].ranks for i in g),
+            t,
             d.free,
             checkpoints if output is not None and d.system == output.system else 0,
         )

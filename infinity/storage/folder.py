@@ -26,11 +26,12 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file s
 
 
 class Folder:
-    """A new directory under way: a `with` block, which ends in `commit` or leaves nothing."""
+    """A new directory under way: a `with` block, which ends in `commit` or leaves nothing. `word`: the one of
+    another rank, of whose directory files are named here."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, word: str | None = None) -> None:
         self.path = path
-        self._word = secrets.token_hex(4)
+        self.word = word or secrets.token_hex(4)
         self._files: dict[str, str] = {}  # name → where it is written; in the order of the renames
         self._made: list[str] = []  # directories, the outer ones first
         self._lock = -1
@@ -68,7 +69,7 @@ class Folder:
     def file(self, name: str) -> str:
         """Return where the file that will be called `name` (which may name a directory in this one) is to be
         written; nothing is there yet."""
-        self._files[name] = os.path.join(self.path, f"{name.replace('/', '-')}.{self._word}.incomplete")
+        self._files[name] = os.path.join(self.path, f"{name.replace('/', '-')}.{self.word}.incomplete")
         return self._files[name]
 
     def write(self, name: str, text: str) -> None:

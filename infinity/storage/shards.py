@@ -29,6 +29,8 @@ class Shards:
         limit: None: one file.
         tied: names that belong to other tensors, too: name → the tensor. They are noted in the files.
         told: called with how many bytes were written.
+        rank: of several ranks, each of which writes a part of the tensors: the first one calls `make` before
+            any begins. None: there is one.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Shards:
         limit: int | None = None,
         tied: Mapping[str, str] | None = None,
         told: Callable[[int], None] = lambda nbytes: None,
+        rank: int | None = None,
     ) -> None:
         self.nbytes = 0
+        self._rank = rank
         self._ring = ring
         self._stem = stem
         self._folder = folder
@@ -64,7 +68,7 @@ class Shards:
         if len(self._tensors) > 1:
             count = len(self._tensors)
             self._names = [f"{stem}-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)]
-        self._paths = [folder.file(name) for name in self._names]
+        self.paths = [folder.file(name) for name in self._names]
         self._open: dict[int, TensorFile] = {}
         self._closing = contextlib.ExitStack()
 
@@ -81,13 +85,22 @@ class Shards:
             self._end(index)
         self._told(nbytes)
 
+    def make(self) -> None:
+        """Make all files, for all ranks to write."""
+        for index in range(len(self._names)):
+            with self._opened(index, TensorFile.create) as file:
+                file.sync()
+
     def _file(self, index: int) -> TensorFile:
         if index not in self._open:
-            tensors = self._tensors[index]
-            tied = {name: kept for name, kept in self._tied.items() if kept in tensors}
-            file = TensorFile.create(self._paths[index], tensors, self._ring, {**tied, **_METADATA})
+            file = self._opened(index, TensorFile.create if self._rank is None else TensorFile.join)
             self._open[index] = self._closing.enter_context(file)
         return self._open[index]
+
+    def _opened(self, index: int, how: Callable[..., TensorFile]) -> TensorFile:
+        tensors = self._tensors[index]
+        tied = {name: kept for name, kept in self._tied.items() if kept in tensors}
+        return how(self.paths[index], tensors, self._ring, {**tied, **_METADATA})
 
     def _end(self, index: int) -> None:
         file = self._open[index]
@@ -95,13 +108,19 @@ class Shards:
         file.close()
 
     def finish(self) -> None:
-        """Have every file complete, and write the index, if there are several."""
-        assert not any(self._left), self._left
-        for index in range(len(self._names)):
-            if index not in self._open:  # it has no bytes
-                self._file(index)
-                self._end(index)
-        if len(self._names) > 1:
+        """Have every file complete, and write the index, if there are several; on one of several ranks: have
+        what it has written synced, and the first one writes the index."""
+        if self._rank is not None:
+            for index in self._open:
+                if self._left[index]:
+                    self._end(index)
+        else:
+            assert not any(self._left), self._left
+            for index in range(len(self._names)):
+                if index not in self._open:  # it has no bytes
+                    self._file(index)
+                    self._end(index)
+        if len(self._names) > 1 and not self._rank:
             numel = sum(torch.Size(shape).numel() for file in self._tensors for _, shape in file.values())
             content = {
                 "metadata": {"total_parameters": numel, "total_size": self.nbytes},
