@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Result = tuple[int, str, str]
@@ -32,11 +33,13 @@ def run_ranks(
     *arguments: str,
     seconds: int = 60,
     environment: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
 ) -> list[Result]:
     """Run Python code as `world` ranks of one node; return (exit code, stdout, stderr) of each, by rank.
 
     The exit code is negative for a signal, as of `subprocess`. All are killed after `seconds`; and so is a
-    stopped one when no other runs. `arguments` are `sys.argv[1:]`; `environment` is added to each rank's.
+    stopped one when no other runs. `arguments` are `sys.argv[1:]`; `environment` is added to each rank's;
+    `imports`: modules that all ranks forked from now on have imported.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         request = {
@@ -45,6 +48,7 @@ def run_ranks(
             "arguments": arguments,
             "seconds": seconds,
             "environment": dict(environment or {}),
+            "imports": imports,
             "folder": folder,
         }
         server = _started()
@@ -94,10 +98,12 @@ def _serve() -> str | None:
 
     from infinity.hardware import comm  # noqa: F401
 
-    gc.freeze()  # or each rank's collector would copy every page
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in iter(requests.readline, ""):
         request = json.loads(line)
+        for name in request["imports"]:
+            importlib.import_module(name)
+        gc.freeze()  # or each rank's collector would copy every page
         port = free_port()
         pids = []
         for rank in range(request["world"]):

@@ -110,10 +110,10 @@ class Engine:
         weights: Weights | None,
         kept: Collection[str],
     ) -> None:
-        config = self.config
+        config = self.config = self.config.for_rank(comm.rank, comm.local_rank)
         if comm.world > 1:
-            check_ranks(comm, config, trains=optimizer is not None)
-            check_stage(comm, config)
+            check_ranks(comm.world, config, trains=optimizer is not None)
+            check_stage(comm.world, config)
         cpu_adam.set_threads(threads_of(config, staged=device.staged))
         node = node_for(device.torch_device, config.directories)
 
@@ -294,7 +294,7 @@ class Engine:
         self._handles: list[Any] = [*install(model, self)]
         if comm.world > 1:
             self._handles.append(NoSync(model, self.gradients, self.config.zero_stage))
-        self._unguard = misuse.guard(model, optimizer)
+        self._unguard = misuse.guard(model, optimizer, ranks=comm.world > 1)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations

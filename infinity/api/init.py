@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
-from infinity.hardware.comm import rank_here
+from infinity.hardware.comm import numbers
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.machine import LEAST_SCRATCH, roomiest
 from infinity.storage.leftovers import reclaim
@@ -79,11 +79,14 @@ def init(config: Config, mesh: object = None) -> Iterator[None]:
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
+        ConfigError: `nvme` has a number of this rank that nobody says.
     """
-    if rank_here(mesh):
+    rank, local_rank = numbers(mesh)
+    if rank:
         with without_values():
             yield
         return
+    config = config.for_rank(rank, local_rank)
     reclaim(config.directories)  # what a killed run has left there is room for this one
     backing = _Backing(config.directories or (temporary_directory(),))
     handle = register_module_parameter_registration_hook(backing.on_registration)

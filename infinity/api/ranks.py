@@ -17,7 +17,7 @@ from infinity.planning.partition import ParamSpec
 _OWN = ("nvme", "device", "host_memory", "device_memory", "threads")
 
 
-def check_ranks(comm: Comm, config: Config, *, trains: bool) -> None:
+def check_ranks(world: int, config: Config, *, trains: bool) -> None:
     """Raise `ConfigError` for what is not available yet with several ranks."""
     refused = None
     if config.update == "delayed":
@@ -28,16 +28,16 @@ def check_ranks(comm: Comm, config: Config, *, trains: bool) -> None:
         raise ConfigError(
             f"{refused[0]} is not available with several ranks yet",
             expected="training, its update not delayed",
-            found=f"{refused[0]} on {comm.world} ranks",
+            found=f"{refused[0]} on {world} ranks",
             cure=refused[1],
         )
 
 
-def check_stage(comm: Comm, config: Config) -> None:
+def check_stage(world: int, config: Config) -> None:
     """Raise `ConfigError` for a placement that a stage cannot have."""
     shares = config.placements["parameters"]
     away = [tier for tier, share in shares.items() if share and tier is not Tier.DEVICE]
-    if comm.world > 1 and config.zero_stage < 3 and away:
+    if world > 1 and config.zero_stage < 3 and away:
         raise ConfigError(
             f"stage {config.zero_stage} keeps parameters on the device from their first use in a step on",
             expected='parameters="device"',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shlex
@@ -74,12 +75,12 @@ def budget_here(config: Config, device: Device, comm: Comm) -> Budget:
     """Return the budgets of this rank in bytes; what is not named is taken from nine tenths of what is free.
     Ranks of one machine share its memory, and all have what the poorest has: what is evicted must not
     depend on the rank."""
-    whole = budget_of(config, available_host_memory(), device.memory_free() if device.staged else None)
-    sharing = 1 if device.staged else comm.local_world
-    mine = np.array([whole.device // sharing, whole.host // comm.local_world])
+    on_device = device.memory_free() if device.staged else None
+    own = budget_of(config, available_host_memory(), on_device, comm.local_world)
+    mine = np.array([own.device, own.host])
     told = comm.exchange("the budgets", mine.tobytes()) if comm.world > 1 else [mine.tobytes()]
-    on_device, on_host = np.min([np.frombuffer(t, dtype=mine.dtype) for t in told], axis=0)
-    return Budget(int(on_device), int(on_host), sharing, comm.local_world)
+    least = np.min([np.frombuffer(t, dtype=mine.dtype) for t in told], axis=0)
+    return dataclasses.replace(own, device=int(least[0]), host=int(least[1]))
 
 
 def threads_of(config: Config, *, staged: bool) -> int:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
+from infinity.api.ranks import check_ranks, check_stage
 from infinity.autograd.activations import AHEAD, SMALLEST
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
@@ -29,7 +30,8 @@ from infinity.planning.footprint import whole_mebibytes
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
 
-from .machine import described, here
+from .job import Place
+from .machine import among, described, here
 from .model import Activations
 from .output import drive_of, further, place_of
 from .settings import OPTIONS, Run, TrainSettings
@@ -41,32 +43,58 @@ _MOST_CHUNKS: Final = 100_000
 _TENTHS: Final = 10
 
 
+_ALONE: Final = Place()
+
+
 class Case:
-    """A run on a machine.
+    """A run on a machine, as one rank has it.
 
     Args:
         machine: of a description; None: the one that this runs on.
         planning: whether a machine that is not here may be proposed.
+        at: which rank.
 
     Raises:
-        ConfigError: the run contradicts itself, or the machine has no such device or drive.
+        ConfigError: the run contradicts itself, or the machine has no such device or drive; or it is not
+            available with several ranks.
         DataError: the model cannot be read.
         DirectoryError: an NVMe directory cannot be used.
     """
 
-    def __init__(self, run: Run, machine: Machine | None = None, *, planning: bool = True) -> None:
+    def __init__(
+        self, run: Run, machine: Machine | None = None, *, planning: bool = True, at: Place = _ALONE
+    ) -> None:
         self.run = run
         self.described = machine
+        self.at = at
         self.workload = workload_of(run)
-        self.config, self.unnamed = _config(run)
-        if machine is None:
-            self.machine = here(self.config, unnamed=self.unnamed, planning=planning)
-        else:
-            self.machine = described(machine, self.config, unnamed=self.unnamed)
+        settings, self.unnamed = _config(run)
+
+        def seen(config: Config) -> Machine:
+            if machine is None:
+                return here(config, unnamed=self.unnamed, planning=planning)
+            return described(machine, config, unnamed=self.unnamed)
+
+        self.config = self._of_rank(settings)
+        self.machine = among(seen, settings, at.rank - at.local_rank, at.local_world, at.local_rank)
+        self.machine = dataclasses.replace(self.machine, ranks=at.world, local_ranks=at.local_world)
         self.place = place_of(run, () if self.unnamed else self.config.directories)
         if self.place is not None:
             self.machine = dataclasses.replace(self.machine, output=drive_of(self.place, machine))
-        self.planner = Planner(self.workload.planned(self.config), self.workload.scratch())
+        # The job's first rank alone builds the model: on its machine.
+        scratch = self.workload.scratch() if at.rank == at.local_rank else ()
+        self.planner = Planner(self.workload.planned(self.config), scratch)
+
+    def _of_rank(self, config: Config) -> Config:
+        """Return the settings of this rank.
+
+        Raises:
+            ConfigError: they are not available with several ranks.
+        """
+        if self.at.world > 1:
+            check_ranks(self.at.world, config, trains=True)
+            check_stage(self.at.world, config)
+        return config.for_rank(self.at.rank, self.at.local_rank)
 
     # -- one plan ---------------------------------------------------------------------------
 
@@ -145,7 +173,7 @@ class Case:
 
     def _judged(self, change: Change, free: int | None) -> Plan:
         run = changed(self.run, change)
-        config = run.config()
+        config = self._of_rank(run.config())
         return self._plan(run, config, self._with(config, free))
 
     def _with(self, config: Config, free: int | None) -> Machine:
@@ -158,7 +186,8 @@ class Case:
         for directory in config.directories:
             drive = known.get(directory)
             if drive is None:
-                drive = Drive(directory=directory, free=free, system=directory)
+                ranks = self.at.local_world
+                drive = Drive(directory=directory, free=free, system=directory, ranks=ranks)
             # A drive that `infinity tune` has not measured makes all of them count alike.
             drives.append(dataclasses.replace(drive, weight=1.0) if strange else drive)
         train, machine = self.run.train, self.machine.with_drives(drives)
@@ -280,14 +309,18 @@ class Case:
         if whole is None:
             return None
         plan = self._judged(whole, None)
-        taken = {f"{t}_memory": whole_mebibytes(plan.footprint.total(t)) for t in (Tier.DEVICE, Tier.HOST)}
+        ranks = {
+            Tier.HOST: self.at.local_world,
+            Tier.DEVICE: 1 if self.machine.staged else self.at.local_world,
+        }
+        taken = {f"{t}_memory": whole_mebibytes(plan.footprint.total(t) * n) for t, n in ranks.items()}
         exact = {**whole, **taken}
         plan_again = judge(exact)
         return exact if plan_again is not None and plan_again.fits else whole
 
     def _rank(self, change: Change, bandwidths: Callable[[Machine], Bandwidths]) -> Any:
         run = changed(self.run, change)
-        machine = self._with(run.config(), None)
+        machine = self._with(self._of_rank(run.config()), None)
         plan = self._judged(change, None)
         train = run.train
         bounds = step_bounds(

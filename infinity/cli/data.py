@@ -2,7 +2,7 @@
 
 A `Corpus` is a list of text files, read as one long stream. Tokens are its bytes, or what a
 tokenizer makes of them, which is written once to a nameless file. A batch is a function of
-(seed, step, micro-batch) alone: a run can be repeated from any step.
+(seed, step, micro-batch) and the rank alone: a run can be repeated from any step.
 """
 
 from __future__ import annotations
@@ -262,15 +262,17 @@ class Corpus:
                 )
 
     def batch(
-        self, size: int, step: int, micro: int = 0, *, part: str = "train"
+        self, size: int, step: int, micro: int = 0, *, part: str = "train", rank: int = 0, world: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and the tokens that follow them, each (size, sequence), int64.
 
-        The same arguments give the same batch, whatever was asked for before.
+        The same arguments give the same batch, whatever was asked for before. With several ranks it is the
+        `rank`-th part of the one that a single rank has with `world` times the size.
         """
         begin, end = self._parts[part]
         key = [self.seed, step, micro, list(self._parts).index(part)]
-        starts = np.random.default_rng(key).integers(begin, end - self.sequence, size=size)
+        starts = np.random.default_rng(key).integers(begin, end - self.sequence, size=size * world)
+        starts = starts[rank * size : (rank + 1) * size]
         rows = np.stack([self.stream.read(int(s), self.sequence + 1) for s in starts]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -19,6 +19,8 @@ from types import FrameType
 from typing import Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+#: Their names.
+SIGNALS: Final = tuple(number.name for number in _SIGNALS)
 #: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
 SAVED: Final = 75
 #: What stands for the characters that we print, where the terminal has them not.
@@ -38,6 +40,21 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+class Quiet(Exception):
+    """This process ends with exit code `code`; why, another one says."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def ignore_signals() -> None:
+    """From now on SIGTERM and SIGHUP, which come to all ranks of a job, disturb no end that is under way."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) in (_end_at_once, _end, _ignore):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def end_on_signals() -> None:

@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -61,6 +62,27 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
     for directory in config.directories if on_nvme and not unnamed else ():
         Arena.check_way(directory)
     return machine
+
+
+def among(
+    seen: Callable[[Config], Machine], config: Config, first: int, ranks: int, local_rank: int
+) -> Machine:
+    """Return the machine as one of its ranks sees it, with how many of them use each drive.
+
+    Args:
+        seen: returns the machine for a rank's settings.
+        config: with what stands for a rank's numbers in `nvme`.
+        first: the first rank of the machine, which has `ranks`.
+    """
+    mine = seen(config.for_rank(first + local_rank, local_rank))
+    if ranks == 1:
+        return mine
+    if any("{" in d for d in config.directories):
+        all_ranks = [seen(config.for_rank(first + r, r)) for r in range(ranks)]
+        users = Counter(system for each in all_ranks for system in {d.system for d in each.drives})
+    else:
+        users = Counter({d.system: ranks for d in mine.drives})
+    return mine.with_drives(replace(d, ranks=users[d.system]) for d in mine.drives)
 
 
 def load_machine(path: str) -> Machine:

@@ -17,6 +17,7 @@ from infinity.core.errors import InfinityError
 from infinity.version import __version__
 
 from .ending import (
+    Quiet,
     close_on_signals,
     end_on_signals,
     ended,
@@ -115,6 +116,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             click.echo(json.dumps({"error": error_as_dict(error)}))
         show_error(error)
         return 2
+    except Quiet as error:
+        return error.code
     except click.ClickException as error:
         error.show()
         return 2

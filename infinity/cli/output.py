@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shlex
 import time
@@ -20,6 +21,7 @@ from infinity.planning.machine import Drive, Machine
 from infinity.storage.checkpoints import Found, aside, check_root, find, list_checkpoints
 from infinity.storage.folder import Claim
 
+from .job import Job
 from .settings import Run, TrainSettings, Values, read_values, run_of
 
 #: The folder of directories that nobody named.
@@ -84,9 +86,10 @@ def check_unused(path: str) -> None:
 
 
 @contextlib.contextmanager
-def claimed(train: TrainSettings, place: str | None) -> Iterator[str | None]:
+def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str | None]:
     """Lend the directory of a run's checkpoints, which no other run has meanwhile: the one that it names, or
-    a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed.
+    a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed. Collective: it
+    is the first rank's.
 
     Raises:
         ConfigError: it has the checkpoints of another run.
@@ -95,12 +98,15 @@ def claimed(train: TrainSettings, place: str | None) -> Iterator[str | None]:
     if place is None:
         yield None
         return
+    if not job.first:
+        yield job.of_first("where checkpoints go", "")
+        return
     root = place if train.output is not None else new_directory(place)
     try:
         with Claim(root):
             if not train.resume:
                 check_unused(root)  # again: another run may have ended since
-            yield root
+            yield job.of_first("where checkpoints go", root)
     finally:
         if train.output is None:
             with contextlib.suppress(OSError):  # it stays, unless nothing was saved
@@ -208,12 +214,13 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     return found, kept
 
 
-def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
+def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) -> Run:
     """Return the run that a file and options describe. One that goes on is as it was saved, but for what they
     name.
 
     Args:
         given: the parameters of a command that `run_options` decorated.
+        ranks: that train together: a step of a run that goes on has as many sequences as before.
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown or wrong, or a run that goes on is told to
@@ -227,8 +234,17 @@ def read_run(config_file: str | None, given: Mapping[str, Any]) -> Run:
     told = {s: {k: v for k, v in values[s].items() if v is not None} for s in values}
     saved = run_of(kept)
     kept["train"]["warmup"] = saved.train.warmup_steps  # of the steps that were planned then
+    together = saved.train.batch * (found.content["state"]["train"].get("ranks") or 1)
+    if together % ranks:
+        raise ConfigError(
+            f"{ranks} ranks cannot share the batches of a run that goes on",
+            expected=f"a number of ranks that divides {together}, the sequences of all ranks in one forward",
+            found=f"{ranks} ranks",
+            cure=f"start {math.gcd(together, ranks)} ranks; or {anew(found)}",
+        )
+    kept["train"]["batch"] = together // ranks
     run = run_of({s: {**kept[s], **told[s]} for s in values})
-    _check_goes_on(run, saved, found)
+    _check_goes_on(run, run_of(kept), found)
     return run
 
 

@@ -17,6 +17,7 @@ from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
 from .console import finish, table_of
+from .job import Place
 from .machine import FIGURE, is_figure, load_machine
 from .options import json_option
 from .output import read_run
@@ -24,6 +25,7 @@ from .settings import RunCommand, run_options
 
 #: TB that a drive is rated for where nobody says.
 _ENDURANCE = 600.0
+_MOST_RANKS = 1 << 16
 
 
 def shares_of(machine: Machine) -> list[float]:
@@ -33,8 +35,8 @@ def shares_of(machine: Machine) -> list[float]:
 
 
 def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
-    """Return what the hardware does: as `given`, else as the machine is described. Of all drives together:
-    the one whose share takes longest decides."""
+    """Return what the hardware does for each rank: as `given`, else as the machine is described. Of all
+    drives together: the one whose share takes longest decides."""
     found: dict[str, float | None] = {"link": machine.link, "dram": machine.dram, "tflops": machine.tflops}
     for name, rates in (
         ("nvme_read", [d.read for d in machine.drives]),
@@ -43,8 +45,10 @@ def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
         known = [r for r in rates if r is not None]
         if known and len(known) == len(rates):
             found[name] = min(r / s for r, s in zip(known, shares_of(machine), strict=True))
-    said = {k: v for k, v in dataclasses.asdict(given).items() if v is not None}
-    return Bandwidths(**{**found, **said})
+    found |= {k: v for k, v in dataclasses.asdict(given).items() if v is not None}
+    ranks = max((d.ranks for d in machine.drives), default=1)
+    shared = {"nvme_read": ranks, "nvme_write": ranks, "dram": machine.local_ranks}
+    return Bandwidths(**{k: None if v is None else v / shared.get(k, 1) for k, v in found.items()})
 
 
 def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -> Wear:
@@ -53,7 +57,8 @@ def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -
     rated = [_ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
     if endurance is not None:
         rated = [endurance] * len(rated)
-    most = min((r / s for r, s in zip(rated, shares_of(machine), strict=True)), default=_ENDURANCE)
+    written = [s * d.ranks for s, d in zip(shares_of(machine), machine.drives, strict=True)]
+    most = min((r / w for r, w in zip(rated, written, strict=True)), default=_ENDURANCE)
     return wear(plan.traffic, steps=steps, tbw=most, drives=1)
 
 
@@ -66,6 +71,9 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     bounds = step_bounds(plan, bandwidths, tokens=tokens, recompute=train.recompute)
     taken = plan.footprint
     return {
+        "ranks": case.at.world,
+        "ranks_per_node": case.at.local_world,
+        "zero_stage": config.zero_stage if case.at.world > 1 else None,
         "parameters": plan.parameters,
         "trainable": plan.trainable,
         "dtype": dtype_name(config.compute_dtype),
@@ -79,7 +87,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "activations": activations._asdict(),
         "checkpoints": case.checkpoints(run.train),
         "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
-        "per_step": {"tokens": tokens, **dataclasses.asdict(plan.traffic)},
+        "per_step": {"tokens": tokens * case.at.world, **dataclasses.asdict(plan.traffic)},
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
         "bounds_seconds": bounds,
         "fits": plan.fits,
@@ -110,6 +118,8 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
     metavar="FILE",
     help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
 )
+@click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
+@click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
 @click.option(
     "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
 )
@@ -119,10 +129,13 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @_figure_option("--link", help="GB/s between host and device.")
 @_figure_option("--dram", help="GB/s of host memory.")
 @_figure_option("--tflops", help="TFLOP/s that the device reaches.")
+@_figure_option("--network", help="GB/s that a rank can send to others.")
 @json_option
 def plan_command(
     config_file: str | None,
     machine_file: str | None,
+    ranks: int,
+    ranks_per_node: int | None,
     fit: bool,
     endurance_tbw: float | None,
     as_json: bool,
@@ -130,14 +143,22 @@ def plan_command(
 ) -> int:
     """Say what a run would take on each tier, building nothing.
 
-    Takes the arguments of `infinity train`. Exit code 1 when the run does not fit.
+    Takes the arguments of `infinity train`. With --ranks, bytes are those of each rank: none is started.
+    Exit code 1 when the run does not fit.
     """
+    here = ranks if ranks_per_node is None else ranks_per_node
+    for name, value, most in (("--ranks", ranks, _MOST_RANKS), ("--ranks-per-node", here, ranks)):
+        if not 1 <= value <= most:
+            raise ConfigError(
+                f"{name} cannot be used", expected=f"from 1 to {most}", found=value, cure=f"{name} {most}"
+            )
+    at = Place(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
     said = Bandwidths(**{f.name: given.pop(f.name) for f in dataclasses.fields(Bandwidths)})
-    case = Case(read_run(config_file, given), machine)
+    case = Case(read_run(config_file, given, ranks), machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:
-        case = Case(changed(case.run, found), machine)
+        case = Case(changed(case.run, found), machine, at=at)
     plan = case.plan()
     worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
     result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
@@ -153,7 +174,11 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         f"{case.workload.name}: {result['parameters']:,} parameters in {result['units']} units and "
         f"{result['chunks']} chunks, {result['dtype']}"
     )
-    table = table_of("tier", "what for", "bytes", "", title="Memory and disk", left=2)
+    ranks, local = result["ranks"], result["ranks_per_node"]
+    title = "Memory and disk"
+    if ranks > 1:
+        title += f", of each of {ranks} ranks (ZeRO stage {result['zero_stage']})"
+    table = table_of("tier", "what for", "bytes", "", title=title, left=2)
     for tier in Tier:
         purposes = result[tier.value]
         for purpose, nbytes in purposes.items():
@@ -190,6 +215,11 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         f"writes {format_size(moved['nvme_written'])} to it, and moves {format_size(moved['link'])} between "
         "host and device."
     )
+    if ranks > 1:
+        console.print(
+            f"These bytes are each rank's, and {format_size(moved['sent'])} that it sends to others at most; "
+            f"{local} of them share a machine's memory, and what is said of disks is of all of these."
+        )
     worn = result["wear"]
     if worn["steps_rated"] is not None:
         console.print(

@@ -30,13 +30,15 @@ class Reporter:
         total: number of steps.
         every: steps between plain lines.
         to_stderr: leave stdout to a machine.
+        quiet: show nothing: another rank does.
 
     Attributes:
         incomplete: why files of this run are not complete though it went on; shown at the end.
     """
 
-    def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False):
-        self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False, quiet: bool = False):
+        self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True, quiet=quiet)
+        self._quiet = quiet
         self._total = total
         self._every = every
         self.incomplete: list[InfinityError] = []
@@ -50,7 +52,7 @@ class Reporter:
         self._task = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Reporter:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self._quiet:
             self._live = Live(
                 self._progress,
                 console=self.console,
@@ -63,7 +65,7 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self.pause()
         self.end_log()
-        for error in self.incomplete:
+        for error in self.incomplete if not self._quiet else ():
             show_error(error)
 
     def open_log(self, path: str, after: int = 0) -> None:

@@ -230,6 +230,8 @@ _ENGINE: Final = (
     Option("engine", "io_deadline", "float", "Seconds after which a transfer is an error."),
     Option("engine", "threads", "int", "Threads of the CPU's Adam."),
     Option("engine", "loss_scale", "float", "fp16: the first loss scale."),
+    Option("engine", "zero_stage", "int", "What several ranks share out, 0 to 3 (ZeRO)."),
+    Option("engine", "rank_timeout", "float", "Seconds that a rank waits for others."),
 )
 _SECTIONS: dict[str, Any] = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
 _KINDS: Final = {"int": "int", "float": "float", "str": "str", "bool": "flag"}

@@ -32,11 +32,11 @@ from infinity.core.sizes import Tier, format_size
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
 
-from .alone import check_alone
 from .case import Case
 from .console import check_outputs, finite, is_log, table_of
 from .data import Corpus, find_files, open_stream
 from .ending import SAVED
+from .job import Job, joined
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .output import check_unused, claimed, read_run
 from .progress import Reporter
@@ -52,32 +52,38 @@ from .workload import Workload, param_groups
 def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     """Train the built-in GPT, or a Hugging Face model, on text.
 
-    Without arguments: 30 million parameters on the sources of Python's standard library. What was trained is
+    Without arguments: 30 million parameters on the sources of Python's standard library. On several ranks:
+    `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`; --batch is each rank's
+    then, and losses and figures of steps are those of all. What was trained is
     saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
     after the step under way; a second SIGTERM, like Ctrl-C, ends at once. Exit code 1 when it was trained but
     the log, the trace or a checkpoint, on the way or at the end, is not complete (then it says how many steps
     are lost, and which checkpoint is whole), 75 when SIGTERM or SIGHUP has ended it and all is saved.
     """
-    result = train(read_run(config_file, given), to_stderr=as_json)
-    if as_json:
-        click.echo(json.dumps(result))
-    if result["stopped"] and not result["lost_steps"]:
-        return SAVED
-    return 1 if result["incomplete"] else 0
+    with joined(config_file, given) as job:
+        result = train(read_run(config_file, given, job.at.world), to_stderr=as_json, job=job)
+        if as_json and job.first:
+            click.echo(json.dumps(result))
+        code = 1 if result["incomplete"] else 0
+        if result["stopped"] and not result["lost_steps"]:
+            code = SAVED
+        return job.most("the end of the run", code)
 
 
-def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
-    """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes).
+def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[str, Any]:
+    """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes). Collective: what
+    is said of memory and drives is the first rank's.
 
     Raises:
         ConfigError, BudgetError: the run contradicts itself, does not fit or would cost a file; nothing was
             built.
         DataError: the text or the model cannot be read.
         DirectoryError: another run has the directory of checkpoints.
+        RankError: another rank failed, or is gone.
     """
-    check_alone("`infinity train`")
+    job = Job() if job is None else job
     train = run.train
-    case = Case(run, planning=False)
+    case = Case(run, planning=False, at=job.at)
     config, workload = case.config, case.workload
     _check_files(run)
     reclaim(config.directories)  # before anything needs the space, and before bytes on disk are counted
@@ -93,29 +99,40 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
     corpus = Corpus(stream, train.sequence, seed=train.seed, validation=run.data.validation)
     if case.place is not None and train.output is not None and not train.resume:
         check_unused(case.place)
-    plan = Case(run, planning=False).plan()  # with the tokens on the drive, where there are some
+    job.wait("the plan")  # so that all find room as it is before any of them takes it
+    plan = Case(run, planning=False, at=job.at).plan()  # with the tokens on the drive, where there are some
     plan.check()
     before = bytes_on_disk(config.directories)
     give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
     with (
-        claimed(train, case.place) as root,
-        Reporter(train.steps, every=train.log_every, to_stderr=to_stderr) as report,
+        claimed(train, case.place, job) as root,
+        Reporter(train.steps, every=train.log_every, to_stderr=to_stderr, quiet=not job.first) as report,
         Peak() as peak,
     ):
         report.line(f"{workload.name}: {plan.parameters:,} parameters; {corpus.describe()}")
+        among = ""
+        if job.at.world > 1:
+            together = train.batch * train.accumulation * job.at.world
+            report.line(
+                f"{job.at.world} ranks, ZeRO stage {config.zero_stage}: {together} sequences in a step, "
+                f"{format_size(plan.traffic.sent)} sent by each at most"
+            )
+            among = " on each rank"
         tiers = " + ".join(f"{format_size(n)} {t}" for t in Tier if (n := plan.footprint.total(t)))
         written = format_size(plan.traffic.nvme_written)
-        report.line(f"planned: {tiers}; NVMe per step: {written} written")
+        report.line(f"planned{among}: {tiers}; NVMe per step: {written} written")
         model, optimizer = _build(run, config, workload)
-        training = Training(run, workload, corpus, model, optimizer, report, root)
+        training = Training(run, workload, corpus, model, optimizer, report, root, job)
         try:
             if train.resume:
                 training.resume()
-            if train.json_log is not None:  # not before: a run that is refused writes nothing
+            if train.json_log is not None and job.first:  # not before: a run that is refused writes nothing
                 report.open_log(train.json_log, after=training.begin)
             on_disk = bytes_on_disk(config.directories) - before
-            traced = os.path.expanduser(train.trace) if train.trace else None
+            if "{" not in str(run.engine.get("nvme")):  # else each rank has its own
+                on_disk //= job.at.local_world
+            traced = os.path.expanduser(train.trace) if train.trace and job.first else None
             try:
                 with trace(optimizer, traced) if traced else contextlib.nullcontext():
                     training.loop()
@@ -130,11 +147,15 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             _table(report, measured)
             text = "" if training.stopped or training.lost else training.sample()
             training.say_saved()
+        except BaseException as error:
+            job.failed(error)
+            raise
         finally:
             close(optimizer)
     result: dict[str, Any] = finite(
         {
             "run": run.as_dict(),
+            "ranks": job.at.world,
             "parameters": plan.parameters,
             "steps": len(training.losses),
             "first_loss": first,
@@ -142,7 +163,7 @@ def train(run: Run, *, to_stderr: bool = False) -> dict[str, Any]:
             "validation_loss": training.validation,
             "loss_fell": last < first,
             "seconds": training.seconds,
-            "tokens_per_second": train.tokens_per_step * training.made / training.seconds,
+            "tokens_per_second": training.tokens_per_step * training.made / training.seconds,
             "planned_and_measured": measured,
             "sample": text,
             "checkpoint": training.saved,

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
-from .ending import AfterThis
+from .ending import SIGNALS, AfterThis
+from .job import Job
 from .measure import Peak
 from .output import anew, check_steps, going_on
 from .progress import Reporter
@@ -52,6 +53,12 @@ def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, i
     }
 
 
+class Agreed(NamedTuple):
+    """What all ranks have agreed to do after this step: `asked`, as of `AfterThis`."""
+
+    asked: str
+
+
 @dataclass
 class Training:
     """The loop that a user would write, and what it leaves behind; `complete`: it came to its end, `stopped`:
@@ -65,6 +72,7 @@ class Training:
     optimizer: OffloadOptimizer
     report: Reporter
     root: str | None
+    job: Job
     saved: str | None = None
     kept: int = 0
     lost: bool = False
@@ -80,6 +88,7 @@ class Training:
         self._by_saves: Counter[str] = Counter()  # bytes
         self.engine = engine_of(self.optimizer)
         self.device = self.engine.device.torch_device
+        self.tokens_per_step = self.run.train.tokens_per_step * self.job.at.world
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.run.train.lr_factor)
 
     @property
@@ -116,6 +125,7 @@ class Training:
         check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
         self.begin = len(self.losses)
         self.saved, self.kept = found.path, self.begin
+        self._say_if_it_fails()
         self.report.line(f"goes on from {found.path}, after {self.begin} steps")
 
     def save(self) -> None:
@@ -126,6 +136,7 @@ class Training:
             "scheduler": self.scheduler,
             "train": {
                 "run": self.run.as_dict(),
+                "ranks": self.job.at.world,
                 "text": self.corpus.fingerprint(),
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             },
@@ -139,10 +150,21 @@ class Training:
             self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
         )
         self.kept = len(self.losses)
+        self._say_if_it_fails()
         self._by_saves.update(_bytes(metrics(self.optimizer), before))
         self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
 
-    def _save_after(self, made: int, stop: AfterThis) -> None:
+    def _say_if_it_fails(self) -> None:
+        """Have the job say what is whole, should it fail."""
+        if self.root is not None:
+            self.job.last_words = (
+                f"The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
+                f"`infinity train --resume --output {shlex.quote(self.root)}` goes on from it."
+                if self.saved
+                else "There is no checkpoint."
+            )
+
+    def _save_after(self, made: int, stop: AfterThis | Agreed) -> None:
         """Save after step `made`, where it is time to. One that fails is told, and the run goes on, or ends
         as it would."""
         train = self.run.train
@@ -202,7 +224,8 @@ class Training:
         self.report.line(f'  infinity.load(optimizer, "{self.saved}")    loads it in Python')
 
     def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:
-        tokens, targets = self.corpus.batch(size, step, micro, part=part)
+        at = self.job.at
+        tokens, targets = self.corpus.batch(size, step, micro, part=part, rank=at.rank, world=at.world)
         return self.workload.loss(self.model, tokens.to(self.device), targets.to(self.device))
 
     def loop(self) -> None:
@@ -226,11 +249,13 @@ class Training:
                     for index in range(_VALIDATION_BATCHES)
                 ]
             self.model.train()
-            self.validation = sum(losses) / len(losses)
+            [total] = self.job.sums([sum(losses) / len(losses)])
+            self.validation = total / self.job.at.world
         self.complete = True
 
     def _steps(self, stop: AfterThis) -> None:
         train, optimizer = self.run.train, self.optimizer
+        self._say_if_it_fails()
         try:
             for step in range(self.begin, train.steps):
                 step_began, step_start = time.perf_counter(), metrics(optimizer)
@@ -243,8 +268,13 @@ class Training:
                 optimizer.step()
                 self.scheduler.step()
                 optimizer.zero_grad()
-                self.losses.append(total)
                 now = metrics(optimizer)
+                memory = {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier}
+                moved = _bytes(now, step_start)
+                asked: AfterThis | Agreed = stop
+                if self.job.at.world > 1:
+                    total, memory, moved, asked = self._of_all(total, memory, moved, stop)
+                self.losses.append(total)
                 seconds = time.perf_counter() - step_began
                 self.report.step(
                     {
@@ -252,21 +282,21 @@ class Training:
                         "loss": total,
                         "grad_norm": now["grad_norm"],
                         "lr": lr,
-                        "tokens": train.tokens_per_step * (step + 1),
+                        "tokens": self.tokens_per_step * (step + 1),
                         "seconds": seconds,
                         "update_seconds": now["time_metrics/update(s)"],
-                        "tokens_per_second": train.tokens_per_step / seconds,
-                        "memory": {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier},
-                        **_bytes(now, step_start),
+                        "tokens_per_second": self.tokens_per_step / seconds,
+                        "memory": memory,
+                        **moved,
                         "loss_scale": now["loss_scale"],
                         "skipped": now["skipped_steps"] > step_start["skipped_steps"],
                     }
                 )
-                self._save_after(step + 1, stop)
-                if stop.asked and step + 1 < train.steps:
+                self._save_after(step + 1, asked)
+                if asked.asked and step + 1 < train.steps:
                     self.stopped = True
                     self.report.pause()
-                    text = f"{stop.asked}: ended after {step + 1} of {train.steps} steps"
+                    text = f"{asked.asked}: ended after {step + 1} of {train.steps} steps"
                     self.report.line(text, style="yellow")
                     return
         except KeyboardInterrupt:
@@ -277,6 +307,18 @@ class Training:
             with contextlib.suppress(OSError):  # the terminal may be what has gone
                 self.report.line(text, style="yellow")
             raise
+
+    def _of_all(
+        self, loss: float, memory: dict[str, int], moved: dict[str, int], stop: AfterThis
+    ) -> tuple[float, dict[str, int], dict[str, int], Agreed]:
+        """Return the mean loss of all ranks, the sums of their bytes, and what ends the run, if a signal has
+        reached any of them: all have the same from here to the next step."""
+        signals = [float(stop.asked == name) for name in SIGNALS]
+        told = self.job.sums([loss, *memory.values(), *moved.values(), *signals])
+        ended = [name for name, count in zip(SIGNALS, told[-len(SIGNALS) :], strict=True) if count]
+        sums = iter(map(round, told[1:]))
+        memory, moved = ({name: next(sums) for name in each} for each in (memory, moved))
+        return told[0] / self.job.at.world, memory, moved, Agreed(ended[0] if ended else "")
 
     def say_losses(self) -> tuple[float, float]:
         """Say whether the loss fell; return the mean of the first and of the last losses: a tenth of the

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -98,7 +99,8 @@ class BuiltIn(Workload):
             for name, params in units_of(self.shape)
         ]
         alone = [(i,) for i in range(len(units))]
-        return Model(units, [*alone, (0,)] if self.shape.tied else alone, idle_of(self.shape))
+        again = [0] if self.shape.tied else []
+        return Model(units, [*alone, (0,)] if again else alone, idle_of(self.shape), again)
 
     def scratch(self) -> list[int]:
         """See `Workload`. A tied head is made, too, before it goes."""
@@ -276,7 +278,9 @@ def planned_from(model: nn.Module, config: Config) -> Model:
     groups = {id(p): _group(p.ndim) for p in model.parameters()}
     specs = param_specs(model, members, groups, config.compute_dtype)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
-    return Model(units, [s.working_set for s in scopes])
+    uses = Counter(unit for scope in scopes for unit in scope.units)
+    again = [unit for unit, count in uses.items() for _ in range(count - 1)]
+    return Model(units, [s.working_set for s in scopes], again=again)
 
 
 def _group(ndim: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ class Config:
 
     Args:
         nvme: one directory, or several, for what is placed on ``nvme``. The engine keeps to a
-            subdirectory of its own in each.
+            subdirectory of its own in each. ``{local_rank}``, ``{rank}`` and ``{host}`` in a path stand for
+            the number of a rank on its machine and in the job, and for the machine's name.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda where there is one.
         device_memory: bytes that the engine may place on the device (parameters that are
             gathered, their gradients, state placed there); activations come on top. Default:
@@ -302,6 +304,29 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some settings changed, checked again."""
         return replace(self, **changes)
+
+    def for_rank(self, rank: int, local_rank: int | None) -> Config:
+        """Return the settings of one rank: with its numbers, and this machine's name, in `nvme`.
+
+        Raises:
+            ConfigError: two directories become one, or `local_rank` is None and needed.
+        """
+        if not any("{" in d for d in self.directories):
+            return self
+        if local_rank is None and any("{local_rank}" in d for d in self.directories):
+            raise ConfigError(
+                "nobody says which number this rank has on its machine",
+                expected="LOCAL_RANK in the environment, as torchrun sets it",
+                found="no such variable",
+                cure="set LOCAL_RANK, or name `nvme` with {rank} in place of {local_rank}",
+            )
+        names = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{host}": socket.gethostname()}
+        found = []
+        for directory in self.directories:
+            for name, text in names.items():
+                directory = directory.replace(name, text)
+            found.append(directory)
+        return self.replace(nvme=found)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:

@@ -35,10 +35,11 @@ import torch.distributed as dist
 from infinity.core import locks
 from infinity.core.errors import ClosedError, ConfigError, RankError
 
+from .launch import launched
 from .ranks import Alone, Comm
 from .watch import Watch, diverged, hosts, named, until
 
-__all__ = ["Alone", "Comm", "Ranks", "connect"]
+__all__ = ["Alone", "Comm", "Ranks", "connect", "numbers"]
 
 _BLOCK: Final = 1024  # bytes that each rank sends to each in an exchange
 _HEAD: Final = struct.Struct("<IIQ")  # bytes of `what`, its CRC, bytes of the value
@@ -56,8 +57,8 @@ _made: Counter[tuple[int, ...]] = Counter()  # ranks of a group → how often `c
 
 def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) -> Comm:
     """Return the ranks to train with: those of `mesh` (a 1-D DeviceMesh), else of the default process group,
-    else of the environment (WORLD_SIZE > 1, as torchrun sets it), for which the default group is initialised;
-    else this process alone. Collective.
+    else those that torchrun or srun has started, for which the default group is initialised; else this
+    process alone. Collective.
 
     Args:
         device: what is gathered and reduced lies on; gloo for the CPU, NCCL for CUDA.
@@ -75,15 +76,16 @@ def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) 
     return Ranks(group, device, timeout)
 
 
-def rank_here(mesh: Any = None) -> int:
-    """Return the number that `connect` would give this rank; nothing is made, and nobody is asked."""
-    if mesh is not None:
-        return int(mesh.get_local_rank())
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if several and rank.isdecimal() else 0
+def numbers(mesh: Any = None) -> tuple[int, int | None]:
+    """Return the number that `connect` would give this rank, and that on its node, as far as they are known:
+    nothing is made, and nobody is asked."""
+    known = dist.is_available() and dist.is_initialized()
+    if mesh is None and not known:
+        launch = launched()
+        return (launch.rank, launch.local_rank) if launch is not None else (0, 0)
+    said = os.environ.get("LOCAL_RANK", "")
+    rank = dist.get_rank() if mesh is None else int(mesh.get_local_rank())
+    return rank, int(said) if said.isdecimal() else None
 
 
 def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup | None:
@@ -108,25 +110,24 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
         return None
     if dist.is_initialized():
         return dist.group.WORLD
-    said = os.environ.get("WORLD_SIZE", "1")
-    if not said.isdecimal():
-        raise ConfigError("WORLD_SIZE is not a number", found=said, cure="start with torchrun, or unset it")
-    if int(said) <= 1:
+    if (launch := launched()) is None:
         return None
-    if lacking := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]:
-        raise ConfigError(
-            f"WORLD_SIZE is {said}, but {' and '.join(lacking)} "
-            f"{'is' if len(lacking) == 1 else 'are'} not in the environment",
-            cure="start every rank with torchrun, which sets them; or unset WORLD_SIZE to train alone",
-        )
+    # torchrun's own store has that port already: it is found by the environment.
+    where: dict[str, Any] = {}
+    if launch.by != "torchrun":
+        address = f"[{launch.address}]" if ":" in launch.address else launch.address
+        where = {"init_method": f"tcp://{address}:{launch.port}"}
+        where |= {"rank": launch.rank, "world_size": launch.world}
+        os.environ["MASTER_ADDR"] = launch.address  # for `hosts`
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)
     except (RuntimeError, ValueError) as error:
         raise RankError(
-            f"the process group of {said} ranks cannot be initialised",
+            f"the process group of {launch.world} ranks cannot be initialised",
             found=error,
-            cure="see that all ranks run and reach MASTER_ADDR:MASTER_PORT of rank 0",
+            cure=f"see that all ranks run and reach rank 0 at {launch.address}:{launch.port} (MASTER_ADDR, "
+            "MASTER_PORT)",
         ) from error
     _made_here = dist.group.WORLD
     atexit.register(_end_made_here)  # engines, which register later, are closed before
@@ -245,6 +246,16 @@ class Ranks(Comm):
 
     def check(self) -> None:
         self._watch.check()
+
+    def settle(self, error: BaseException) -> int:
+        """`post` the error that ends this rank; return the rank that is to say why all end, when that is
+        known: the one whose error was first, or for one that is gone another."""
+        if isinstance(error, RankError):  # of another one, as another connection has told
+            until(lambda: self._watch.failed, _NEWS_SECONDS)
+        self.post(error)
+        until(lambda: self._watch.failed, _NEWS_SECONDS)
+        first, gone = self._watch.first(self.rank)
+        return first if not gone else int(first == 0)
 
     def close(self) -> None:
         if self._closed:

@@ -115,25 +115,29 @@ class _Trap:
     def __iter__(self) -> Iterator[str]:
         raise WrapError(
             "DistributedDataParallel around a wrapped model",
-            expected="the model itself: this version runs on one device",
+            expected="the model itself: `wrap` adds up the gradients of several ranks",
             found="DistributedDataParallel(model)",
-            cure="train the model that `wrap` returned as it is; with accelerate or a Trainer start one "
-            "process, without torchrun",
+            cure="train the model that `wrap` returned as it is; with accelerate or a Trainer call `wrap` on "
+            "every rank, before they are given the model",
         )
 
 
 _DDP = "_ddp_params_and_buffers_to_ignore"
-_OURS = ("__reduce_ex__", "__deepcopy__", _DDP)
+_PREPARED = "_is_accelerate_prepared"
+_OURS = ("__reduce_ex__", "__deepcopy__", _DDP, _PREPARED)
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 
-def guard(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+def guard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ranks: bool = False
+) -> Callable[[], None]:
     """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
-    `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Return what
-    undoes that."""
+    `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Of several
+    `ranks`: have accelerate, and with it transformers' Trainer, leave the model as it is. Return what undoes
+    that."""
     handles = []
     if optimizer is not None:
         handles = [
@@ -148,6 +152,8 @@ def guard(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable
         module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     before = model.__dict__.get(_DDP)
     model.__dict__[_DDP] = _Trap()
+    if ranks:
+        model.__dict__[_PREPARED] = True
 
     def undo() -> None:
         for handle in handles:
@@ -158,6 +164,8 @@ def guard(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable
         for module in model.modules() if optimizer is None else ():
             module.__dict__.pop("train", None)
         model.__dict__.pop(_DDP, None)
+        if ranks:
+            model.__dict__.pop(_PREPARED, None)
         if before is not None:
             model.__dict__[_DDP] = before
 

@@ -247,7 +247,7 @@ def _to(param: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
 def _unchanged(param: ReleasedParameter, dtype: Any, device: Any, found: str, copy: bool = False) -> Any:
     """Return `param` if it has this dtype and is on this device (None: any) already."""
     device = torch.device(device) if device is not None else param.device
-    same_device = device.type == param.device.type and device.index in (None, param.device.index)
+    same_device = device.type == param.device.type and device.index in (None, param.device.index or 0)
     if same_device and dtype in (None, param.dtype) and not copy:
         return param
     raise ParameterChangedError(

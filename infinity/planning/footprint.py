@@ -101,6 +101,8 @@ class Demand:
             not in its buffer yet.
         read, written: NVMe, in a step of one backward; `again`: (read, written) of each further one.
         link: between host and device: of each backward, and of each step.
+        sent: from this rank to others, at most: of each backward with its forward, of each step, and of each
+            step of several backwards.
         host_elements: parameters that the CPU updates.
         arenas: of each directory.
         largest: name of the largest unit, and bytes of its copy.
@@ -118,6 +120,7 @@ class Demand:
     written: int
     again: tuple[int, int]
     link: tuple[int, int]
+    sent: tuple[int, int, int]
     host_elements: int
     arenas: tuple[int, ...]
     largest: tuple[str, int]
@@ -198,6 +201,7 @@ def demand(
     *,
     staged: bool,
     weights: Sequence[float] = (),
+    again: Sequence[int] = (),
 ) -> Demand:
     """Return what a run takes whatever its budgets are. See `plan_chunks` for `staged`.
 
@@ -205,6 +209,7 @@ def demand(
         working_sets: indices of the units that are needed at the same time, one entry for each
             moment of the schedule.
         weights: of the NVMe directories, as the store spreads chunks over them.
+        again: indices of the units that further modules need, once for each.
     """
     by_tier: dict[Tier, dict[str, int]] = {t: {} for t in Tier}
     durable: dict[str, int] = {}
@@ -286,12 +291,27 @@ def demand(
         written=total.written,
         again=(total.read_again, total.written_again),
         link=(total.link_each, total.link_once),
+        sent=_sent(config.zero_stage, layouts, again),
         host_elements=on_host,
         arenas=arenas,
         largest=(big.name, big.gathered_nbytes),
         units=len(layouts),
         chunks=len(plans),
     )
+
+
+def _sent(stage: int, layouts: Sequence[UnitLayout], again: Sequence[int]) -> tuple[int, int, int]:
+    """Return what `Demand` calls `sent`. What several backwards have added up is fp32."""
+    each, wide = (
+        sum(r.sent_nbytes(wide=w) for u in layouts for r in u.runs if r.trainable) for w in (False, True)
+    )
+    if stage == 3:
+        used = (*layouts, *(layouts[i] for i in again))
+        return each + 2 * sum(r.sent_nbytes() for u in used for r in u.runs), 0, 0
+    updated = sum(r.sent_nbytes() for u in layouts if u.trainable_chunks for r in u.runs)
+    if stage == 2:
+        return each, updated, updated
+    return (0, each + updated, wide + updated) if stage else (0, 2 * each, 2 * wide)
 
 
 def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> Footprint:

@@ -36,6 +36,7 @@ class Drive:
         weight: bandwidth by which chunks are spread, in any unit.
         read, write: GB/s (1e9 bytes); None: not known.
         endurance: TB (1e12 bytes) that it is rated for; None: not known.
+        ranks: how many of a machine's ranks use it.
     """
 
     directory: str
@@ -45,6 +46,7 @@ class Drive:
     read: float | None = None
     write: float | None = None
     endurance: float | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Machine:
         temporary: where a model is built when no directory is named; None: not known.
         output: where checkpoints go; None: not known, or there are none.
         name: a file that describes it; "": the machine that this runs on.
+        ranks, local_ranks: that train one model together, and those of them on one such machine, which share
+            its host memory; each has a device with memory of its own, where there are such.
         link, dram, tflops: GB/s between host and device and of host memory, TFLOP/s; None: not known.
     """
 
@@ -67,6 +71,8 @@ class Machine:
     temporary: Drive | None = None
     output: Drive | None = None
     name: str = ""
+    ranks: int = 1
+    local_ranks: int = 1
     link: float | None = None
     dram: float | None = None
     tflops: float | None = None
@@ -86,13 +92,14 @@ class Machine:
         return replace(self, drives=tuple(drives))
 
     def budget(self, config: Config) -> Budget:
-        """Return the budgets in bytes; what is not named is taken from nine tenths of what is free."""
-        return budget_of(config, self.host_memory, self.device_memory)
+        """Return the budgets of a rank in bytes; what is not named is taken from nine tenths of what is
+        free."""
+        return budget_of(config, self.host_memory, self.device_memory, self.local_ranks)
 
 
-def budget_of(config: Config, host_memory: int, device_memory: int | None) -> Budget:
-    """Return the budgets of `config` where so many bytes are free; `device_memory` None: the device
-    shares the host's."""
+def budget_of(config: Config, host_memory: int, device_memory: int | None, ranks: int) -> Budget:
+    """Return the budgets of each of `ranks` ranks of a machine where so many bytes are free; `device_memory`
+    None: the device shares the host's, and ranks share both."""
     free = host_memory * 9 // 10
     host = config.host_memory
     if config.device_memory is not None:
@@ -103,7 +110,8 @@ def budget_of(config: Config, host_memory: int, device_memory: int | None) -> Bu
         on_device = max(free - int(host) if host is not None else free // 2, 0)
     if host is None:
         host = free if device_memory is not None else max(free - on_device, 0)
-    return Budget(device=on_device, host=int(host))
+    sharing = ranks if device_memory is None else 1
+    return Budget(on_device // sharing, int(host) // ranks, sharing, ranks)
 
 
 def roomiest(free: Sequence[float], weights: Sequence[float]) -> int:
@@ -134,8 +142,8 @@ def on_drives(
     """Return what comes to stand on each file system.
 
     Args:
-        arenas: bytes of each drive's arena.
-        scratch: bytes of each parameter as it is built, in that order.
+        arenas: bytes of each drive's arena, of one rank.
+        scratch: bytes of each parameter as it is built, in that order; several ranks build one model.
         checkpoints: bytes of all that are there at once, beside those that are there already.
     """
     drives = machine.drives or ((machine.temporary,) if machine.temporary else ())
@@ -159,7 +167,7 @@ def on_drives(
     there = [
         Standing(
             d.directory,
-            sum(whole[i] for i in g),
+            sum(whole[i] * drives[i].ranks for i in g),
             t,
             d.free,
             checkpoints if output is not None and d.system == output.system else 0,

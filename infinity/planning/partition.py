@@ -115,6 +115,10 @@ class Run(NamedTuple):
         """Bytes of all slices."""
         return self.slice_nbytes * self.world
 
+    def sent_nbytes(self, *, wide: bool = False) -> int:
+        """Bytes that a rank sends where the run is gathered, or its gradient is reduced; `wide`: in fp32."""
+        return self.slice_numel * (4 if wide else self.dtype.itemsize) * (self.world - 1)
+
 
 @dataclass(frozen=True)
 class UnitLayout:

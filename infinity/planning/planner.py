@@ -34,12 +34,14 @@ class Model:
     Attributes:
         units: (name, parameters) of each unit, in the order in which the engine finds them.
         working_sets: indices of the units that are needed at the same time.
+        again: indices of units that further modules need, once for each (a tied head).
         idle: parameters that a token does not pass (of experts that are not chosen).
     """
 
     units: Sequence[tuple[str, Sequence[ParamSpec]]]
     working_sets: Sequence[Sequence[int]]
     idle: int = 0
+    again: Sequence[int] = ()
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -66,13 +68,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one step moves at most. `link` is between host and device, both ways; `host` is what
-    the CPU's Adam reads and writes of host memory."""
+    """Bytes that one step of a rank moves at most. `link` is between host and device, both ways; `host` is
+    what the CPU's Adam reads and writes of host memory; `sent` goes to other ranks."""
 
     nvme_read: int
     nvme_written: int
     link: int
     host: int
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,20 @@ class Wear:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """What the hardware does: GB/s (1e9 bytes), and TFLOP/s. None: not known."""
+    """What the hardware does for one rank: GB/s (1e9 bytes), and TFLOP/s. None: not known."""
 
     nvme_read: float | None = None
     nvme_write: float | None = None
     link: float | None = None
     dram: float | None = None
     tflops: float | None = None
+    network: float | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes. `footprint` is what the engine would allocate within the budgets, or,
-    where it does not fit, what it would like to have."""
+    """What a run takes, of one rank where there are several. `footprint` is what the engine would allocate
+    within the budgets, or, where it does not fit, what it would like to have."""
 
     parameters: int
     trainable: int
@@ -120,8 +124,8 @@ class Plan:
     traffic: Traffic
     problems: tuple[Problem, ...]
     activations: int  # bytes on the device, beside what the engine places there
-    least: Budget  # the smallest with which it can begin
-    room: Budget  # what the machine leaves the engine for each, beside all else
+    least: Budget  # the smallest with which it can begin, as settings name them: of all ranks of a machine
+    room: Budget  # what the machine leaves the engine for each, beside all else, in the same way
     standing: tuple[Standing, ...]  # on drives
 
     @property
@@ -153,7 +157,7 @@ class Planner:
     def __init__(self, model: Model, scratch: Sequence[int] = ()) -> None:
         self.model = model
         self._scratch = tuple(scratch)
-        self._layouts: dict[int, tuple[UnitLayout, ...]] = {}
+        self._layouts: dict[tuple[int, int, bool], tuple[UnitLayout, ...]] = {}
         self._demands: dict[Hashable, Demand] = {}
 
     def demand(self, config: Config, machine: Machine) -> Demand:
@@ -162,17 +166,23 @@ class Planner:
         weights = machine.weights if len(machine.drives) > 1 else ()
         size = config.elements_per_chunk
         depths = config.update_depth, config.read_ahead_memory
-        key = (placed, size, config.update, machine.staged, weights, depths)
+        stage = config.zero_stage
+        cut = size, machine.ranks, stage == 0
+        key = (placed, cut, config.update, machine.staged, weights, depths, stage)
         if key not in self._demands:
-            if size not in self._layouts:
-                self._layouts[size] = partition(self.model.units, size)
-            layouts = self._layouts[size]
+            if cut not in self._layouts:  # a plan is of the first rank: padded as they are, all are alike
+                self._layouts[cut] = partition(
+                    self.model.units, size, world=machine.ranks, replicated=stage == 0
+                )
+            layouts = self._layouts[cut]
             assignment = assign(layouts, *(config.placements[kind] for kind in KINDS))
             plans = plan_chunks(
                 layouts, assignment, staged=machine.staged, delayed=config.update == "delayed"
             )
             sets, staged = self.model.working_sets, machine.staged
-            self._demands[key] = demand(layouts, plans, sets, config, staged=staged, weights=weights)
+            self._demands[key] = demand(
+                layouts, plans, sets, config, staged=staged, weights=weights, again=self.model.again
+            )
         return self._demands[key]
 
     def plan(
@@ -196,12 +206,14 @@ class Planner:
             checkpoints: how many come to stand at once, in the machine's `output`.
         """
         wanted = self.demand(config, machine)
-        budget, least = machine.budget(config), wanted.least_budget(config)
+        budget, needs = machine.budget(config), wanted.least_budget(config)
+        here, sharing = budget.host_ranks, budget.device_ranks
+        least = Budget(needs.device * sharing, needs.host * here)
         problems = [
-            Problem(tier, needed, given, f"what cannot be done without within {tier}_memory")
-            for tier, needed, given in (
-                (Tier.HOST, least.host, budget.host),
-                (Tier.DEVICE, least.device, budget.device),
+            Problem(tier, needed * ranks, given * ranks, f"what cannot be done without within {tier}_memory")
+            for tier, needed, given, ranks in (
+                (Tier.HOST, needs.host, budget.host, here),
+                (Tier.DEVICE, needs.device, budget.device, sharing),
             )
             if needed > given
         ]
@@ -213,13 +225,13 @@ class Planner:
         beside = activations(taken.activation_nbytes)
         device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
         if machine.device_memory is None:
-            memories = [
-                (Tier.HOST, host + device + beside, machine.host_memory, "device, host and activations")
-            ]
-            room = Budget(machine.host_memory - host - beside, machine.host_memory - device - beside)
+            whole = here * (host + device + beside)
+            memories = [(Tier.HOST, whole, machine.host_memory, "device, host and activations")]
+            left = machine.host_memory - here * beside
+            room = Budget(left - here * host, left - here * device)
         else:
             memories = [
-                (Tier.HOST, host, machine.host_memory, "what is placed there, and leases"),
+                (Tier.HOST, here * host, machine.host_memory, "what is placed there, and leases"),
                 (
                     Tier.DEVICE,
                     device + beside,
@@ -258,6 +270,7 @@ class Planner:
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
                 _UPDATE_BYTES * wanted.host_elements,
+                wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
             activations=beside,
@@ -306,6 +319,7 @@ def step_bounds(plan: Plan, bandwidths: Bandwidths, *, tokens: int, recompute: b
         "nvme write": (plan.traffic.nvme_written, _rate(bandwidths.nvme_write)),
         "link": (plan.traffic.link, _rate(bandwidths.link)),
         "host memory": (plan.traffic.host, _rate(bandwidths.dram)),
+        "network": (plan.traffic.sent, _rate(bandwidths.network)),
     }
     return {name: amount / rate for name, (amount, rate) in amounts.items() if rate}
 

@@ -1,0 +1,125 @@
+"""The ranks that run one command: what they agree on, and how all end when one fails.
+
+The first error of any rank is the job's. That rank shows it, with its number; the others end without a word,
+with an exit code that says that they failed. Of a rank that is gone another one tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import click
+import torch
+
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError, InfinityError
+from infinity.hardware.comm import Alone, Comm, Ranks, connect
+
+from .ending import Ended, Quiet, ignore_signals
+from .settings import read_values
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """A rank among those of its job, and among those of its machine."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+class Job:
+    """A command on several ranks, or on one. Attributes: `at`: which rank this is; `first`: whether it is the
+    one that shows how the job goes; `last_words`: what is said when the job fails, after the error."""
+
+    def __init__(self, comm: Comm | None = None) -> None:
+        self._comm = comm if comm is not None else Alone()
+        self.at = Place(self._comm.rank, self._comm.world, self._comm.local_rank, self._comm.local_world)
+        self.first = self.at.rank == 0
+        self.last_words = ""
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        comm = self._comm
+        if not isinstance(comm, Ranks):
+            return
+        if error is not None:
+            teller = comm.settle(error)
+            comm.close()
+            ignore_signals()  # of torchrun, that ends the ranks which are left
+            if teller != self.at.rank:
+                number = error.number if isinstance(error, Ended) else signal.SIGINT
+                raise Quiet(128 + number if isinstance(error, KeyboardInterrupt) else 2) from error
+            if isinstance(error, InfinityError):
+                error.what = f"rank {self.at.rank}: {error.what}"
+            else:
+                click.echo(f"rank {self.at.rank} of {self.at.world}:", err=True)
+            if self.last_words:
+                click.echo(self.last_words, err=True)
+        else:
+            ignore_signals()
+            comm.close()
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks at once that this one ends, before it closes what it has open."""
+        self._comm.post(error)
+
+    def wait(self, what: str) -> None:
+        """Wait until all ranks have come to this point of the program, which `what` names. Collective."""
+        self._comm.exchange(what)
+
+    def of_first(self, what: str, value: T) -> T:
+        """Return the first rank's `value`, of what JSON has. Collective."""
+        if self.at.world == 1:
+            return value
+        told = self._comm.exchange(what, json.dumps(value).encode() if self.first else b"")
+        found: T = json.loads(told[0])
+        return found
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Return the sum over ranks of each of `values`, added in the order of the ranks. Collective."""
+        told = self._of_all("the figures of a step", values)
+        return [sum(column) for column in zip(*told, strict=True)]
+
+    def most(self, what: str, value: int) -> int:
+        """Return the largest of all ranks' values. Collective."""
+        return int(max(values[0] for values in self._of_all(what, [value])))
+
+    def _of_all(self, what: str, values: Sequence[float]) -> list[tuple[float, ...]]:
+        form = struct.Struct(f"<{len(values)}d")
+        return [form.unpack(told) for told in self._comm.exchange(what, form.pack(*values))]
+
+
+@contextlib.contextmanager
+def joined(config_file: str | None, given: Mapping[str, Any]) -> Iterator[Job]:
+    """Lend the job that this process is a rank of. Collective: returns when all ranks are there.
+
+    Args:
+        config_file, given: of a command that `run_options` decorated.
+
+    Raises:
+        ConfigError: the environment lacks what it has to say.
+        RankError: a rank has not come in time, or is gone.
+    """
+    try:
+        said = read_values(config_file, given)["engine"].get("rank_timeout")
+    except ConfigError:
+        said = None  # it is raised again where the settings are read, and told once
+    timeout = Config().rank_timeout if said is None else said
+    with Job(connect(device=torch.device("cpu"), timeout=timeout)) as job:
+        if job.at.local_world > 1 and torch.cuda.is_available():
+            torch.cuda.set_device(job.at.local_rank % torch.cuda.device_count())
+        job.wait("the begin of the job")  # from here on all are in the block, and none is told outside of it
+        yield job

@@ -1,0 +1,73 @@
+"""What each rank runs in test_rank_libraries.py: ten steps of a library, with the engine or with torch's
+DistributedDataParallel.
+
+    rank_libraries.main()      sys.argv: which, a folder, "engine" or "torch"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+
+from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
+
+
+def trainer(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
+    transformers = need("transformers")
+    settings = {"eval_strategy": "steps", "eval_steps": 5, "gradient_accumulation_steps": 2}
+    run = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**arguments(out, **settings), gradient_checkpointing=True),
+        train_dataset=examples(),
+        eval_dataset=examples()[:4],
+        optimizers=(optimizer, schedule(optimizer)),
+        callbacks=[watch(seen)],
+    )
+    run.train()
+    return run.model_wrapped
+
+
+def accelerate(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
+    accelerator = need("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = torch.utils.data.DataLoader(examples(), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, schedule(optimizer))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.losses.append(accelerator.gather(loss.detach()).mean().item())
+    return model
+
+
+def main() -> None:
+    """Train; leave the state in the folder, and print the losses and norms."""
+    torch.set_num_threads(1)
+    kind, folder, by = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    seen, model = Seen(), llama()
+    optimizer = adamw(model)
+    if by == "engine":
+        config = infinity.Config(
+            **{"nvme": str(folder), "device": "cpu", "dtype": "fp32", "threads": 1, "host_memory": "64MiB"},
+            **{"parameters": "nvme", "optimizer_state": "nvme", "device_memory": "8MiB"},
+        )
+        model, optimizer = infinity.wrap(model, optimizer, config)
+    run = {"Trainer": trainer, "accelerate": accelerate}[kind]
+    trained = run(model, optimizer, folder / by, seen)
+    assert (trained is model) == (by == "engine")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, folder / f"{by}.pt")
+    print(json.dumps([seen.losses, seen.norms]))  # noqa: T201
+    if by == "engine":
+        infinity.close(optimizer)

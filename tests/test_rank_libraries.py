@@ -1,0 +1,83 @@
+"""docs/ranks.md, as it stands; and libraries on two ranks, beside DistributedDataParallel."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from infinity.storage.checkpoints import find
+
+from .models import huggingface
+from .ranks import all_well, run_ranks
+
+BLOCKS = re.findall(
+    r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```",
+    (Path(__file__).parents[1] / "docs/ranks.md").read_text(encoding="utf-8"),
+)
+#: What takes seconds to import.
+IMPORTS = (
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "tests.test_ecosystem",
+)
+SNIPPETS = {title.split(",")[0].split(" ")[0]: code for title, code in BLOCKS}
+
+
+def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Run a snippet on two ranks; return the parameters that it has saved."""
+    (folder / "arenas").mkdir()
+    script = f"import os\nos.chdir({str(folder)!r})\nimport torch\ntorch.set_num_threads(1)\n"
+    imports = () if name == "A" else IMPORTS
+    all_well(run_ranks(2, script + SNIPPETS[name], seconds=120, imports=imports))
+    assert not list(folder.rglob("*.arena"))
+    found = find(str(folder / "checkpoints"))
+    return load_file(Path(found.path, found.content["files"]["parameters"]))
+
+
+def test_data_that_ends_unevenly(tmp_path: Path) -> None:
+    found = ran("A", tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.randn(52, 16, generator=torch.Generator().manual_seed(0))
+    batches = data.split(16)
+    assert len(batches[-1]) == 4
+    for rows in batches:
+        model(rows).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    torch.testing.assert_close(found, dict(model.state_dict()))
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("name", ["accelerate", "Trainer"])
+def test_snippets_of_libraries(name: str, tmp_path: Path) -> None:
+    before = huggingface("llama")
+    before.save_pretrained(tmp_path / "model")
+    found = ran(name, tmp_path)
+    same = [torch.equal(found[n], p) for n, p in before.named_parameters()]
+    assert not any(same)
+    assert all(v.isfinite().all() for v in found.values())
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("name", ["accelerate", "Trainer"])
+def test_ten_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
+    said = {}
+    for by in ("torch", "engine"):
+        script = "from tests.rank_libraries import main\nmain()"
+        first, second = all_well(run_ranks(2, script, name, str(tmp_path), by, seconds=120, imports=IMPORTS))
+        said[by] = json.loads(first.splitlines()[-1])
+        assert first.splitlines()[-1] == second.splitlines()[-1]
+    for found, wanted in zip(said["engine"], said["torch"], strict=True):
+        assert len(wanted) >= 5
+        assert found == pytest.approx(wanted, rel=1e-5)
+    states = [torch.load(tmp_path / f"{by}.pt", weights_only=True) for by in ("engine", "torch")]
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,181 @@
+"""Plans of several ranks: what `wrap` takes and sends then, said by one; and where ranks come from."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.main import run
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
+from infinity.core.sizes import MiB
+from infinity.hardware.launch import first_host, launched
+
+from .command_line import words
+from .ranks import all_well, run_ranks
+
+#: Trains two steps of two backwards on each rank, and holds the engine's bytes to the plan's.
+HELD = """
+import dataclasses, json, os, sys
+import torch
+import infinity
+from infinity.api.engine import engine_of
+from infinity.cli.workload import planned_from
+from infinity.planning.machine import Drive, Machine
+from infinity.planning.planner import Planner
+from tests.models import case
+
+torch.set_num_threads(1)
+settings = json.loads(sys.argv[1])
+config = infinity.Config(**settings)
+made = case("gpt", tied=True)
+world = int(os.environ["WORLD_SIZE"])
+drives = [Drive(directory=d, free=None, system=0, ranks=world) for d in config.directories]
+here = {"host_memory": 1 << 40, "device_memory": None, "ranks": world, "local_ranks": world}
+machine = Machine(drives=tuple(drives), **here)
+made.model.blocks[0].requires_grad_(False)
+adam = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad])
+plan = Planner(planned_from(made.model, config)).plan(config, machine, accumulation=2)
+model, adam = infinity.wrap(made.model, adam, config)
+engine = engine_of(adam)
+assert engine.footprint == plan.footprint, (engine.footprint, plan.footprint)
+for step in range(3):
+    sent = engine.comm.sent
+    for micro in range(2):
+        made.loss(model, made.batches[micro]).backward()
+    adam.step()
+    adam.zero_grad()
+    sent = engine.comm.sent - sent
+print(sent, plan.traffic.sent)
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plan_says_what_wrap_takes_and_sends(stage: int, tmp_path: Path) -> None:
+    places = {"parameters": "nvme" if stage == 3 else "device", "optimizer_state": "nvme"}
+    settings = {"device": "cpu", "dtype": "bf16", "nvme": str(tmp_path), **places, "zero_stage": stage}
+    settings |= {"device_memory": "8MiB", "host_memory": "64MiB", "threads": 1}
+    settings |= {"prefetch_memory": 0} if stage == 3 else {}
+    for said in all_well(run_ranks(2, HELD, json.dumps(settings))):
+        sent, planned = map(int, said.split())
+        assert sent == planned if stage < 3 else 0.7 * planned < sent <= planned, (sent, planned)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["plan", "--json", *arguments]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_ranks_share_the_state_and_a_machine(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = words(text, nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
+    alone, four = (
+        planned(capsys, *common, *more) for more in ((), ("--ranks", "4", "--ranks-per-node", "2"))
+    )
+    state, shard = sum(alone["nvme"].values()), sum(four["nvme"].values())
+    assert state / 4 <= shard < state / 4 * 1.1
+    assert four["standing"][0]["arenas"] == pytest.approx(2 * shard, abs=MiB)
+    assert four["standing"][0]["scratch"] == alone["standing"][0]["scratch"]
+    assert four["per_step"]["tokens"] == 4 * alone["per_step"]["tokens"]
+    assert (alone["per_step"]["sent"], four["per_step"]["sent"] > 0) == (0, True)
+    assert sum(four["host"].values()) <= 32 * MiB
+    bounds = planned(capsys, *common, "--ranks", "4", "--network", "1")["bounds_seconds"]
+    assert bounds["network"] == pytest.approx(four["per_step"]["sent"] / 1e9)
+
+
+def test_a_cure_names_the_memory_of_all_ranks_of_a_machine(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*words(text, nvme), "--ranks", "4", "--ranks-per-node", "2"]
+    short = planned(capsys, *common, "--host-memory", "256KiB", code=1)
+    cure = short["problems"][0]["cure"].split(", or ")[0].split()
+    assert cure[0] == "--host-memory"
+    assert planned(capsys, *common, *cure)["fits"]
+    fitting = planned(capsys, *common, "--fit")["command"]
+    assert planned(capsys, *fitting.split()[2:], "--ranks", "4", "--ranks-per-node", "2")["fits"]
+
+
+def test_what_is_refused_of_ranks(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(text, nvme)
+    for more, what in (
+        (("--ranks", "0"), "--ranks cannot be used"),
+        (("--ranks", "2", "--ranks-per-node", "3"), "--ranks-per-node cannot be used"),
+        (("--ranks", "2", "--zero-stage", "2"), "keeps parameters on the device"),
+        (("--ranks", "2", "--update", "delayed"), "not available with several ranks"),
+    ):
+        assert run(["plan", *common, *more]) == 2
+        assert what in capsys.readouterr().err
+
+
+def test_directories_of_ranks(tmp_path: Path) -> None:
+    config = Config(nvme=[f"{tmp_path}/{{local_rank}}", f"{tmp_path}/{{host}}-{{rank}}"])
+    host = socket.gethostname()
+    assert config.for_rank(5, 1).directories == (f"{tmp_path}/1", f"{tmp_path}/{host}-5")
+    with pytest.raises(ConfigError, match="nobody says"):
+        config.for_rank(5, None)
+    with pytest.raises(ConfigError, match="named twice"):
+        Config(nvme=[f"{tmp_path}/{{rank}}", f"{tmp_path}/0"]).for_rank(0, 0)
+
+
+def test_ranks_have_arenas_where_their_numbers_lead(tmp_path: Path) -> None:
+    script = """
+import os, sys, torch, infinity
+from torch import nn
+config = infinity.Config(device="cpu", nvme=sys.argv[1] + "/{local_rank}", optimizer_state="nvme", threads=1)
+with infinity.init(config):
+    model = nn.Linear(64, 64)
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+print(sorted(name for _, _, names in os.walk(f"{sys.argv[1]}/{os.environ['RANK']}") for name in names))
+infinity.close(adam)
+"""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    assert all_well(run_ranks(2, script, str(tmp_path))) == ["['rank0.arena']\n", "['rank1.arena']\n"]
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+
+
+def test_ranks_of_srun() -> None:
+    said = {**SRUN, "SLURM_STEP_NODELIST": "a[07-09,12]-ib,b", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2"}
+    found = launched(said)
+    assert found is not None
+    assert (found.rank, found.world, found.local_rank, found.address) == (1, 2, 0, "a07-ib")
+    assert launched({**said, "SLURM_PROCID": "0"}).port == found.port  # type: ignore[union-attr]
+    assert launched({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}) is None  # a batch script
+    assert launched({**said, "WORLD_SIZE": "1"}) is None  # torchrun's ranks count
+    assert [first_host(n) for n in ("n1", "n1,n2", "gpu[1,3]", "a-[003-9]")] == ["n1", "n1", "gpu1", "a-003"]
+    with pytest.raises(ConfigError, match="on which nodes"):
+        launched(SRUN)
+
+
+def test_ranks_that_srun_has_started_train(tmp_path: Path) -> None:
+    script = """
+import os, torch, infinity
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    told = os.environ.pop(name)
+    if name == "RANK":
+        os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = told
+    if name == "MASTER_PORT":
+        os.environ["MASTER_PORT"] = told
+model = torch.nn.Linear(4, 4)
+config = infinity.Config(device="cpu", threads=1)
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+model(torch.ones(1, 4)).sum().backward()
+adam.step()
+from infinity.api.engine import engine_of
+comm = engine_of(adam).comm
+print(comm.rank, comm.world, comm.local_rank, comm.local_world)
+infinity.close(adam)
+"""
+    said = {**SRUN, "SLURM_STEP_NODELIST": "localhost"}
+    del said["SLURM_PROCID"], said["SLURM_LOCALID"]
+    assert all_well(run_ranks(2, script, environment=said)) == ["0 2 0 2\n", "1 2 1 2\n"]
