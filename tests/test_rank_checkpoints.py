@@ -53,14 +53,17 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, tmp_path: 
     (found,) = ranks(4, job(tmp_path, "nvme", dtype, load=one, save=four))
     assert found == wanted
     assert alone(job(tmp_path, "state on nvme", dtype, load=four)) == wanted
-    assert ranks(
-        2,
-        job(tmp_path, "device", dtype, load=four, save=two, stage=2),
-        job(tmp_path, "host", dtype, load=two),
-        job(tmp_path, "state on nvme", dtype, load=four, save=tmp_path / "stage 1", stage=1),
-        job(tmp_path, "device", dtype, load=tmp_path / "stage 1", save=tmp_path / "stage 0", stage=0),
-        job(tmp_path, "nvme", dtype, load=tmp_path / "stage 0"),
-    ) == [wanted] * 5
+    assert (
+        ranks(
+            2,
+            job(tmp_path, "device", dtype, load=four, save=two, stage=2),
+            job(tmp_path, "host", dtype, load=two),
+            job(tmp_path, "state on nvme", dtype, load=four, save=tmp_path / "stage 1", stage=1),
+            job(tmp_path, "device", dtype, load=tmp_path / "stage 1", save=tmp_path / "stage 0", stage=0),
+            job(tmp_path, "nvme", dtype, load=tmp_path / "stage 0"),
+        )
+        == [wanted] * 5
+    )
     first, second = ranks(
         3,
         job(tmp_path, "split", dtype, load=four, save=three),

@@ -122,8 +122,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, config)
-        of = {"rank": comm.rank, "world": comm.world, "replicated": config.zero_stage == 0}
-        layouts = partition(units, config.elements_per_chunk, **of)
+        cut, whole = config.elements_per_chunk, config.zero_stage == 0
+        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
@@ -216,8 +216,7 @@ class Engine:
         weights: Weights | None,
     ) -> None:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
-        # In ZeRO's stage 0 each rank has whole units, as one alone has.
-        owners = Alone() if self.config.zero_stage == 0 else comm
+        owners = Alone() if self.config.zero_stage == 0 else comm  # of units: each rank has the whole
         units = []
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
@@ -271,7 +270,7 @@ class Engine:
         self.activations = (
             Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
         )
-        state = {} if optimizer is None else optimizer.state
+        state = optimizer.state if optimizer is not None else {}
         take_over(model, state, units, self.states, device, comm, weights)
         device.reuse(capacity + sum(u.layout.gathered_nbytes for u in units if u.on_device))
         self.phases = Phases(
