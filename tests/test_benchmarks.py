@@ -114,6 +114,18 @@ def test_a_model_counts_its_parameters() -> None:
 # ---- races ----
 
 
+@pytest.mark.full
+def test_a_race_of_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    rounds = ("--rounds", "1", "--warmup", "1", "--burst", "1")
+    script("ranks.py", *TINY, *rounds, "--directory", str(tmp_path), "--output", str(output))
+    result = json.loads(output.read_text())
+    losses = [row["first_losses"] for row in result["table"].values()]
+    assert len(losses) == 3
+    assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
+    assert result["speedups"]["infinity-host"]["of_fsdp2"]["of_medians"] > 0
+
+
 def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text(f"#!{sys.executable}\nraise AssertionError('Not enough buffers 0 for swapping 1')\n")
