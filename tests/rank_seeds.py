@@ -1,6 +1,7 @@
-"""What each rank runs in test_rank_seeds.py: random trainings, many in one process, each with late transfers.
+"""What each rank runs in test_rank_seeds.py: random trainings, many in one process, with late transfers or
+without.
 
-python -m tests.rank_seeds FIRST END DIRECTORY      (under torchrun's environment)
+python -m tests.rank_seeds FIRST END DIRECTORY [late]      (under torchrun's environment)
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def generate(seed: int) -> dict[str, Any]:
         frozen = draw.choice((["-"], ["-"], ["blocks.0"], ["positions", "norm"]))
     config = {
         "device": "cpu",
-        "dtype": draw.choice(("fp32", "bf16")),
+        "dtype": draw.choice(("fp32", "bf16", "bf16", "fp16")),
         "update": draw.choice(("sync", "overlap")),
-        "zero_stage": draw.choice((2, 3, 3)),
+        "zero_stage": draw.choice((0, 1, 2, 3, 3, 3)),
         "threads": 1,
         "device_memory": "64MiB",
         "host_memory": "512MiB",
@@ -44,8 +45,12 @@ def generate(seed: int) -> dict[str, Any]:
         "chunk_elements": 65536 * draw.choice((1, 4)),
         **{name: draw.choice(TIERS) for name in ("parameters", "optimizer_state", "gradients")},
     }
-    if config["zero_stage"] == 2:
+    if config["zero_stage"] < 3:
         config["parameters"] = "device"
+    if config["zero_stage"] < 2:
+        config |= {"gradients": None, "accumulation": draw.choice((None, None, 1, 2))}
+    elif model == "gpt" and config["zero_stage"] == 3:
+        config["device_memory"] = draw.choice(("64MiB", "2MiB"))
     return {
         "model": model,
         "sizes": sizes,
@@ -54,12 +59,14 @@ def generate(seed: int) -> dict[str, Any]:
         "accumulate": draw.choice((1, 1, 2)),
         "groups": draw.random() < 0.5,
         "clip": draw.choice((None, 0.5)),
+        "evaluates": draw.random() < 0.3,
+        "zeros": draw.random() < 0.2,
         "config": config,
     }
 
 
 def main() -> None:
-    """Train each case, with transfers that are late by chance, on each rank others; compare every bit."""
+    """Train each case, `late` with transfers that are so by chance, others on each rank; compare all bits."""
     torch.set_num_threads(1)
     first, end = int(sys.argv[1]), int(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,7 +75,8 @@ def main() -> None:
         folder = Path(sys.argv[3], f"{seed}-{rank}")
         folder.mkdir()
         settings["config"]["nvme"] = str(folder)
-        os.environ["INFINITY_DELAY_SEED"] = str(seed * world + rank)
+        if "late" in sys.argv:
+            os.environ["INFINITY_DELAY_SEED"] = str(seed * world + rank)
         try:
             found, norms = train(settings, rank, world)
             compare(found, reference(settings, world, norms)[rank])

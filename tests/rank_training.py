@@ -56,7 +56,12 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
         if settings.get("clip_by_torch"):
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings["clip_by_torch"])))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not settings.get("zeros"))
+        if settings.get("evaluates"):
+            model.eval()
+            with torch.no_grad():
+                made.loss(model, batches(made, step + rank, 0, accumulate, rank, world))
+            model.train()
         norms += [] if settings.get("clip_by_torch") else [optimizer.grad_norm or 0.0]
     found: dict[str, Any] = {"losses": losses}
     states = optimizer.state_dict()["state"]
@@ -109,7 +114,8 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
     scale = 65536.0 if dtype is torch.float16 else 1.0
     for step in range(settings["steps"]):
         grads: dict[str, torch.Tensor] = {}
-        waits = settings["config"].get("zero_stage", 3) < 2 and accumulate > 1
+        declared = settings["config"].get("accumulation") or accumulate
+        waits = settings["config"].get("zero_stage", 3) < 2 and accumulate > 1 and declared >= accumulate
         waiting: list[dict[str, torch.Tensor]] = [{} for _ in models]  # of each rank, in stages 0 and 1
         for turn in range(accumulate):
             for rank, model in enumerate(models):
