@@ -385,6 +385,30 @@ def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
     assert len(set(said)) == 1
 
 
+UNEVEN = """
+model, adam = infinity.wrap(model, adam, config)
+x = torch.full((2, 8), rank + 1.0)
+for order in ([0], [0, 1, 2]), ([1], []):
+    model.order = [0, 1, 2]
+    model(x).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
+    model.order = order[rank]
+    with torch.no_grad():
+        model(x)
+    found = model.state_dict()
+print(float(sum(v.double().sum() for v in found.values())).hex())
+infinity.close(adam)
+"""
+
+
+def test_a_state_dict_behind_an_evaluation_with_different_layers(tmp_path: Path) -> None:
+    """Below stage 2 a rank has gathered what another has not."""
+    given = settings_of(tmp_path, "device", "fp32", gradients=None, zero_stage=1)
+    first, second = all_well(run_ranks(2, HEAD + UNEVEN, json.dumps(given)))
+    assert first == second
+
+
 GRADIENTS = """
 import copy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_

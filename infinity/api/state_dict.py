@@ -74,6 +74,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not _is_inside(module, modules):
+            engine.residency.use_all()
             engine.edits.given.check()
             given.clear()
             memory.clear()

@@ -117,6 +117,13 @@ class Residency:
         """Gather what was not needed on this rank, if that is to be in order."""
         self._gather_first(len(self.units))
 
+    def use_all(self) -> None:
+        """Have every unit as after its use, if that is to be in order: ranks may have used different ones."""
+        if self._in_order:
+            everything, owner = range(len(self.units)), object()
+            self.acquire(everything, owner, newest=False, note=False)
+            self.release(everything, owner)
+
     def _gather_first(self, count: int) -> None:
         for unit in self.units[:count] if self._in_order else ():
             if unit.state in (UnitState.GATHERED, UnitState.UNSHARDED):
