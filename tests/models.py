@@ -63,7 +63,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens (batch, length) int64 → logits (batch, length, vocabulary).
 
-    `recompute`: None, "reentrant" or "non-reentrant" activation checkpointing of each block.
+    `recompute`: None, "reentrant" or "non-reentrant" activation checkpointing of each block. Only the first
+    `depth` blocks are used; None: all.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute = recompute
+        self.depth: int | None = None
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -88,7 +90,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
+        for block in self.blocks[: self.depth]:
             if self.recompute is None:
                 x = block(x)
             else:

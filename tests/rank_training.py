@@ -3,35 +3,125 @@
     python -m tests.rank_training JSON      (under torchrun's environment)
 
 The reference has one copy of the model for each rank, in one process: it adds up their gradients as
-[Note: one order of sums] says, and updates with the kernel's reference in plain torch. Losses, values and
-moments are compared bit for bit; norms to 1e-12, because they are summed in another order.
+[Note: one order of sums] says, and updates with the kernel's reference in plain torch. Losses, what the model
+answers between steps, values and moments are compared bit for bit; norms to 1e-12, because they are summed in
+another order.
+
+Settings are `model`, `sizes`, `frozen`, `groups`, `clip`, `clip_by_torch`, `config`, and either `steps` and
+`accumulate`, or a `program`: what each step does, as `one_step` and `between` have it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import infinity
+from infinity.api.engine import engine_of
 from infinity.hardware import adam_reference
 
-from .models import Case, case
+from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Step = dict[str, Any]
 
 
-def batches(made: Case, step: int, turn: int, accumulate: int, rank: int, world: int) -> Any:
-    """The batch of one rank in one of a step's backwards."""
-    return made.batches[((step * accumulate + turn) * world + rank) % len(made.batches)]
+def program(settings: dict[str, Any]) -> list[Step]:
+    """Return what each step does."""
+    turns = settings.get("accumulate", 1)
+    given: list[Step] | None = settings.get("program")
+    return [{"turns": turns} for _ in range(settings["steps"])] if given is None else given
+
+
+def batch(made: Case, number: int, step: Step, turn: int, rank: int, world: int) -> Any:
+    """The batch of one rank in one of a step's forwards."""
+    return made.batches[((number * step["turns"] + turn) * world + rank) % len(made.batches)]
+
+
+def one_step(
+    made: Case,
+    model: nn.Module,
+    step: Step,
+    number: int,
+    rank: int,
+    world: int,
+    backward: Callable[[torch.Tensor, bool], None],
+) -> Iterator[float]:
+    """Do a step's forwards and backwards as one rank; yield the losses. `backward` gets a loss, and whether
+    it is the step's last.
+
+    A step has `turns` forwards, and
+
+        shape: "apart", a backward behind each; "sum", one of the sum of all losses; "together", first all
+            forwards, then all backwards, the last one first.
+        depths: how many blocks each rank uses in each forward.
+        zeros: the ranks whose loss is multiplied by 0, in each forward.
+    """
+    turns, shape = step["turns"], step.get("shape", "apart")
+    losses = []
+    for turn in range(turns):
+        if "depths" in step:
+            model.depth = step["depths"][turn][rank]  # type: ignore[assignment]
+        loss = made.loss(model, batch(made, number, step, turn, rank, world)) / turns
+        if rank in step.get("zeros", [[]] * turns)[turn]:
+            loss = loss * 0
+        yield loss.item()
+        if shape == "apart":
+            backward(loss, turn == turns - 1)
+        else:
+            losses.append(loss)
+    if shape == "sum":
+        backward(sum(losses[1:], losses[0]), True)
+    for left in range(len(losses) if shape == "together" else 0, 0, -1):
+        backward(losses.pop(), left == 1)
+    if "depths" in step:
+        model.depth = None  # type: ignore[assignment]
+
+
+def between(
+    made: Case, model: nn.Module, step: Step, what: str, dtype: torch.dtype, rank: int
+) -> Iterator[float]:
+    """Use the model behind a step; yield what can be compared.
+
+    what: "evaluate", all ranks, with as many blocks as in the step's first forward; "evaluate alone", the
+        first rank; "generate", in a loop that feeds tokens back; "module", a part of the model, by itself.
+    """
+    if what == "evaluate alone" and rank:
+        return
+    model.eval()
+    with torch.no_grad():
+        if what.startswith("evaluate"):
+            model.depth = step["depths"][0][rank] if "depths" in step else None  # type: ignore[assignment]
+            yield made.loss(model, made.batches[rank]).item()
+            model.depth = None  # type: ignore[assignment]
+        elif what == "generate":
+            tokens = torch.arange(rank, rank + 3)[None] % VOCABULARY
+            for _ in range(3):
+                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+            yield from tokens[0].tolist()
+        elif what == "module":
+            part, width = model.head, model.head.in_features  # type: ignore[union-attr]
+            x = torch.linspace(-1, 1, 2 * width, dtype=dtype).view(2, width)  # type: ignore[arg-type]
+            yield part(x).double().sum().item()  # type: ignore[operator, misc]
+    model.train()
+
+
+def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: int) -> None:
+    """Change every third element of some parameters, on each rank to something else."""
+    with torch.no_grad():
+        for name, factor in edits.items():
+            params[name].view(-1)[::3].mul_(factor).add_(0.01 * rank)
 
 
 def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, Any], list[float]]:
@@ -47,28 +137,33 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     adam = torch.optim.AdamW(groups(made.model), lr=LR)
     config = infinity.Config(**settings["config"], max_grad_norm=settings.get("clip"))
     model, optimizer = infinity.wrap(made.model, adam, config)
-    accumulate, losses, norms = settings.get("accumulate", 1), [], []
-    for step in range(settings["steps"]):
-        for turn in range(accumulate):
-            loss = made.loss(model, batches(made, step, turn, accumulate, rank, world)) / accumulate
-            optimizer.scale(loss).backward()
-            losses.append(loss.item())
+    params, engine = dict(model.named_parameters()), engine_of(optimizer)
+    found: dict[str, Any] = {"losses": [], "units": {n: engine.params[p].unit for n, p in params.items()}}
+    norms: list[float] = []
+    for number, step in enumerate(program(settings)):
+
+        def backward(loss: torch.Tensor, last: bool, step: Step = step) -> None:
+            with model.no_sync() if step.get("no_sync") and not last else contextlib.nullcontext():
+                optimizer.scale(loss).backward()
+
+        found["losses"] += one_step(made, model, step, number, rank, world, backward)
         if settings.get("clip_by_torch"):
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings["clip_by_torch"])))
         optimizer.step()
         optimizer.zero_grad(set_to_none=not settings.get("zeros"))
-        if settings.get("evaluates"):
-            model.eval()
-            with torch.no_grad():
-                made.loss(model, batches(made, step + rank, 0, accumulate, rank, world))
-            model.train()
         norms += [] if settings.get("clip_by_torch") else [optimizer.grad_norm or 0.0]
-    found: dict[str, Any] = {"losses": losses}
+        for what in step.get("between", []):
+            found["losses"] += between(made, model, step, what, DTYPES[settings["config"]["dtype"]], rank)
+        if (source := step.get("source")) is not None:
+            with infinity.gathered([params[n] for n in step["edits"]], write=True, source=source):
+                edit(params, step["edits"], rank)
+        elif "edits" in step:
+            edit(params, step["edits"], 0)
     states = optimizer.state_dict()["state"]
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    names = {p: n for n, p in model.named_parameters()}
+    ordered = [p for g in optimizer.param_groups for p in g["params"]]
+    names = {p: n for n, p in params.items()}
     found["moments"] = {
-        names[p]: (s["exp_avg"], s["exp_avg_sq"]) for i, p in enumerate(params) if (s := states.get(i))
+        names[p]: (s["exp_avg"], s["exp_avg_sq"]) for i, p in enumerate(ordered) if (s := states.get(i))
     }
     found["values"] = {n: v.clone() for n, v in model.state_dict().items()}
     infinity.close(optimizer)
@@ -81,8 +176,54 @@ def freeze(model: nn.Module, settings: dict[str, Any]) -> None:
         param.requires_grad_(not name.startswith(tuple(settings.get("frozen", ["-"]))))
 
 
-def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[dict[str, Any]]:
-    """The same in plain torch; what each rank finds. `norms`: those by which gradients are clipped."""
+class Sums:
+    """The gradients of one step, as all ranks have them: see [Note: one order of sums].
+
+    `came`: of one backward, for each rank, what has arrived of each parameter; several for one where
+    reentrant checkpointing ends a unit's backward several times.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], units: Mapping[str, int], world: int) -> None:
+        self.grads: dict[str, torch.Tensor] = {}
+        self._params, self._units, self._world = params, units, world
+        self._waiting: dict[int, list[dict[str, torch.Tensor]]] = {}  # of each unit, by rank
+        self._wide: set[int] = set()
+
+    def add(self, came: list[dict[str, list[torch.Tensor]]], *, reduced: bool) -> None:
+        for end in range(max((len(g) for of in came for g in of.values()), default=0)):
+            for rank, of in enumerate(came):
+                some = {name: g[end].float() for name, g in of.items() if len(g) > end}
+                for unit in {self._units[n] for n in some}:
+                    sums = self._waiting.setdefault(unit, [{} for _ in range(self._world)])[rank]
+                    if sums:
+                        self._wide.add(unit)
+                    for name, grad in some.items():
+                        if self._units[name] == unit:
+                            sums[name] = sums.get(name, torch.zeros(())) + grad
+            if reduced:
+                self.reduce()
+
+    def reduce(self) -> None:
+        """Add up what waits."""
+        for unit, waiting in self._waiting.items():
+            for name in {n: None for sums in waiting for n in sums}:
+                total = torch.zeros(self._params[name].shape)
+                for sums in waiting:
+                    total = total + sums.get(name, torch.zeros(()))
+                mean = total / self._world
+                if name in self.grads:
+                    self.grads[name] = self.grads[name].float() + mean
+                else:
+                    self.grads[name] = mean if unit in self._wide else mean.to(self._params[name].dtype)
+        self._waiting.clear()
+        self._wide.clear()
+
+
+def reference(
+    settings: dict[str, Any], world: int, norms: list[float], units: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The same in plain torch; what each rank finds. `norms`: those by which gradients are clipped; `units`:
+    the unit of each parameter."""
     made = case(settings["model"], **settings.get("sizes", {}))
     freeze(made.model, settings)
     dtype = DTYPES[settings["config"]["dtype"]]
@@ -96,9 +237,18 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
     for param in made.model.parameters():
         param.data = param.data.to(torch.float32 if param in keep else dtype)
     models = [copy.deepcopy(made.model) for _ in range(world)]
+    came: dict[str, list[torch.Tensor]] = {}  # of one rank, in one backward
     for model in models:
         model.register_forward_pre_hook(lambda _, a, k: (cast(a, dtype), cast(k, dtype)), with_kwargs=True)
         model.register_forward_hook(lambda _, a, out: cast(out, torch.float32))
+        for name, param in model.named_parameters():
+
+            def take(param: torch.Tensor, name: str = name) -> None:
+                came.setdefault(name, []).append(param.grad)  # type: ignore[arg-type]
+                param.grad = None
+
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(take)
     groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
     adam = torch.optim.AdamW(groups, lr=LR)
     names = {p: n for n, p in made.model.named_parameters()}
@@ -110,51 +260,14 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
         torch.manual_seed(5 + rank)
         random.append(torch.get_rng_state())
     losses: list[list[float]] = [[] for _ in models]
-    accumulate = settings.get("accumulate", 1)
     scale = 65536.0 if dtype is torch.float16 else 1.0
-    for step in range(settings["steps"]):
-        grads: dict[str, torch.Tensor] = {}
-        declared = settings["config"].get("accumulation") or accumulate
-        waits = settings["config"].get("zero_stage", 3) < 2 and accumulate > 1 and declared >= accumulate
-        waiting: list[dict[str, torch.Tensor]] = [{} for _ in models]  # of each rank, in stages 0 and 1
-        for turn in range(accumulate):
-            for rank, model in enumerate(models):
-                torch.set_rng_state(random[rank])
-                loss = made.loss(model, batches(made, step, turn, accumulate, rank, world)) / accumulate
-                (loss * scale).backward()
-                losses[rank].append(loss.item())
-                random[rank] = torch.get_rng_state()
-            for name in masters:
-                mine = [m.get_parameter(name) for m in models]
-                if all(p.grad is None for p in mine):
-                    continue
-                if waits:
-                    for param, sums in zip(mine, waiting, strict=True):
-                        if param.grad is not None:
-                            sums[name] = sums.get(name, torch.zeros(())) + param.grad.float()
-                        param.grad = None
-                    continue
-                total = torch.zeros(mine[0].shape)
-                for param in mine:
-                    total = total + (param.grad.float() if param.grad is not None else 0)
-                    param.grad = None
-                mean = total / world
-                if name in grads:
-                    grads[name] = grads[name].float() + mean
-                else:
-                    grads[name] = mean.to(mine[0].dtype)
-        for name in {n: None for sums in waiting for n in sums}:
-            total = torch.zeros(masters[name].shape)
-            for sums in waiting:
-                total = total + sums.get(name, torch.zeros(()))
-            grads[name] = total / world
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values())) / scale
-        assert math.isclose(norm, norms[step], rel_tol=1e-9) or not math.isfinite(norm), (norm, norms[step])
-        if not math.isfinite(norm):
-            scale /= 2
-            continue
+    declared = settings["config"].get("accumulation")
+    at_once = settings["config"].get("zero_stage", 3) >= 2
+    zeros: dict[str, torch.Tensor] = {}  # left by zero_grad(set_to_none=False)
+
+    def update(grads: dict[str, torch.Tensor], norm: float) -> None:
         limit = settings.get("clip")
-        clip = 1.0 if limit is None else min(1.0, limit / (norms[step] + 1e-6))
+        clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
             first, second = moments.setdefault(name, (torch.zeros(grad.shape), torch.zeros(grad.shape)))
@@ -163,6 +276,47 @@ def reference(settings: dict[str, Any], world: int, norms: list[float]) -> list[
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
                 weight_decay=group["weight_decay"], step=steps[name], grad_scale=1.0 / scale * clip,
             )  # fmt: skip
+            for model in models:
+                model.get_parameter(name).data.copy_(masters[name])
+
+    for number, step in enumerate(program(settings)):
+        backwards: list[list[dict[str, list[torch.Tensor]]]] = [[] for _ in models]
+        for rank, model in enumerate(models):
+
+            def backward(
+                loss: torch.Tensor, last: bool, mine: list[Any] = backwards[rank], scale: float = scale
+            ) -> None:
+                came.clear()
+                (loss * scale).backward()
+                mine.append(dict(came))
+
+            torch.set_rng_state(random[rank])
+            losses[rank] += one_step(made, model, step, number, rank, world, backward)
+            random[rank] = torch.get_rng_state()
+        sums = Sums(dict(models[0].named_parameters()), units, world)
+        for count, of_ranks in enumerate(zip(*backwards, strict=True), 1):
+            apart = step.get("no_sync") and count < len(backwards[0])
+            last = declared is not None and count % declared == 0 and not apart
+            sums.add(list(of_ranks), reduced=at_once or last)
+        sums.reduce()
+        grads = {n: g for n, g in zeros.items() if n not in sums.grads} | sums.grads
+        zeros = {n: torch.zeros_like(g) for n, g in grads.items()} if settings.get("zeros") else {}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values())) / scale
+        said = norms[number]
+        assert math.isclose(norm, said, rel_tol=1e-9) or not math.isfinite(norm), (number, norm, said)
+        if math.isfinite(norm):
+            update(grads, said)
+        else:
+            scale /= 2
+        for what in step.get("between", []):
+            for rank, model in enumerate(models):
+                losses[rank] += between(made, model, step, what, dtype, rank)
+        source = step.get("source") or 0
+        edited = dict(copy.deepcopy(models[source]).named_parameters())
+        edit(edited, step.get("edits", {}), source)
+        for name in step.get("edits", {}):
+            before, after = models[source].get_parameter(name).detach(), edited[name].detach()
+            masters[name] = torch.where(before != after, after.float(), masters[name])
             for model in models:
                 model.get_parameter(name).data.copy_(masters[name])
     return [
@@ -183,13 +337,16 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert torch.equal(mine, other), f"{kind} of {name}"
 
 
-def main() -> None:
+def check(settings: dict[str, Any], rank: int, world: int) -> None:
     """Train, and compare what this rank has found."""
-    torch.set_num_threads(1)
-    settings = json.loads(sys.argv[1])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found, norms = train(settings, rank, world)
-    compare(found, reference(settings, world, norms)[rank])
+    compare(found, reference(settings, world, norms, found["units"])[rank])
+
+
+def main() -> None:
+    """`check` what is given."""
+    torch.set_num_threads(1)
+    check(json.loads(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     sys.stdout.write("same\n")
 
 

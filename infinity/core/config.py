@@ -105,7 +105,7 @@ class Config:
             placed on the device: they are gathered once in a step, and stay. Below 2 each rank adds its
             gradients up, in fp32 from the second backward on, and ranks theirs in `step()`.
         accumulation: backwards in a step; in stages 0 and 1 ranks add their gradients up behind the last of
-            them then, and not in `step()`. None: that is not known.
+            them then, and not in `step()`; all use the same layers in that one. None: that is not known.
         rank_timeout: seconds that a rank waits for the others before it is an error.
 
     Raises:
