@@ -26,7 +26,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     draw = random.Random(seed)
     model = draw.choice(("gpt", "gpt", "cnn", "lstm", "moe"))
     sizes: dict[str, Any] = {}
-    frozen = ["-"]
+    frozen: list[str] = []
     if model == "gpt":
         sizes = {
             "width": 32,
@@ -34,7 +34,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
             "tied": draw.random() < 0.4,
             "recompute": draw.choice((None, None, "reentrant", "non-reentrant")),
         }
-        frozen = draw.choice((["-"], ["-"], ["blocks.0"], ["positions", "norm"]))
+        frozen = draw.choice(([], [], ["blocks.0"], ["positions", "norm"]))
     config = {
         "device": "cpu",
         "dtype": draw.choice(("fp32", "bf16", "bf16", "fp16")),

@@ -4,17 +4,18 @@
 
 The reference has one copy of the model for each rank, in one process: it adds up their gradients as
 [Note: one order of sums] says, and updates with the kernel's reference in plain torch. Losses, what the model
-answers between steps, values and moments are compared bit for bit; norms to 1e-12, because they are summed in
+answers between steps, values and state are compared bit for bit; norms to 1e-12, because they are summed in
 another order.
 
-Settings are `model`, `sizes`, `frozen`, `groups`, `clip`, `clip_by_torch`, `config`, and either `steps` and
-`accumulate`, or a `program`: what each step does, as `one_step` and `between` have it.
+Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `clip`, `clip_by_torch`, `config`, and either
+`steps` and `accumulate`, or a `program`: what each step does, as `one_step` and `between` have it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -90,30 +91,35 @@ def one_step(
 
 
 def between(
-    made: Case, model: nn.Module, step: Step, what: str, dtype: torch.dtype, rank: int
+    made: Case, model: Any, step: Step, what: str, dtype: torch.dtype, rank: int, *, synced: bool
 ) -> Iterator[float]:
     """Use the model behind a step; yield what can be compared.
 
     what: "evaluate", all ranks, with as many blocks as in the step's first forward; "evaluate alone", the
         first rank; "generate", in a loop that feeds tokens back; "module", a part of the model, by itself.
+    synced: whether `generate` of transformers does the same on all ranks until the last one's text has ended.
     """
     if what == "evaluate alone" and rank:
         return
     model.eval()
     with torch.no_grad():
         if what.startswith("evaluate"):
-            model.depth = step["depths"][0][rank] if "depths" in step else None  # type: ignore[assignment]
+            model.depth = step["depths"][0][rank] if "depths" in step else None
             yield made.loss(model, made.batches[rank]).item()
-            model.depth = None  # type: ignore[assignment]
+            model.depth = None
+        elif what == "generate" and hasattr(model, "generate"):
+            tokens = torch.arange(rank + 1, rank + 4)[None]
+            made_of = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "synced_gpus": synced}
+            yield from model.generate(input_ids=tokens, **made_of)[0].tolist()
         elif what == "generate":
             tokens = torch.arange(rank, rank + 3)[None] % VOCABULARY
             for _ in range(3):
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
             yield from tokens[0].tolist()
         elif what == "module":
-            part, width = model.head, model.head.in_features  # type: ignore[union-attr]
-            x = torch.linspace(-1, 1, 2 * width, dtype=dtype).view(2, width)  # type: ignore[arg-type]
-            yield part(x).double().sum().item()  # type: ignore[operator, misc]
+            part, width = model.head, model.head.in_features
+            x = torch.linspace(-1, 1, 2 * width, dtype=dtype).view(2, width)
+            yield part(x).double().sum().item()
     model.train()
 
 
@@ -126,18 +132,18 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
 
 def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, Any], list[float]]:
     """Train with the engine; return what is known of each parameter, and the norms."""
-    made = case(settings["model"], **settings.get("sizes", {}))
+    made = built(settings)
     if rank:
         with torch.no_grad():
             for param in made.model.parameters():  # the first rank's values count
                 param.add_(1)
-    freeze(made.model, settings)
     torch.manual_seed(5)
     groups = two_groups if settings.get("groups") else all_parameters
     adam = torch.optim.AdamW(groups(made.model), lr=LR)
     config = infinity.Config(**settings["config"], max_grad_norm=settings.get("clip"))
     model, optimizer = infinity.wrap(made.model, adam, config)
     params, engine = dict(model.named_parameters()), engine_of(optimizer)
+    dtype = DTYPES[settings["config"]["dtype"]]
     found: dict[str, Any] = {"losses": [], "units": {n: engine.params[p].unit for n, p in params.items()}}
     norms: list[float] = []
     for number, step in enumerate(program(settings)):
@@ -153,7 +159,7 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
         optimizer.zero_grad(set_to_none=not settings.get("zeros"))
         norms += [] if settings.get("clip_by_torch") else [optimizer.grad_norm or 0.0]
         for what in step.get("between", []):
-            found["losses"] += between(made, model, step, what, DTYPES[settings["config"]["dtype"]], rank)
+            found["losses"] += between(made, model, step, what, dtype, rank, synced=True)
         if (source := step.get("source")) is not None:
             with infinity.gathered([params[n] for n in step["edits"]], write=True, source=source):
                 edit(params, step["edits"], rank)
@@ -162,18 +168,23 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     states = optimizer.state_dict()["state"]
     ordered = [p for g in optimizer.param_groups for p in g["params"]]
     names = {p: n for n, p in params.items()}
-    found["moments"] = {
-        names[p]: (s["exp_avg"], s["exp_avg_sq"]) for i, p in enumerate(ordered) if (s := states.get(i))
-    }
+    found["state"] = {names[p]: state for i, p in enumerate(ordered) if (state := states.get(i))}
     found["values"] = {n: v.clone() for n, v in model.state_dict().items()}
     infinity.close(optimizer)
     return found, norms
 
 
-def freeze(model: nn.Module, settings: dict[str, Any]) -> None:
-    """Freeze the parameters whose names begin so."""
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(tuple(settings.get("frozen", ["-"]))))
+def built(settings: dict[str, Any]) -> Case:
+    """Return the model, with adapters of PEFT and parameters frozen as the settings say."""
+    made = case(settings["model"], **settings.get("sizes", {}))
+    if "adapters" in settings:
+        from .test_ecosystem import adapted
+
+        made = dataclasses.replace(made, model=adapted(settings["adapters"]))
+    for name, param in made.model.named_parameters():
+        if name.startswith(tuple(settings.get("frozen", ()))):
+            param.requires_grad_(False)
+    return made
 
 
 class Sums:
@@ -224,8 +235,7 @@ def reference(
 ) -> list[dict[str, Any]]:
     """The same in plain torch; what each rank finds. `norms`: those by which gradients are clipped; `units`:
     the unit of each parameter."""
-    made = case(settings["model"], **settings.get("sizes", {}))
-    freeze(made.model, settings)
+    made = built(settings)
     dtype = DTYPES[settings["config"]["dtype"]]
     keep = {
         p
@@ -310,7 +320,7 @@ def reference(
             scale /= 2
         for what in step.get("between", []):
             for rank, model in enumerate(models):
-                losses[rank] += between(made, model, step, what, dtype, rank)
+                losses[rank] += between(made, model, step, what, dtype, rank, synced=False)
         source = step.get("source") or 0
         edited = dict(copy.deepcopy(models[source]).named_parameters())
         edit(edited, step.get("edits", {}), source)
@@ -319,8 +329,17 @@ def reference(
             masters[name] = torch.where(before != after, after.float(), masters[name])
             for model in models:
                 model.get_parameter(name).data.copy_(masters[name])
+    state = {
+        n: {"step": torch.tensor(float(steps[n])), "exp_avg": first, "exp_avg_sq": second}
+        for n, (first, second) in moments.items()
+    }
+    for name, param in models[0].named_parameters():
+        if param.requires_grad and param.dtype is not torch.float32:
+            none = torch.zeros(param.shape)
+            state.setdefault(name, {"step": torch.tensor(0.0), "exp_avg": none, "exp_avg_sq": none})
+            state[name]["master"] = masters[name]
     return [
-        {"losses": mine, "moments": moments, "values": dict(model.state_dict())}
+        {"losses": mine, "state": state, "values": dict(model.state_dict())}
         for mine, model in zip(losses, models, strict=True)
     ]
 
@@ -331,10 +350,11 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["values"].keys() == wanted["values"].keys()
     for name, value in wanted["values"].items():
         assert torch.equal(found["values"][name], value), f"values of {name}"
-    assert found["moments"].keys() == wanted["moments"].keys()
-    for name, pair in wanted["moments"].items():
-        for kind, mine, other in zip(("exp_avg", "exp_avg_sq"), found["moments"][name], pair, strict=True):
-            assert torch.equal(mine, other), f"{kind} of {name}"
+    assert found["state"].keys() == wanted["state"].keys()
+    for name, state in wanted["state"].items():
+        assert found["state"][name].keys() == state.keys()
+        for kind, value in state.items():
+            assert torch.equal(found["state"][name][kind], value), f"{kind} of {name}"
 
 
 def check(settings: dict[str, Any], rank: int, world: int) -> None:

@@ -70,6 +70,10 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(3, "gpt", "device", "fp32"),
         {"sizes": {"recompute": "non-reentrant"}, "config": {"zero_stage": 0, "optimizer_state": "host"}},
     ),
+    "gpt, stage 1, blocks of one rank": (
+        *(2, "gpt", "device", "fp16"),
+        {"program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3, "zeros": True, "config": {"zero_stage": 1}},
+    ),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
@@ -191,17 +195,46 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("how", quick(DIVERGES, ["skips a layer", "raises in its forward"], [*DIVERGES][2:]))
-def test_ranks_that_do_not_do_the_same_all_end(how: str, tmp_path: Path) -> None:
+#: What ranks may do below stage 3: at 2 units stay to the next step, below that ranks may use different ones,
+#: and what a rank has whole it may look at alone.
+ALLOWED = {2: ["does one more forward"]}
+ALLOWED[1] = ["skips a layer", "uses layers in another order", "asks for a state dict alone", *ALLOWED[2]]
+ALLOWED[0] = ALLOWED[1]
+WAYS = [(how, stage) for stage in (3, 2, 1, 0) for how in DIVERGES if how not in ALLOWED.get(stage, ())]
+QUICK = [("skips a layer", 3), ("raises in its forward", 3)]
+FULL = [w for w in WAYS if w not in QUICK and w[1] in (3, [*DIVERGES].index(w[0]) % 3)]
+
+
+@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK, FULL))
+def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: Path) -> None:
     same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
     script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"
-    settings = settings_of(tmp_path, "nvme", "fp32", prefetch_memory=0)
-    (first, _, said), (last, _, other_said) = run_ranks(2, script, json.dumps(settings), seconds=60)
+    results = run_ranks(2, script, json.dumps(of_stage(tmp_path, stage)), seconds=60)
+    (first, _, said), (last, _, other_said) = results
     assert first == 1, (said, other_said)
     assert "RankError" in said or "DivergenceError" in said, said
     if how not in ("ends", "is killed", "is interrupted"):
         assert last == 1, other_said
     assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 2], [], [1]))
+def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
+    script = HEAD + LOOP
+    for how in ALLOWED[stage]:
+        other = DIVERGES[how].replace("\n", "\n    ")
+        script += f"if rank == 0:\n    step()\nelse:\n    {other}\n    model.order = [0, 1, 2]\n"
+    script += "step()\nprint(adam.grad_norm)\ninfinity.close(adam)\n"
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
+    assert first == second
+
+
+@pytest.mark.full
+def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
+    script = HEAD + LOOP + "model.order = [0, 1] if rank else [0, 1, 2]\nstep()\n"
+    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
+        assert code == 1
+        assert "DivergenceError" in err
 
 
 @STAGES

@@ -43,6 +43,11 @@ class Accumulated:
         if not more.arrivals:
             return
         more.seal()
+        if self._is_empty:
+            for index, arrival in more.arrivals.items():
+                self._note(index, arrival)
+            self._first, self.there = more, more.there
+            return
         made = more.mark()
         self.widen()
         with self.there(), torch.no_grad():
@@ -63,6 +68,10 @@ class Accumulated:
             if arrival.factor != 1.0:
                 mine.mul_(arrival.factor)
             mine.add_(more.values(index))
+        self._note(index, arrival)
+
+    def _note(self, index: int, arrival: Arrival) -> None:
+        before = self.arrivals.get(index)
         if before is not None and not arrival.fresh:
             arrival = Arrival(before.fresh, before.factor * arrival.factor)
         self.arrivals[index] = arrival
@@ -70,13 +79,11 @@ class Accumulated:
     def join(self, index: int, arrival: Arrival) -> None:
         """Take part in what has arrived of a parameter on another rank alone: with zeros."""
         before = self.arrivals.get(index)
-        if before is not None and not before.zero:
+        if before is not None and not before.zero and not self._is_empty:
             with self.there():
                 mine = self._place(index)
                 mine.zero_() if arrival.fresh else mine.mul_(arrival.factor)
-        if before is not None and not arrival.fresh:
-            arrival = Arrival(before.fresh, before.factor * arrival.factor)
-        self.arrivals[index] = arrival
+        self._note(index, arrival)
 
     def widen(self) -> None:
         """Have it in fp32."""
@@ -92,9 +99,14 @@ class Accumulated:
     def drop(self, index: int) -> None:
         """Forget what has arrived of a parameter."""
         arrival = self.arrivals.pop(index, None)
-        if arrival is not None and not arrival.zero:
+        if arrival is not None and not arrival.zero and not self._is_empty:
             with self.there():
                 self._place(index).zero_()
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether nothing but zeros has arrived on this rank, which take no memory."""
+        return self._first is not None and not self._first.nbytes
 
     def _place(self, index: int) -> torch.Tensor:
         if self._first is not None:

@@ -30,7 +30,7 @@ from .buffer import Arrival, SealedBuffer, UnitBuffer
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
-from .reduction import ReducedBuffer, agree, agree_on_all
+from .reduction import ReducedBuffer, agree, agree_on_all, elsewhere
 from .sending import Sending
 from .sharded_grad import ShardedGrad
 
@@ -164,11 +164,11 @@ class Gradients:
             self.send(self.units[sharded.unit])
             buffer, waiting = self._buffer_for(sharded), None
         buffer.put(index, other, shared=True)
-        # What is added to zero replaces it.
-        arrivals, arrival = buffer.arrivals, Arrival(waiting is not None, grad.factor * scale)
+        # What is added to zero replaces it, and is rounded so, whatever else is in its chunk.
+        arrivals, arrival = buffer.arrivals, Arrival(waiting is not None or grad.is_zero, grad.factor * scale)
         # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.
         arrivals[index] = arrival
-        grad.factor = inverse
+        grad.factor, grad.is_zero = inverse, False
 
     def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
         """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
@@ -250,7 +250,7 @@ class Gradients:
         """Add up what has `waiting`, else what is arriving, on all ranks; send this rank's slices of it."""
         buffer = waiting or self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
         arrivals, is_wide = agree(self._comm, unit.layout, buffer.arrivals, is_wide=buffer.is_wide)
-        for index in arrivals.keys() - buffer.arrivals.keys():  # what arrived elsewhere is this rank's, too
+        for index in elsewhere(buffer.arrivals, arrivals):  # what arrived elsewhere is this rank's, too
             arrivals[index] = self._arrived_elsewhere(unit.params[index], arrivals[index])
         self.sending.let_go()
         if all(arrival.zero for arrival in arrivals.values()):
@@ -288,17 +288,18 @@ class Gradients:
         """Have what arrived in a backward on any rank as this one's, too, so that all see the same."""
         for index, arrivals in agree_on_all(self._comm, [u.layout for u in self.units], came).items():
             unit = self.units[index]
-            for i in arrivals.keys() - came.get(index, {}).keys():
+            for i in elsewhere(came.get(index, {}), arrivals):
                 self._waiting.join(unit, i, self._arrived_elsewhere(unit.params[i], arrivals[i]))
 
     def _arrived_elsewhere(self, sharded: ShardedParam, arrival: Arrival) -> Arrival:
-        """Have a gradient of a parameter of which one has arrived on another rank alone."""
-        param = sharded.param
-        if not isinstance(param.grad, ShardedGrad) or arrival.fresh:
-            param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)
+        """Have a gradient of a parameter of which one has arrived on another rank alone (`elsewhere`)."""
+        grad = sharded.param.grad
+        if not isinstance(grad, ShardedGrad) or (arrival.fresh and not self.holds(grad)):
+            sharded.param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)
             return arrival
-        arrival = arrival._replace(factor=param.grad.factor * self.scale)
-        param.grad.factor = 1.0 / self.scale
+        if not arrival.fresh:
+            arrival = arrival._replace(factor=grad.factor * self.scale)
+        grad.factor, grad.is_zero = 1.0 / self.scale, False
         return arrival
 
     @sheltered
@@ -356,7 +357,7 @@ class Gradients:
     @sheltered
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
-        grad.factor = 1.0
+        grad.factor, grad.is_zero = 1.0, True
         unit = grad.sharded.unit
         buffer = self._filling.setdefault(unit, UnitBuffer(self.units[unit].layout, self._device))
         buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)

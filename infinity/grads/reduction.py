@@ -71,6 +71,11 @@ def agree_on_all(
     return together
 
 
+def elsewhere(mine: Mapping[int, Arrival], together: Mapping[int, Arrival]) -> list[int]:
+    """Return what has arrived on another rank alone: here there is nothing, or zero."""
+    return [i for i, a in together.items() if i not in mine or (mine[i].zero and not a.zero)]
+
+
 def _codes(layout: UnitLayout, arrivals: Mapping[int, Arrival]) -> bytearray:
     codes = bytearray(len(layout.params))
     for index, arrival in arrivals.items():

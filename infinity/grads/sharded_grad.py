@@ -52,11 +52,13 @@ class GradientSource(Protocol):
 
 class ShardedGrad(torch.Tensor):
     """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
-    the loss scale that they came with, times what the user made of it."""
+    the loss scale that they came with, times what the user made of it. `is_zero`: it was made zero, and
+    nothing was added since."""
 
     sharded: ShardedParam
     source: GradientSource
     factor: float
+    is_zero: bool
     number: int
 
     @staticmethod
@@ -71,6 +73,7 @@ class ShardedGrad(torch.Tensor):
         grad.sharded = sharded
         grad.source = source
         grad.factor = factor
+        grad.is_zero = False
         grad.number = source.begin(sharded)
         return grad
 
