@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch import nn
 from infinity.storage.checkpoints import find
 
 from .models import huggingface
+from .quick import quick
 from .ranks import all_well, run_ranks
+from .test_ecosystem import need
+from .test_ranks import of_stage
 
 BLOCKS = re.findall(
     r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```",
@@ -81,3 +85,25 @@ def test_ten_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
     states = [torch.load(tmp_path / f"{by}.pt", weights_only=True) for by in ("engine", "torch")]
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+
+
+def trains_as_torch_does(folder: Path, stage: int, **settings: Any) -> None:
+    """Three steps with `generate` behind each, on two ranks, the texts of which end at different lengths."""
+    program = [{"turns": turns, "between": ["generate"]} for turns in (2, 1, 2)]
+    config = of_stage(folder, stage) | {"dtype": "bf16"}
+    given = {"model": "llama", "program": program, "config": config, **settings}
+    script = "from tests.rank_training import main; main()"
+    results = run_ranks(2, script, json.dumps(given), seconds=120, imports=IMPORTS[2:])
+    assert all_well(results) == ["same\n"] * 2
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 3], [3]))
+def test_generate_between_steps(stage: int, tmp_path: Path) -> None:
+    trains_as_torch_does(tmp_path, stage)
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize(("adapters", "stage"), [("lora", 3), ("dora", 3), ("saved", 1), ("lora", 0)])
+def test_adapters_train_as_in_plain_torch(adapters: str, stage: int, tmp_path: Path) -> None:
+    need("peft")
+    trains_as_torch_does(tmp_path, stage, adapters=adapters)
