@@ -244,17 +244,14 @@ class Engine:
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         publisher = Publisher(store, device)
         cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
+        stage = self.config.zero_stage if owners.world > 1 else 0
         self.residency = Residency(
             *(units, cache, device, self.updates, publisher, self.recorder, self.shelter),
-            in_order=owners.world > 1 and self.config.zero_stage == 1,
+            in_order=stage == 1,
+            ahead=stage > 1,
         )
         self.gradients = Gradients(
-            units,
-            plans,
-            store,
-            pool,
-            device,
-            comm,
+            *(units, plans, store, pool, device, comm),
             room=self.footprint.gradients_nbytes,
             waits=self.config.zero_stage < 2,
             accumulation=self.config.accumulation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.hardware.device import Device
+from infinity.hardware.device import Device, Event
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Run
@@ -95,6 +95,11 @@ class Accumulated:
                 if run.trainable:
                     narrow = first.run(run)
                     self._wide[run.begin] = narrow.to(torch.float32)
+
+    def mark(self) -> Event | None:
+        """Return an event of all that was done with it so far."""
+        with self.there():
+            return self._device.mark()
 
     def drop(self, index: int) -> None:
         """Forget what has arrived of a parameter."""

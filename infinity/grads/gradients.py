@@ -30,7 +30,8 @@ from .buffer import Arrival, SealedBuffer, UnitBuffer
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
-from .reduction import ReducedBuffer, agree, agree_on_all, elsewhere
+from .reducing import Reducing
+from .reduction import agree_on_all, elsewhere
 from .sending import Sending
 from .sharded_grad import ShardedGrad
 
@@ -75,7 +76,7 @@ class Gradients:
         self.sending = Sending(self.chunks, self._work, store.versions, updates, device, recorder)
         self._waiting = Waiting(self.chunks, self.sending, updates, device)
         self._comm = comm
-        self._norms = Norms(units, self.entries, comm)
+        self._reducing, self._norms = Reducing(comm, device), Norms(units, self.entries, comm)
         self.scale = 1.0
         self.backwards = self.stepped = 0
         self.apart = False
@@ -172,9 +173,10 @@ class Gradients:
 
     def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
         """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
+        if self._reducing.has(sharded.unit):
+            self._finish_reduced()
         buffer = self._filling.get(sharded.unit)
-        if buffer is None:
-            buffer = UnitBuffer(self.units[sharded.unit].layout, self._device)
+        buffer = buffer or UnitBuffer(self.units[sharded.unit].layout, self._device)
         if self._comm.world == 1 and not self._fits(buffer.needs(sharded.index)):
             self._make_room(sharded.unit, buffer.needs(sharded.index))
         self._filling[sharded.unit] = buffer
@@ -245,27 +247,23 @@ class Gradients:
         for unit in self.units:
             if any(units[unit.index] for units in told):
                 self._reduce(unit, self._waiting.units.pop(unit.index, None))
+        self._finish_reduced()
 
     def _reduce(self, unit: ParamUnit, waiting: Accumulated | None) -> None:
-        """Add up what has `waiting`, else what is arriving, on all ranks; send this rank's slices of it."""
-        buffer = waiting or self._filling.get(unit.index) or UnitBuffer(unit.layout, self._device)
-        arrivals, is_wide = agree(self._comm, unit.layout, buffer.arrivals, is_wide=buffer.is_wide)
-        for index in elsewhere(buffer.arrivals, arrivals):  # what arrived elsewhere is this rank's, too
-            arrivals[index] = self._arrived_elsewhere(unit.params[index], arrivals[index])
+        """Begin to add up what has `waiting`, else what is arriving, on all ranks; finish the one before."""
         self.sending.let_go()
-        if all(arrival.zero for arrival in arrivals.values()):
-            zeros = UnitBuffer(unit.layout, self._device)
-            zeros.arrivals.update(arrivals)
-            self._filling.pop(unit.index, None)
-            self._send(unit, zeros)
-            return
-        if isinstance(buffer, UnitBuffer):
-            buffer.seal()
-        elif is_wide:
-            buffer.widen()
-        reduced = ReducedBuffer(self._comm, buffer, arrivals, self._device, is_wide=is_wide)
-        self._filling.pop(unit.index, None)
-        self._send(unit, reduced)
+        self._finish_reduced()
+        mine = waiting or self._filling.pop(unit.index, None) or UnitBuffer(unit.layout, self._device)
+        self._reducing.begin(unit, mine)
+
+    @sheltered
+    def _finish_reduced(self) -> None:
+        """Send this rank's slices of what is being added up."""
+        while self._reducing:
+            unit, mine, buffer = self._reducing.next()
+            for i in elsewhere(mine, buffer.arrivals):  # what arrived elsewhere is this rank's, too
+                buffer.arrivals[i] = self._arrived_elsewhere(unit.params[i], buffer.arrivals[i])
+            self._send(unit, buffer)
 
     @sheltered
     def reduce_rest(self) -> None:
@@ -343,6 +341,7 @@ class Gradients:
     @sheltered
     def send_all(self) -> None:
         """Send everything that has arrived."""
+        self._finish_reduced()
         for index in list(self._filling):
             self.send(self.units[index])
 
@@ -357,6 +356,7 @@ class Gradients:
     @sheltered
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
+        self._finish_reduced()
         grad.factor, grad.is_zero = 1.0, True
         unit = grad.sharded.unit
         buffer = self._filling.setdefault(unit, UnitBuffer(self.units[unit].layout, self._device))

@@ -10,8 +10,7 @@ would; of several (stages 0 and 1) in fp32, and so the stage changes no bit of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -31,8 +30,6 @@ class Mine(Protocol):
     """What has arrived of one unit's gradient on this rank."""
 
     layout: UnitLayout
-    arrivals: dict[int, Arrival]
-    there: Callable[[], AbstractContextManager[None]]
 
     def run(self, run: Run) -> torch.Tensor:
         """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
@@ -110,22 +107,22 @@ def _said(code: int) -> str:
 
 class ReducedBuffer:
     """A unit's gradient, added up over all ranks, as far as this rank has it: its slices, or, `replicated`,
-    all. See [Note: one order of sums]; `is_wide`: what replaces stays fp32, too."""
+    all. See [Note: one order of sums]; `is_wide`: what replaces stays fp32, too. Made where the caller's
+    compute goes."""
 
     def __init__(
         self, comm: Comm, mine: Mine, arrivals: dict[int, Arrival], device: Device, *, is_wide: bool
     ) -> None:
         self.layout = mine.layout
         self.arrivals = arrivals
-        self.there = mine.there
+        self.there = device.carry()
         self.nbytes = 0
         self.is_wide = is_wide
         self._device = device
         self._chunks: dict[int, torch.Tensor] = {}  # fp32, or as they are kept, by id
-        with self.there():
-            for run in self.layout.runs:
-                if run.trainable:
-                    self._reduce(comm, run, mine.run(run))
+        for run in self.layout.runs:
+            if run.trainable:
+                self._reduce(comm, run, mine.run(run))
 
     def _reduce(self, comm: Comm, run: Run, mine: torch.Tensor) -> None:
         values = comm.reduce(mine)

@@ -15,6 +15,7 @@ that made it anew might reach the store of the one that rank 0 is about to close
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import socket
@@ -23,7 +24,7 @@ import sys
 import time
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -37,6 +38,7 @@ from infinity.core.errors import ClosedError, ConfigError, RankError
 
 from .launch import launched
 from .ranks import Alone, Comm
+from .streams import POLL, HostStream, Task
 from .watch import Watch, diverged, hosts, named, until
 
 __all__ = ["Alone", "Comm", "Ranks", "connect", "numbers"]
@@ -145,6 +147,8 @@ class Ranks(Comm):
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._number = 0  # collectives that were begun
+        self._stream: HostStream | None = None  # [Note: behind compute]
+        self._begun: deque[Task] = deque()
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
         self._closed = False
         ranks = dist.get_process_group_ranks(group)
@@ -237,6 +241,22 @@ class Ranks(Comm):
         group = self._control if data.device.type == "cpu" else self._data
         self._do("broadcast", lambda: [group.broadcast(data, source)])
 
+    def begin(self, call: Callable[[], Any]) -> Task:
+        if self._stream is None:
+            self._stream = HostStream("ranks")
+        task = self._stream.submit(call)
+        self._begun.append(task)
+        return task
+
+    def finish(self, last: Task | None = None) -> None:
+        self._usable()
+        if self._stream is None or self._stream.is_here():
+            return
+        while self._begun and (last is None or last in self._begun):
+            while not self._begun[0].pause(POLL):  # an interrupt leaves it under way
+                continue
+            self._begun.popleft().wait()
+
     # -- errors
 
     def post(self, error: BaseException) -> None:
@@ -260,6 +280,9 @@ class Ranks(Comm):
     def close(self) -> None:
         if self._closed:
             return
+        while self._begun and self._error is None and not self._watch.failed:
+            with contextlib.suppress(Exception):  # was for nobody
+                self.finish()
         self._closed = True
         global _made_here
         atexit.unregister(self.close)
@@ -269,6 +292,8 @@ class Ranks(Comm):
         if hasattr(self, "_watch"):  # or not even this was made
             stuck = stuck or self._watch.failed
             self._watch.close()
+        if self._stream is not None:
+            self._stream.close()
         for group in self._groups if dist.is_initialized() else ():
             if stuck:
                 _keep(group)
@@ -293,7 +318,7 @@ class Ranks(Comm):
         """Start works, and poll until they are complete ([Note: waits for ranks poll])."""
         if locks.checking:
             locks.may_wait()
-        self._usable()
+        self.finish()
         self._number += 1
         works: list[Any] = []
         ended = False
@@ -416,6 +441,7 @@ def _after_fork() -> None:
         _made_here = None
     for comm in list(_open):
         comm._closed = True
+        comm._begun.clear()
         comm._watch.abandon()
         for group in comm._groups:
             _keep(group)

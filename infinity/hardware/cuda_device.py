@@ -74,6 +74,7 @@ class CudaDevice:
         with torch.cuda.device(torch_device):
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
+            self._aside = torch.cuda.Stream()
 
     def h2d(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
         """Start copying `source` (pinned) to `target` on the h2d stream, after `after`."""
@@ -115,6 +116,10 @@ class CudaDevice:
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return what has another thread's compute go where the caller's goes: its current stream."""
         return functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.torch_device))
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Return what has compute go beside the caller's: on a stream of its own."""
+        return torch.cuda.stream(self._aside)
 
     def wait_on_device(self, event: Event | None) -> None:
         """Make the current compute stream wait for `event`; the host does not."""
@@ -171,6 +176,7 @@ class CudaDevice:
         """Block until all copies are done."""
         self._h2d.synchronize()
         self._d2h.synchronize()
+        self._aside.synchronize()
 
     def memory_free(self) -> int:
         """Return the bytes that could be allocated on the device."""

@@ -91,6 +91,10 @@ class HostDevice:
         """Return what has another thread's compute go where the caller's goes."""
         return contextlib.nullcontext
 
+    def aside(self) -> AbstractContextManager[Any]:
+        """Return what has compute go beside the caller's: on a CPU it does so on another thread."""
+        return contextlib.nullcontext()
+
     def wait_on_device(self, event: Event | None) -> None:
         """Make the device's compute wait for `event` (here the host is the device)."""
         if event is not None:

@@ -1,13 +1,20 @@
 """The ranks that train one model: what they can do together, and what one alone does instead.
 
 A collective is called by one thread of a rank at a time, on all ranks, in the order of the program.
+
+[Note: behind compute] What is begun runs on a thread of its own while the program computes. Whatever
+collective comes next waits for it first: so their order is still that of the program, on every rank.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from .streams import Task
 
 
 class Comm:
@@ -54,6 +61,13 @@ class Comm:
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy rank `source`'s `flat` (contiguous, any dtype) to all ranks', in place. Collective."""
         raise NotImplementedError
+
+    def begin(self, call: Callable[[], Any]) -> Task:
+        """Queue `call`, which does nothing but wait and make collectives: [Note: behind compute]."""
+        raise NotImplementedError
+
+    def finish(self, last: Task | None = None) -> None:
+        """Wait for what was begun, up to `last` or all; raise what one of these raised, once."""
 
     def total(self, value: float) -> float:
         """Return the sum of all ranks' values, added in the order of the ranks. Collective."""

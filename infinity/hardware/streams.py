@@ -131,6 +131,10 @@ class HostStream:
         self._queue.put(task)
         return task
 
+    def is_here(self) -> bool:
+        """Return whether the caller is a call of this stream."""
+        return threading.current_thread() is self._thread
+
     def synchronize(self) -> None:
         """Block until everything queued so far has run. Errors stay with their tasks."""
         self.submit(lambda: None).wait()

@@ -23,6 +23,7 @@ class Residency:
 
     `in_order`: units are gathered in the order of their numbers, those before the one that is needed first
     (ZeRO's stage 1): then ranks may use different ones, as long as all come to the same `gather_all`.
+    `ahead`: while one is used, the next is gathered ([Note: behind compute]); then all ranks use the same.
 
     Attributes:
         hits: units that were loaded, or being loaded, when they were needed.
@@ -40,9 +41,11 @@ class Residency:
         shelter: Shelter,
         *,
         in_order: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.units = units
         self._in_order = in_order
+        self._ahead = ahead
         self.cache = cache
         self.schedule = cache.schedule
         self.shelter = shelter
@@ -111,6 +114,16 @@ class Residency:
                 unit.gather()
                 unit.unshard()
                 self._record_unshard(unit)
+        if note:
+            self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """Begin to gather what comes next, if its load has begun: that is so on all ranks, or on none."""
+        for index in self.schedule.rest() if self._ahead else ():
+            unit = self.units[index]
+            if unit.state not in (UnitState.GATHERED, UnitState.UNSHARDED):
+                unit.gather_ahead()
+                return
 
     @sheltered
     def gather_all(self) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -34,6 +33,7 @@ from infinity.hardware.ranks import Comm
 from infinity.planning.partition import UnitLayout
 from infinity.storage.versions import Slot
 
+from .gather import Gather
 from .load import Load, Loader
 from .param import ShardedParam
 from .unit_memory import UnitMemory
@@ -94,6 +94,7 @@ class ParamUnit(UnitMemory):
         self._comm = comm
         self._load: Load | None = None
         self._loader: Loader | None = None
+        self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
         self._warned = False
         self._look = look
@@ -265,7 +266,7 @@ class ParamUnit(UnitMemory):
         counted = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
         if self._sums is None:
             return [] if self.on_device else counted
-        unseen = [p for p, s, t in zip(self.params, self._sums, self._checksums(), strict=True) if s != t]
+        unseen = [p for p, s, t in zip(self.params, self._sums, self.checksums(), strict=True) if s != t]
         return [p for p in unseen if p not in counted] if self.on_device else counted or unseen
 
     def check_edited(self, *, newer: bool = False) -> None:
@@ -301,11 +302,14 @@ class ParamUnit(UnitMemory):
         if self.state is not UnitState.LOADED:
             return
         if self._comm.world > 1:
-            self._comm.exchange(f"gather of unit {self.layout.name!r}")
-            for run in self.layout.runs:
-                self._comm.gather(self.view(run.begin, run.nbytes))
+            self._gather.finish(self.runs())
             self.looked()
         self.state = UnitState.GATHERED
+
+    def gather_ahead(self) -> None:
+        """Begin to gather a unit that is LOADING: it is used next, on all ranks. Does not wait."""
+        if self._load is not None and self.state is UnitState.LOADING:
+            self._gather.begin(self._load, self.runs())
 
     def unshard(self) -> None:
         """GATHERED → UNSHARDED.
@@ -337,14 +341,9 @@ class ParamUnit(UnitMemory):
     def looked(self, indices: Collection[int] | None = None) -> None:
         """Note that the values of the parameters with these `indices`, or of all, are right as they are."""
         if self._look:
-            now = self._checksums()
+            now = self.checksums()
             known = self._sums if self._sums is not None and indices is not None else now
             self._sums = [now[i] if i in (indices or ()) else known[i] for i in range(len(now))]
-
-    def _checksums(self) -> list[int]:
-        places = zip(self.layout.byte_offsets, self.params, strict=True)
-        views = (self.view(at, p.spec.numel * p.spec.dtype.itemsize) for at, p in places)
-        return [zlib.crc32(view.cpu().numpy().tobytes()) for view in views]
 
     def _forget_edits(self) -> None:
         """What was edited is not to be used any more."""
@@ -354,6 +353,7 @@ class ParamUnit(UnitMemory):
 
     def _wait_load(self) -> None:
         """Wait until nothing is on its way to the storage."""
+        self._gather.wait()
         load = self._load
         if load is not None and self._loader is not None:
             self._loader.start(load)  # where an interrupt came first; once more does nothing
@@ -438,7 +438,7 @@ class ParamUnit(UnitMemory):
 
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
-        return self._load is None or self._load.is_over()
+        return self._gather.is_over and (self._load is None or self._load.is_over())
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

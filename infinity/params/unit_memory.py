@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,16 @@ class UnitMemory:
             tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
             size = dtype.itemsize
             return tensor.set_(self.storage, offset // size, (nbytes // size,), (1,))
+
+    def runs(self) -> list[torch.Tensor]:
+        """Return the unit's runs, as bytes."""
+        return [self.view(run.begin, run.nbytes) for run in self.layout.runs]
+
+    def checksums(self) -> list[int]:
+        """Return the CRC-32 of each parameter's values in the storage."""
+        places = zip(self.layout.byte_offsets, self.params, strict=True)
+        views = (self.view(at, p.spec.numel * p.spec.dtype.itemsize) for at, p in places)
+        return [zlib.crc32(view.cpu().numpy().tobytes()) for view in views]
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the memory on the device where a chunk's copy is placed, in its compute dtype."""

@@ -69,8 +69,12 @@ class Schedule:
         """Return the last complete cycle: its first half is the order of the forward."""
         return list(self._records[0][1]) if self._records else []
 
+    def rest(self) -> list[int]:
+        """Return the units expected until the cycle's end, nearest first."""
+        return self._followed[self._position :]
+
     def upcoming(self) -> Iterator[int]:
         """Yield the units expected from here, nearest first, across the end of the cycle."""
-        yield from self._followed[self._position :]
+        yield from self.rest()
         # The first half of the next cycle begins like this one.
         yield from self._followed[: self._position]
