@@ -74,6 +74,14 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(2, "gpt", "device", "fp16"),
         {"program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3, "zeros": True, "config": {"zero_stage": 1}},
     ),
+    "gpt, stage 0, blocks of one rank": (
+        *(2, "gpt", "device", "fp32"),
+        {
+            "sizes": {"recompute": "reentrant"},
+            "program": [{"turns": 2, "shape": "sum", "depths": [[3, 2], [3, 0]]}] * 2,
+            "config": {"zero_stage": 0},
+        },
+    ),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
