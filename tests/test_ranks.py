@@ -426,6 +426,14 @@ def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
     assert len(set(said)) == 1
 
 
+@STAGES
+def test_nobody_holds_units_but_users(stage: int, tmp_path: Path) -> None:
+    script = HEAD + LOOP + "infinity.flush(adam)\nprint(infinity.metrics(adam)['memory/held_units'])\n"
+    results = run_ranks(2, script, json.dumps(of_stage(tmp_path, stage)))
+    assert all_well(results) == ["0.0\n"] * 2
+    assert not any("stay on the device" in err for _, _, err in results)
+
+
 UNEVEN = """
 model, adam = infinity.wrap(model, adam, config)
 x = torch.full((2, 8), rank + 1.0)
