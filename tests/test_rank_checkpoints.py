@@ -131,6 +131,62 @@ def test_an_export_is_the_one_of_one_rank(tmp_path: Path) -> None:
     assert len(files) > 4
 
 
+MEMORY = """
+import json, os, sys
+import torch
+from torch import nn
+import infinity
+from infinity.cli.measure import Peak
+torch.set_num_threads(1)
+config = infinity.Config(**json.loads(sys.argv[1]))
+found = {}
+
+def measured(name, call):
+    with Peak(interval=0.002) as peak:
+        call()
+        found[name] = peak.nbytes
+
+def step():
+    model(torch.randn(2, 1024)).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
+
+with Peak(interval=0.002) as all_of_it:
+    with infinity.init(config):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(20)))
+    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    step()
+    measured("save", lambda: infinity.save(adam, sys.argv[2] + "saved"))
+    step()
+    measured("load", lambda: infinity.load(adam, sys.argv[2] + "saved"))
+    measured("export", lambda: infinity.export(model, sys.argv[2] + "out", "fp32"))
+    step()
+found["run"] = all_of_it.nbytes
+infinity.close(adam)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "place"),
+    quick([(2, "nvme"), (2, "host"), (3, "nvme"), (4, "host")], [(2, "nvme")], [(4, "host")]),
+)
+def test_no_rank_ever_has_the_whole_model(world: int, place: str, tmp_path: Path) -> None:
+    """Not as it is built and wrapped, trained, saved, loaded and exported: its share, and the budgets."""
+    mib = 1 << 20
+    device, host, whole = 12 * mib, 40 * mib, 16 * 21 * mib
+    share = whole // world if place == "host" else 0
+    config, _ = job(tmp_path, place)
+    config |= {"device_memory": world * device, "host_memory": world * (host + share)}
+    results = run_ranks(world, MEMORY, json.dumps(config), f"{tmp_path}/", imports=["infinity.cli.measure"])
+    found = [json.loads(said) for said in all_well(results)]
+    for of in found:
+        assert all(of[name] <= 8 * mib for name in ("save", "load", "export")), found
+        assert of["run"] <= share + host + device + 96 * mib, found
+    taken = [of["run"] for of in found]
+    assert max(taken) - min(taken) <= 16 * mib, found  # ranks that begin without values take no more
+
+
 PEFT = """
 import os, sys
 from pathlib import Path

@@ -74,6 +74,14 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(2, "gpt", "device", "fp16"),
         {"program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3, "zeros": True, "config": {"zero_stage": 1}},
     ),
+    "gpt, stage 0, blocks of one rank": (
+        *(2, "gpt", "device", "fp32"),
+        {
+            "sizes": {"recompute": "reentrant"},
+            "program": [{"turns": 2, "shape": "sum", "depths": [[3, 2], [3, 0]]}] * 2,
+            "config": {"zero_stage": 0},
+        },
+    ),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
@@ -416,6 +424,14 @@ def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
     for stage in (0, 1):
         said += all_well(run_ranks(2, HEAD + LAYERDROP, json.dumps(given), json.dumps({"zero_stage": stage})))
     assert len(set(said)) == 1
+
+
+@STAGES
+def test_nobody_holds_units_but_users(stage: int, tmp_path: Path) -> None:
+    script = HEAD + LOOP + "infinity.flush(adam)\nprint(infinity.metrics(adam)['memory/held_units'])\n"
+    results = run_ranks(2, script, json.dumps(of_stage(tmp_path, stage)))
+    assert all_well(results) == ["0.0\n"] * 2
+    assert not any("stay on the device" in err for _, _, err in results)
 
 
 UNEVEN = """

@@ -3,6 +3,7 @@ device. With several ranks those of the first count."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,16 @@ def give_memory(model: nn.Module) -> None:
     Their memory is not touched, and so takes none, until the values come. Nobody may refer to them weakly."""
     for param in model.parameters():
         if param.is_meta:
-            empty = torch.empty_like(param, device="cpu")
-            torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
+            torch.utils.swap_tensors(param, nn.Parameter(_untouched(param.detach()), param.requires_grad))
+
+
+def _untouched(like: torch.Tensor) -> torch.Tensor:
+    """Return memory on the CPU. What is large is a mapping of its own, which goes with its last tensor:
+    malloc would keep the holes, and so the whole model, for longer than the take-over."""
+    if like.nbytes < mmap.PAGESIZE:
+        return torch.empty_like(like, device="cpu")
+    flat = torch.frombuffer(mmap.mmap(-1, like.nbytes), dtype=like.dtype)
+    return flat.as_strided(like.shape, torch.empty_like(like).stride())
 
 
 def take_over(

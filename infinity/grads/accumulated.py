@@ -144,7 +144,9 @@ class Waiting:
         """Add what a backward has brought of a unit."""
         if buffer is None or not buffer.arrivals:
             return
-        self.came.setdefault(unit.index, {}).update(buffer.arrivals)
+        came = self.came.setdefault(unit.index, {})
+        # Of several in one backward, as of a layer that is recomputed reentrantly, the first one counts.
+        came.update({i: a for i, a in buffer.arrivals.items() if i not in came or came[i].zero})
         if unit.index in self.units:
             self.units[unit.index].add(buffer)
         else:

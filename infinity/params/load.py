@@ -67,6 +67,7 @@ class Load:
     def finish(self) -> None:
         """Let go of the unit's storage and tell that all copies are on the stream, or that it failed."""
         self.target = torch.empty(0, dtype=torch.uint8)
+        self.here = {}
         self.issued.open()
 
     def wait_issued(self) -> Event | None:
