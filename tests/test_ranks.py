@@ -389,6 +389,42 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
         assert float(said) == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < float(said) <= 9
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_collectives_run_behind_compute(stage: int, tmp_path: Path) -> None:
+    """All reductions do, and from stage 2 on all gathers but that of the first unit of a cycle; at stage 0
+    reduced gradients are gathered."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+import threading
+from infinity.api.engine import engine_of
+engine = engine_of(adam)
+there = {"gather": [], "reduce": []}
+for name, threads in there.items():
+    def watched(run, call=getattr(engine.comm, name), threads=threads):
+        threads.append(threading.current_thread().name == "infinity-ranks")
+        return call(run)
+    setattr(engine.comm, name, watched)
+for _ in range(3):
+    for threads in there.values():
+        threads.clear()
+    loss().backward()
+    adam.step()
+    adam.zero_grad()
+print(json.dumps([there, len(engine.units[0].layout.runs)]))
+"""
+    )
+    given = settings_of(tmp_path, "device", "fp32", zero_stage=stage)
+    given["gradients"] = None
+    for said in all_well(run_ranks(2, script, json.dumps(given))):
+        there, runs = json.loads(said)
+        assert there["reduce"]
+        assert all(there["reduce"])
+        if stage != 1:
+            assert there["gather"].count(False) <= (runs if stage else 0) < len(there["gather"])
+
+
 LAYERDROP = """
 config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
 import copy
