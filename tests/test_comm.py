@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +10,7 @@ import torch
 from infinity.core.errors import ConfigError
 from infinity.hardware.comm import Alone, connect
 
-from .cgroup import unavailable
+from .hosts import BETWEEN, two_hosts
 from .ranks import Result, all_well, free_port, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -390,41 +385,13 @@ for late in range(3):
     all_well(run_ranks(3, START + script, *(str(free_port()) for _ in range(3))))
 
 
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces that a cable joins: infinity-<pid>-0 is 10.213.0.1, -1 is 10.213.0.2."""
-    names = [f"infinity-{os.getpid()}-{i}" for i in range(2)]
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-    if os.geteuid() != 0:
-        unavailable("network namespaces need root")
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "cable", "netns", names[1])
-            for i, name in enumerate(names):
-                ip("-n", name, "addr", "add", f"10.213.0.{i + 1}/24", "dev", "cable")
-                ip("-n", name, "link", "set", "cable", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            unavailable(f"no network namespaces: {getattr(error, 'stderr', None) or error}")
-        yield names
-    finally:
-        for name in names:
-            if Path("/run/netns", name).exists():
-                subprocess.run(["ip", "netns", "del", name], check=False)
-
-
 @pytest.mark.root
 def test_a_link_that_is_down() -> None:
     script = """
-import ctypes, subprocess
-rank, names = int(os.environ["RANK"]), sys.argv[1:]
-with open(f"/run/netns/{names[rank]}") as space:
-    assert ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000) == 0
+import subprocess
+from tests.hosts import enter
+rank = int(os.environ["RANK"])
+enter(sys.argv[1 + rank])
 comm = connect(device=CPU, timeout=60)
 DO["exchange"](comm)
 if rank == 0:
@@ -435,8 +402,7 @@ assert time.monotonic() - begin < 20
 comm.close()
 """
     with two_hosts() as names:
-        environment = {"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": "cable"}
-        results = run_ranks(2, START + script, *names, environment=environment)
+        results = run_ranks(2, START + script, *names, environment=BETWEEN)
     for rank, result in enumerate(results):
         kind, text = the_error(result)
         assert kind == "RankError"
