@@ -172,6 +172,9 @@ class Staged:
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         return contextlib.nullcontext
 
+    def aside(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def wait_on_device(self, event: Event | None) -> None:
         self.note("wait", event)
         if event is not None:

@@ -225,11 +225,11 @@ def test_memory_is_unpinned_in_that_order_when_wrap_fails(
 def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
     waited: list[str] = []
     device = object.__new__(CudaDevice)
-    for name in ("_h2d", "_d2h"):
+    for name in ("_h2d", "_d2h", "_aside"):
         stream = SimpleNamespace(synchronize=lambda name=name: waited.append(name))
         setattr(device, name, stream)
     device.close()
-    assert sorted(waited) == ["_d2h", "_h2d"]
+    assert sorted(waited) == ["_aside", "_d2h", "_h2d"]
 
 
 def test_the_activation_region_prefers_the_node_of_the_pool(
