@@ -61,7 +61,7 @@ class Ranks:
         root = str(Path(__file__).resolve().parent.parent)
         told = {"name": name, "model": dataclasses.asdict(_model(args)), "tokens": args.tokens}
         told |= {"dtype": dtype, "directory": os.path.join(folder, f"{dtype}-{name}")}
-        told |= {"config": json.loads(args.config), "limit": args.limit}
+        told |= {"config": json.loads(args.config), "zero": json.loads(args.zero), "limit": args.limit}
         os.makedirs(told["directory"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -161,7 +161,7 @@ def with_deepspeed(
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": told["dtype"] == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0, **told["zero"]},
     }
     deepspeed.init_distributed("gloo")
     built = model.build()  # not within zero.Init, where transformers gives it other values
@@ -254,7 +254,7 @@ def race(names: list[str], dtype: str, folder: str, args: argparse.Namespace) ->
                 ready[name], samples[name] = running[name].ready, []
             except (ChildError, OSError) as error:
                 failed(name, error)
-        for name, counts in common.turns(list(running), args.warmup, args.rounds):
+        for name, counts in common.turns(names, args.warmup, args.rounds):
             if name not in running:
                 continue
             print(f"{dtype}: {name}", file=sys.stderr)
@@ -347,10 +347,13 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=3, help="steps of a turn")
     everybody = (*OURS, *PEERS)
     parser.add_argument("--contestants", nargs="+", choices=everybody, default=list(everybody))
+    parser.add_argument("--zero", default="{}", help="more of DeepSpeed's zero_optimization, as JSON")
     parser.add_argument("--limit", type=int, default=1200, help="seconds after which a rank ends itself")
     parser.set_defaults(timeout=240, warmup=1)
     args = parser.parse_args()
     names = [n for n in args.contestants if n != "deepspeed" or args.deepspeed_python]
+    if not names:
+        parser.error("DeepSpeed needs --deepspeed-python")
     hardware = common.hardware(args.directory)
     groups: dict[str, Any] = {}
     with scratch(os.path.abspath(args.directory)) as folder:
