@@ -212,20 +212,19 @@ class Gradients:
         """
         if self._comm.world == 1:
             self.send(unit)
-        elif not unit.layout.gradient_nbytes:
-            return
-        elif self._waits:
+        elif self._waits and unit.layout.gradient_nbytes:
             self._waiting.add(unit, self._filling.pop(unit.index, None))
-            if self._is_last:
+            came = bytes([unit.index in self._waiting.came])  # or it ends again, as one with tied parameters
+            if self._is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
                 self._reduce(unit, self._waiting.units.pop(unit.index, None))
-        else:
+        elif unit.layout.gradient_nbytes:
             self._reduce(unit, None)
 
     @property
     def _is_last(self) -> bool:
         """Whether what waits is reduced behind this backward."""
-        number, of = self.backwards - self.stepped, self._accumulation
-        return of is not None and not self.apart and number % of == 0
+        of = self._accumulation
+        return of is not None and not self.apart and (self.backwards - self.stepped) % of == 0
 
     @sheltered
     def reduce_waiting(self) -> None:
