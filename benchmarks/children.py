@@ -172,7 +172,17 @@ def forget_peak() -> None:
 
 def peak_memory() -> int:
     """Return the most memory that this process has had, in bytes."""
+    return _status("VmHWM")
+
+
+def peak_anonymous() -> int:
+    """Return `peak_memory` without the pages of files that are resident now: the code of libraries."""
+    return _status("VmHWM") - _status("RssFile")
+
+
+def _status(name: str) -> int:
+    """Return a size in bytes of this process (proc_pid_status(5)); 0: the kernel does not say."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -3,8 +3,8 @@
     python benchmarks/ranks.py --directory /mnt/nvme --deepspeed-python /path/to/python \\
         --layers 8 --width 768 --output results.json
 
-Every contestant is two processes, each with one torch thread and a sequence of its own; in every round each
-contestant takes one turn of some steps, in an order that rotates:
+Every contestant is two processes, each with one torch thread and a sequence of its own, that wait for a line
+while others work; in every round each contestant takes one turn of some steps, in an order that rotates:
 
 infinity-host  parameters, gradients and optimizer state in host memory
 infinity-nvme  all of it on the drive
@@ -13,8 +13,11 @@ fsdp2          torch's `fully_shard` of every block, CPUOffloadPolicy(pin_memory
                mesh of CPUs, and torch's fused AdamW
 
 A turn ends when all of its work is complete on both ranks. ``seconds`` are those of a turn by the number of
-its steps; peak memory is the larger of the two ranks' resident sets. That they do the same work is seen by
-the first losses.
+its steps. A ratio is that of the same round; the figure is their median, with 95 % bounds as in
+against_commit.py (of 7 rounds: the lowest and the highest; of 9: the second of either end). Memory is the
+peak of the larger rank while it takes steps: the resident set, and that without pages of files, which are
+those of libraries. It counts as the same work if every rank's first loss, and the last one of the first turn,
+agree; if not, the run fails. One that fails is part of the result, with its error; the others go on.
 """
 
 from __future__ import annotations
@@ -25,32 +28,44 @@ import dataclasses
 import gc
 import json
 import os
+import signal
+import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from children import Child, ChildError, forget_peak, lines, peak_memory, tell
+from against_commit import bounds
+from children import Child, ChildError, forget_peak, lines, peak_anonymous, peak_memory, tell
 from gpt2 import GPT2
 
 WORLD = 2
 OURS = ("infinity-host", "infinity-nvme")
+PEERS = ("deepspeed", "fsdp2")
 WANTED = {"of_deepspeed": 1.5, "of_fsdp2": 1.0}
 LR = 1e-4
+#: What a rank says of a turn.
+ANSWERS = ("losses", "peak_rss", "peak_anonymous")
+#: By how much losses of the same work may differ, as a share.
+AGREE = {"fp32": 1e-4, "bf16": 1e-2}
 
 
 class Ranks:
     """The processes of one contestant."""
 
-    def __init__(self, name: str, folder: str, args: argparse.Namespace, port: int) -> None:
+    def __init__(self, name: str, dtype: str, folder: str, args: argparse.Namespace) -> None:
         python = args.deepspeed_python if name == "deepspeed" else sys.executable
         root = str(Path(__file__).resolve().parent.parent)
         told = {"name": name, "model": dataclasses.asdict(_model(args)), "tokens": args.tokens}
-        told |= {"dtype": args.dtype, "directory": os.path.join(folder, name)}
+        told |= {"dtype": dtype, "directory": os.path.join(folder, f"{dtype}-{name}")}
+        told |= {"config": json.loads(args.config), "zero": json.loads(args.zero), "limit": args.limit}
         os.makedirs(told["directory"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
 
         def start(rank: int) -> Child:
             env = {
@@ -66,30 +81,38 @@ class Ranks:
 
         self._pool = ThreadPoolExecutor(WORLD)
         starting = [self._pool.submit(start, rank) for rank in range(WORLD)]
-        self._children = []
-        try:
-            self._children = [each.result() for each in starting]
-        except BaseException:
-            self._children = [each.result() for each in starting if not each.exception()]
+        first = _first_error(starting)
+        self._children = [each.result() for each in starting if not each.exception()]
+        if first is not None:
             self.close()
-            raise
+            raise first
         self.ready = self._children[0].ready
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Take steps; return seconds of one, losses of the first and the peak of memory."""
+        """Take steps; return seconds of one, the losses of the first and the last, and peaks of memory.
+
+        Raises:
+            ChildError: a rank ended, or did not answer in time.
+        """
         begin = time.perf_counter()
-        answers = list(self._pool.map(lambda child: child.ask(str(steps)), self._children))
+        asked = [self._pool.submit(child.ask, str(steps)) for child in self._children]
+        first = _first_error(asked)
+        if first is not None:
+            raise first
         seconds = (time.perf_counter() - begin) / steps
-        return {
-            "seconds": seconds,
-            "losses": [a["loss"] for a in answers],
-            "peak_rss": max(a["peak_rss"] for a in answers),
-        }
+        answers = [each.result() for each in asked]
+        return {"seconds": seconds, **{key: [a[key] for a in answers] for key in ANSWERS}}
 
     def close(self) -> None:
         """End both."""
         list(self._pool.map(Child.close, self._children))
         self._pool.shutdown()
+
+
+def _first_error(futures: list[Future[Any]]) -> BaseException | None:
+    """Wait for all; return the error of the one that failed first: the others' follow from it."""
+    errors = [each.exception() for each in as_completed(futures)]
+    return next((error for error in errors if error is not None), None)
 
 
 def _model(args: argparse.Namespace) -> GPT2:
@@ -112,6 +135,7 @@ def with_infinity(told: dict[str, Any], model: GPT2) -> tuple[Any, Callable[[Any
         nvme=told["directory"],
         threads=1,
         **dict.fromkeys(("parameters", "optimizer_state", "gradients"), where),
+        **told["config"],
     )
     with infinity.init(config):
         built = model.build()
@@ -137,7 +161,7 @@ def with_deepspeed(
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": told["dtype"] == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0, **told["zero"]},
     }
     deepspeed.init_distributed("gloo")
     built = model.build()  # not within zero.Init, where transformers gives it other values
@@ -181,6 +205,7 @@ def serve(told: dict[str, Any]) -> None:
     import torch
     from runner import PACKAGES, versions
 
+    signal.alarm(told["limit"])  # whatever it hangs in, and even if the parent was killed
     torch.set_num_threads(1)
     model = GPT2(**told["model"])
     makers = {"deepspeed": with_deepspeed, "fsdp2": with_fsdp2}
@@ -189,7 +214,7 @@ def serve(told: dict[str, Any]) -> None:
     data = torch.randint(0, model.vocabulary, (1, told["tokens"]), generator=random)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what building took is not what steps take
-    tell({"versions": versions(*PACKAGES)})
+    tell({"versions": versions(*PACKAGES), "threads": torch.get_num_threads()})
     forget_peak()
     for line in lines():
         losses = []
@@ -198,14 +223,118 @@ def serve(told: dict[str, Any]) -> None:
             step(loss)
             losses.append(float(loss))
         settle()
-        tell({"loss": losses[0], "peak_rss": peak_memory()})
+        tell({"losses": losses, "peak_rss": peak_memory(), "peak_anonymous": peak_anonymous()})
 
 
 # -- the race ---------------------------------------------------------------------------------
 
 
+def race(names: list[str], dtype: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Start all, take turns, end all; return what came of it."""
+    import common
+
+    samples: dict[str, list[dict[str, Any]]] = {}
+    first: dict[str, list[list[float]]] = {}
+    errors: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
+    running: dict[str, Ranks] = {}
+
+    def failed(name: str, error: ChildError | OSError) -> None:
+        errors[name] = {"error": str(error)}
+        if isinstance(error, ChildError):
+            errors[name] = {"error": error.reason, "exit_status": error.code, "log": error.said[-25:]}
+        samples.pop(name, None)
+        if name in running:
+            running.pop(name).close()
+
+    try:
+        for name in names:
+            try:
+                running[name] = Ranks(name, dtype, folder, args)
+                ready[name], samples[name] = running[name].ready, []
+            except (ChildError, OSError) as error:
+                failed(name, error)
+        for name, counts in common.turns(names, args.warmup, args.rounds):
+            if name not in running:
+                continue
+            print(f"{dtype}: {name}", file=sys.stderr)
+            try:
+                sample = running[name].turn(args.burst)
+            except (ChildError, OSError) as error:
+                failed(name, error)
+                continue
+            first.setdefault(name, sample["losses"])
+            if counts:
+                samples[name].append(sample)
+    finally:
+        for ranks in running.values():
+            ranks.close()
+    kept = {name: first[name] for name in samples}
+    return {
+        **figures(samples),
+        "first_losses": kept,
+        "same_work": agree(kept, AGREE[dtype]),
+        "errors": errors,
+        "contestants": ready,
+        "samples": samples,
+    }
+
+
+def figures(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return each contestant's medians and peaks, and how many times as fast ours are, with bounds."""
+    times = {name: [s["seconds"] for s in runs] for name, runs in samples.items()}
+    table = {
+        name: {
+            "seconds": statistics.median(times[name]),
+            **{key: max(max(s[key]) for s in runs) for key in ("peak_rss", "peak_anonymous")},
+        }
+        for name, runs in samples.items()
+    }
+    speedups: dict[str, dict[str, Any]] = {}
+    for name in (n for n in OURS if n in times):
+        speedups[name] = {}
+        for peer in (p for p in PEERS if p in times):
+            ratios = [theirs / ours for ours, theirs in zip(times[name], times[peer], strict=True)]
+            middle, low, high = bounds(ratios)
+            memory = table[peer]["peak_anonymous"] / table[name]["peak_anonymous"]
+            ratio = {"ratio": middle, "low": low, "high": high, "memory": memory, "ratios": ratios}
+            speedups[name][f"of_{peer}"] = ratio
+    return {"table": table, "speedups": speedups}
+
+
+def agree(losses: dict[str, list[list[float]]], share: float) -> bool:
+    """Return whether all have the same losses (contestant → rank → step of the first turn): those of the
+    first step and of the last, within `share` of the first contestant's."""
+    all_of_them = list(losses.values())
+    return all(
+        abs(mine[step] - other[step]) <= share * abs(other[step])
+        for each in all_of_them
+        for mine, other in zip(each, all_of_them[0], strict=True)
+        for step in (0, -1)
+    )
+
+
+def show(dtype: str, group: dict[str, Any]) -> None:
+    """Print one race."""
+    print(f"\n{dtype}: seconds per step, peak of a rank in GB (without pages of files), losses at first")
+    for name, row in group["table"].items():
+        memory = f"{row['peak_rss'] / 1e9:.2f} ({row['peak_anonymous'] / 1e9:.2f})"
+        losses = " ".join(f"{rank[0]:.5f}" for rank in group["first_losses"][name])
+        print(f"  {name:14} {row['seconds']:.3f} s  {memory} GB  {losses}")
+    for name, ratios in group["speedups"].items():
+        for peer, ratio in ratios.items():
+            wanted = f"  (wanted ≥ {WANTED[peer]})" if name == "infinity-host" else ""
+            spread = f"{ratio['low']:.3f}–{ratio['high']:.3f}"
+            said = f"{ratio['ratio']:.3f} times as fast, {spread}{wanted}"
+            print(f"  {name} {peer:12} {said}; that takes {ratio['memory']:.2f} × the memory")
+    for name, error in group["errors"].items():
+        print(f"  {name} failed: {error['error'][:160]}")
+    if not group["same_work"]:
+        print(f"  the losses differ, so this is not the same work: {group['first_losses']}")
+
+
 def main() -> None:
-    """Measure, print a table, write the JSON."""
+    """Measure, print tables, write the JSON."""
     if sys.argv[1:2] == ["--serve"]:
         return serve(json.loads(sys.argv[2]))
 
@@ -214,74 +343,36 @@ def main() -> None:
     from infinity.cli.measure import scratch
 
     parser = common.step_arguments(__doc__)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--burst", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--contestants", nargs="+", default=[*OURS, "deepspeed", "fsdp2"])
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(AGREE), default=["fp32"])
+    parser.add_argument("--burst", type=int, default=3, help="steps of a turn")
+    everybody = (*OURS, *PEERS)
+    parser.add_argument("--contestants", nargs="+", choices=everybody, default=list(everybody))
+    parser.add_argument("--zero", default="{}", help="more of DeepSpeed's zero_optimization, as JSON")
+    parser.add_argument("--limit", type=int, default=1200, help="seconds after which a rank ends itself")
+    parser.set_defaults(timeout=240, warmup=1)
     args = parser.parse_args()
     names = [n for n in args.contestants if n != "deepspeed" or args.deepspeed_python]
+    if not names:
+        parser.error("DeepSpeed needs --deepspeed-python")
     hardware = common.hardware(args.directory)
-    samples: dict[str, list[dict[str, Any]]] = {}
-    first: dict[str, list[float]] = {}
-    errors: dict[str, str] = {}
-    ready: dict[str, Any] = {}
-    all_ranks: dict[str, Ranks] = {}
+    groups: dict[str, Any] = {}
     with scratch(os.path.abspath(args.directory)) as folder:
-        try:
-            for number, name in enumerate(names):
-                try:
-                    all_ranks[name] = Ranks(name, folder, args, 20_000 + os.getpid() % 9_000 + number)
-                    ready[name], samples[name] = all_ranks[name].ready, []
-                except ChildError as error:
-                    errors[name] = error.reason
-            for name, counts in common.turns(list(all_ranks), args.warmup, args.rounds):
-                print(name, file=sys.stderr)
-                sample = all_ranks[name].turn(args.burst)
-                first.setdefault(name, sample["losses"])
-                if counts:
-                    samples[name].append(sample)
-        finally:
-            for ranks in all_ranks.values():
-                ranks.close()
-    times = {name: [s["seconds"] for s in runs] for name, runs in samples.items()}
-    table = {
-        name: {
-            "seconds": statistics.median(times[name]),
-            "peak_rss": max(s["peak_rss"] for s in runs),
-            "first_losses": first[name],
-        }
-        for name, runs in samples.items()
-    }
-    peers = [peer for peer in ("deepspeed", "fsdp2") if peer in times]
-    speedups = {
-        name: {f"of_{peer}": common.paired(times[name], times[peer]) for peer in peers}
-        for name in OURS
-        if name in times
-    }
-    for name, row in table.items():
-        print(f"{name:14} {row['seconds']:.3f} s  {row['peak_rss'] / 1e9:.2f} GB  {row['first_losses']}")
-    for name, ratios in speedups.items():
-        for peer, ratio in ratios.items():
-            wanted = f"  (wanted ≥ {WANTED[peer]})" if name == "infinity-host" else ""
-            print(f"  {name} {peer} {ratio['of_medians']}{wanted}")
-    for name, reason in errors.items():
-        print(f"  {name} failed: {reason[:160]}")
+        for dtype in args.dtypes:
+            groups[dtype] = race(names, dtype, folder, args)
+            show(dtype, groups[dtype])
     model = _model(args)
     result = {
-        "benchmark": f"ranks: GPT-2 over {WORLD} ranks, gloo, stage 3, {args.tokens} tokens, {args.dtype}",
+        "benchmark": f"ranks: GPT-2 over {WORLD} ranks, gloo, stage 3, {args.tokens} tokens",
         "model": {**dataclasses.asdict(model), "parameters": model.parameters},
-        **{name: getattr(args, name) for name in ("tokens", "dtype", "rounds", "burst")},
+        **{name: getattr(args, name) for name in ("tokens", "rounds", "burst")},
         "warmup_rounds": args.warmup,
-        "table": table,
-        "speedups": speedups,
+        "dtypes": groups,
         "wanted": WANTED,
-        "errors": errors,
-        "contestants": ready,
-        "samples": samples,
         "versions": common.versions(),
         "hardware": hardware,
     }
     common.publish(args.output, result)
-    if any(name in errors for name in OURS):
+    if any(not g["same_work"] or not g["errors"].keys().isdisjoint(OURS) for g in groups.values()):
         sys.exit(1)
 
 

@@ -117,13 +117,26 @@ def test_a_model_counts_its_parameters() -> None:
 @pytest.mark.full
 def test_a_race_of_ranks(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    rounds = ("--rounds", "1", "--warmup", "1", "--burst", "1")
-    script("ranks.py", *TINY, *rounds, "--directory", str(tmp_path), "--output", str(output))
-    result = json.loads(output.read_text())
-    losses = [row["first_losses"] for row in result["table"].values()]
-    assert len(losses) == 3
-    assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
-    assert result["speedups"]["infinity-host"]["of_fsdp2"]["of_medians"] > 0
+    (tmp_path / "d").mkdir()
+    arguments = ["--rounds", "1", "--warmup", "1", "--burst", "2", "--timeout", "100", "--limit", "250"]
+    arguments += ["--contestants", "infinity-host", "infinity-nvme", "fsdp2", "--output", str(output)]
+    script("ranks.py", *TINY, *arguments, "--directory", str(tmp_path / "d"))
+    group = json.loads(output.read_text())["dtypes"]["fp32"]
+    assert group["same_work"]
+    assert set(group["first_losses"]) == {"infinity-host", "infinity-nvme", "fsdp2"}
+    assert all(len(ranks) == 2 and ranks[0] != ranks[1] for ranks in group["first_losses"].values())
+    assert 0 < group["table"]["fsdp2"]["peak_anonymous"] < group["table"]["fsdp2"]["peak_rss"]
+    ratio = group["speedups"]["infinity-nvme"]["of_fsdp2"]
+    assert ratio["low"] == ratio["ratio"] == ratio["high"] > 0
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_other_losses_are_other_work() -> None:
+    ranks = importlib.import_module("ranks")
+    losses = {"a": [[8.0, 7.0], [8.5, 7.5]], "b": [[8.0, 7.0001], [8.5, 7.5]]}
+    assert ranks.agree(losses, 1e-4)
+    losses["b"][1][1] = 7.6  # it did not update as the other did
+    assert not ranks.agree(losses, 1e-4)
 
 
 def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
