@@ -2,6 +2,7 @@
 DistributedDataParallel.
 
     rank_libraries.main()      sys.argv: which, a folder, "engine" or "torch"
+    rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.core.errors import PrecisionError
 
 from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
 
@@ -48,6 +50,28 @@ def accelerate(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
             optimizer.zero_grad()
             seen.losses.append(accelerator.gather(loss.detach()).mean().item())
     return model
+
+
+def mixed() -> None:
+    """Have a library run a wrapped model in bf16; print the error."""
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    model = llama()
+    config = infinity.Config(nvme=str(folder), device="cpu", dtype="fp32", threads=1)
+    model, optimizer = infinity.wrap(model, adamw(model), config)
+    try:
+        if kind == "Trainer":
+            transformers = need("transformers")
+            transformers.Trainer(
+                model,
+                transformers.TrainingArguments(**arguments(folder / "out") | {"bf16": True}),
+                train_dataset=examples(),
+                optimizers=(optimizer, schedule(optimizer)),
+            ).train()
+        else:
+            need("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model, optimizer)
+    except PrecisionError as error:
+        print(error)  # noqa: T201
+    infinity.close(optimizer)
 
 
 def main() -> None:

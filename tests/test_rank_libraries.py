@@ -87,6 +87,15 @@ def test_ten_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("name", ["accelerate", "Trainer"])
+def test_mixed_precision_of_libraries_is_refused(name: str, tmp_path: Path) -> None:
+    script = "from tests.rank_libraries import mixed\nmixed()"
+    for said in all_well(run_ranks(2, script, name, str(tmp_path), seconds=120, imports=IMPORTS)):
+        assert "accelerate is to run a wrapped model in bf16" in said
+        assert 'Config(dtype="bf16")' in said
+
+
 def trains_as_torch_does(folder: Path, stage: int, **settings: Any) -> None:
     """Three steps with `generate` behind each, on two ranks, the texts of which end at different lengths."""
     program = [{"turns": turns, "between": ["generate"]} for turns in (2, 1, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from infinity.core.errors import ParameterError, ReleasedParameterError, WrapError
+from infinity.core.errors import ParameterError, PrecisionError, ReleasedParameterError, WrapError
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
@@ -122,6 +123,23 @@ class _Trap:
         )
 
 
+class _Prepared:
+    """What accelerate takes for its mark of a model that it has seen, and leaves as it is."""
+
+    def __bool__(self) -> bool:
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        mixed = state().mixed_precision if state is not None and state._shared_state else "no"
+        if mixed != "no":
+            raise PrecisionError(
+                f"accelerate is to run a wrapped model in {mixed}",
+                expected='mixed_precision="no": the engine casts, and not torch.autocast',
+                found=f"mixed_precision={mixed!r}",
+                cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave '
+                "mixed precision off",
+            )
+        return True
+
+
 _DDP = "_ddp_params_and_buffers_to_ignore"
 _PREPARED = "_is_accelerate_prepared"
 _OURS = ("__reduce_ex__", "__deepcopy__", _DDP, _PREPARED)
@@ -153,7 +171,7 @@ def guard(
     before = model.__dict__.get(_DDP)
     model.__dict__[_DDP] = _Trap()
     if ranks:
-        model.__dict__[_PREPARED] = True
+        model.__dict__[_PREPARED] = _Prepared()
 
     def undo() -> None:
         for handle in handles:
