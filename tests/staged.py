@@ -149,8 +149,11 @@ class Staged:
     def memory(self, nbytes: int) -> Memory:
         return Memory(nbytes, self)
 
-    def reuse(self, nbytes: int) -> None:
+    def reuse(self, nbytes: int, flat: int = 0) -> None:
         pass
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         made = torch.zeros(nbytes, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from .ranks import Result, all_well, free_port, run_ranks
 pytestmark = pytest.mark.processes
 
 START = """
-import json, os, signal, sys, time
+import functools, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from infinity.core.errors import InfinityError, RankError, DivergenceError, ConfigError, ClosedError
@@ -63,16 +63,19 @@ assert (comm.local_rank, comm.local_world) == (rank, world)
 for sizes in ([0], [3], [743], [744], [745], [0, 1, 5000, 300_000]):
     values = [bytes([r]) * sizes[r % len(sizes)] for r in range(world)]
     assert comm.exchange("a long name " * 50, values[rank]) == values
+numel = 2_200_032 // world  # more than come at once, in fp32
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
-    given = torch.randn(world, world * 300_032, generator=torch.Generator().manual_seed(1)).to(dtype)
-    want = torch.zeros(300_032)
+    given = torch.randn(world, world * numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = torch.zeros(numel)
     for r in range(world):
         want += given[r].view(world, -1)[rank].float()
     want /= world
-    run = given[rank].clone()
-    got = comm.reduce(run)
+    got = comm.reduce(given[rank].clone())
     assert got.dtype == torch.float32 and torch.equal(got, want)
-    assert torch.equal(run, given[rank])
+    run = given[rank].clone()
+    got = comm.reduce(run, narrow=True)
+    assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+    assert got.data_ptr() == run.view(world, -1)[rank].data_ptr()
     run = torch.zeros_like(given[0])
     run.view(world, -1)[rank] = given[0].view(world, -1)[rank]
     comm.gather(run)
@@ -105,7 +108,8 @@ if world > 1:
 
 
 def test_memory_of_collectives() -> None:
-    """A gather takes none; a reduce its output, `world` slices, and some pages."""
+    """A gather takes none; a reduce its output, if that has another dtype, pieces of what comes, and some
+    pages."""
     script = """
 def pages(name):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
@@ -118,13 +122,14 @@ def peak(call, run):
     return more
 comm = connect(device=CPU)
 run = torch.ones(comm.world << 23, dtype=torch.bfloat16)
-print(json.dumps([peak(comm.gather, run), peak(comm.reduce, run)]))
+narrow = functools.partial(comm.reduce, narrow=True)
+print(json.dumps([peak(comm.gather, run), peak(comm.reduce, run), peak(narrow, run)]))
 """
     for out in all_well(run_ranks(3, START + script)):
-        gather, reduce = json.loads(out)
-        slice_ = 2 << 23
+        gather, reduce, narrow = json.loads(out)
         assert gather < 4 << 20
-        assert reduce < 3 * slice_ + 2 * slice_ + (6 << 20)
+        assert reduce < (4 << 23) + (12 << 20)
+        assert narrow < 12 << 20
 
 
 def test_where_ranks_come_from() -> None:

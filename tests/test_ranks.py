@@ -402,9 +402,9 @@ from infinity.api.engine import engine_of
 engine = engine_of(adam)
 there = {"gather": [], "reduce": []}
 for name, threads in there.items():
-    def watched(run, call=getattr(engine.comm, name), threads=threads):
+    def watched(run, call=getattr(engine.comm, name), threads=threads, **settings):
         threads.append(threading.current_thread().name == "infinity-ranks")
-        return call(run)
+        return call(run, **settings)
     setattr(engine.comm, name, watched)
 for _ in range(3):
     for threads in there.values():

@@ -269,7 +269,8 @@ class Engine:
         )
         state = optimizer.state if optimizer is not None else {}
         take_over(model, state, units, self.states, device, comm, weights)
-        device.reuse(capacity + sum(u.layout.gathered_nbytes for u in units if u.on_device))
+        stay = sum(u.layout.gathered_nbytes for u in units if u.on_device)
+        device.reuse(capacity + stay, self.footprint.gradients_nbytes)
         self.phases = Phases(
             *(self.residency, self.gradients, self.updates, self.updater, self.edits),
             *(store, self.recorder, self.activations),

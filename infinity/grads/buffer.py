@@ -90,8 +90,7 @@ class UnitBuffer:
         if self._flat is None:
             with self.there():
                 self.nbytes = self.layout.gradient_nbytes
-                device = self._device.torch_device
-                self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+                self._flat = self._device.empty(self.nbytes)
         place = self.values(index).view(grad.shape)
         if self._device.current() == self._current:
             place.copy_(grad)

@@ -125,11 +125,11 @@ class ReducedBuffer:
                 self._reduce(comm, run, mine.run(run))
 
     def _reduce(self, comm: Comm, run: Run, mine: torch.Tensor) -> None:
-        values = comm.reduce(mine)
+        fresh = all(a.fresh for i, a in self.arrivals.items() if self.layout.place(i)[0] is run)
+        values = comm.reduce(mine, narrow=fresh and not self.is_wide)
         if self.layout.whole:
-            fresh = all(a.fresh for i, a in self.arrivals.items() if self.layout.place(i)[0] is run)
-            values = self._gather(comm, run, values if self.is_wide or not fresh else values.to(run.dtype))
-        self.nbytes += values.nbytes
+            values = self._gather(comm, mine, values)
+        self.nbytes += values.untyped_storage().nbytes()
         first = 0 if self.layout.whole else comm.rank
         for rank in range(first, comm.world if self.layout.whole else first + 1):
             for its, chunk in self.layout.chunks_of(rank):
@@ -137,9 +137,11 @@ class ReducedBuffer:
                     begin = (chunk.copy_offset - run.begin) // run.dtype.itemsize - first * run.slice_numel
                     self._chunks[chunk.id] = values[begin : begin + chunk.numel]
 
-    def _gather(self, comm: Comm, run: Run, mine: torch.Tensor) -> torch.Tensor:
-        values = torch.empty(run.slice_numel * run.world, dtype=mine.dtype, device=mine.device)
-        values.view(run.world, -1)[comm.rank].copy_(mine)
+    def _gather(self, comm: Comm, mine: torch.Tensor, slice_: torch.Tensor) -> torch.Tensor:
+        values = mine if slice_.dtype is mine.dtype else mine.new_empty(mine.numel(), dtype=slice_.dtype)
+        own = values.view(comm.world, -1)[comm.rank]
+        if own.data_ptr() != slice_.data_ptr():
+            own.copy_(slice_)
         comm.gather(values)
         return values
 

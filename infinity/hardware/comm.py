@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import socket
 import struct
 import sys
 import time
@@ -35,9 +34,10 @@ import torch.distributed as dist
 
 from infinity.core import locks
 from infinity.core.errors import ClosedError, ConfigError, RankError
+from infinity.core.sizes import MiB
 
-from .launch import launched
-from .ranks import Alone, Comm
+from .launch import among, launched, this_node
+from .ranks import Alone, Comm, mean
 from .streams import POLL, HostStream, Task
 from .watch import Watch, diverged, hosts, named, until
 
@@ -47,7 +47,7 @@ _BLOCK: Final = 1024  # bytes that each rank sends to each in an exchange
 _HEAD: Final = struct.Struct("<IIQ")  # bytes of `what`, its CRC, bytes of the value
 _WORDS: Final = 256  # bytes of `what` that are sent
 _ROOM: Final = _BLOCK - _HEAD.size - _WORDS
-_SUMMED: Final = 1 << 16  # elements that `reduce` converts at once
+_CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once
 _NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
 _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
@@ -147,6 +147,7 @@ class Ranks(Comm):
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._number = 0  # collectives that were begun
+        self._came = torch.empty(0, dtype=torch.uint8)
         self._stream: HostStream | None = None  # [Note: behind compute]
         self._begun: deque[Task] = deque()
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
@@ -168,7 +169,8 @@ class Ranks(Comm):
             except (RuntimeError, ValueError) as error:
                 raise self._broken("the groups are made", error) from error
             self._control, self._data = self._groups
-            self.local_rank, self.local_world = self._local()
+            nodes = self.exchange("where ranks run", this_node())
+            self.local_rank, self.local_world = among(nodes, self.rank)
         except BaseException:
             self.close()
             raise
@@ -214,27 +216,35 @@ class Ranks(Comm):
         else:
             self._do("gather", lambda: [self._data.broadcast(s, r) for r, s in enumerate(slices)])
 
-    def reduce(self, run: torch.Tensor) -> torch.Tensor:
+    def reduce(self, run: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         self.sent += run.nbytes // self.world * (self.world - 1)
-        mine = run.detach().view(self.world, -1)[self.rank]
+        run = run.detach()
+        parts = run.view(self.world, -1)
+        mine = parts[self.rank]
         if self._nccl:
             options = dist.ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-            mean = torch.empty_like(mine)
-            self._do("reduce", lambda: [self._data._reduce_scatter_base(mean, run.detach(), options)])
-            return mean.to(torch.float32)
-        came = torch.empty_like(run, requires_grad=False)
-        to, of = _bytes(came), _bytes(run)
-        self._do("reduce", lambda: [self._data.alltoall_base(to, of, [], [])])
-        total = torch.empty(mine.numel(), dtype=torch.float32)
-        parts = came.view(self.world, -1)
-        for begin in range(0, mine.numel(), _SUMMED):  # torch converts all that it is given before it adds
-            some = total[begin : begin + _SUMMED]
-            some.copy_(parts[0, begin : begin + _SUMMED])
-            for part in parts[1:]:
-                some += part[begin : begin + _SUMMED].to(torch.float32)
-            some /= self.world
+            total = torch.empty_like(mine)
+            self._do("reduce", lambda: [self._data._reduce_scatter_base(total, run, options)])
+            return total if narrow else total.to(torch.float32)
+        total = mine if narrow or run.dtype is torch.float32 else torch.empty(mine.numel())
+        # Piece by piece, so that what comes lies in a cache, and in memory that stays.
+        most = max(_CAME // (self.world - 1) // run.itemsize, 1)
+        for begin in range(0, mine.numel(), most):
+            self._mean(parts[:, begin : begin + most], total[begin : begin + most])
         return total
+
+    def _mean(self, parts: torch.Tensor, out: torch.Tensor) -> None:
+        """Put the mean of all ranks' `parts[rank]` into `out`, which may be this rank's. Over gloo."""
+        others = [r for r in range(self.world) if r != self.rank]
+        sizes = [out.numel() * (r != self.rank) * parts.itemsize for r in range(self.world)]
+        of = _bytes(parts[others[0]] if len(others) == 1 else parts[others].view(-1))
+        if self._came.numel() < sum(sizes):
+            self._came = torch.empty(sum(sizes), dtype=torch.uint8)
+        to = self._came[: sum(sizes)]
+        self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)])
+        came = iter(to.view(parts.dtype).view(len(others), -1))
+        mean([parts[r] if r == self.rank else next(came) for r in range(self.world)], out)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         data = _bytes(flat)
@@ -404,17 +414,6 @@ class Ranks(Comm):
         broken = RankError(f"{what} failed", found=error)
         self.post(broken)
         return broken
-
-    def _local(self) -> tuple[int, int]:
-        """Return this rank's number on its node, and how many there are: as torchrun says, else as found."""
-        said = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            host = f"{socket.gethostname()} {file.read().strip()}"
-        nodes = self.exchange("where ranks run", host.encode())
-        if all(s.isdecimal() for s in said):
-            return int(said[0]), int(said[1])
-        mine = nodes[self.rank]
-        return nodes[: self.rank].count(mine), nodes.count(mine)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -93,8 +93,12 @@ class CudaDevice:
         """Return the storage of a unit, empty."""
         return ResizedMemory(nbytes, self.torch_device)
 
-    def reuse(self, nbytes: int) -> None:
+    def reuse(self, nbytes: int, flat: int = 0) -> None:
         """Nothing to do: torch's allocator keeps what it has."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of the device's memory for a while: uint8, of any content."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of the device's memory, for good: uint8 zeros."""

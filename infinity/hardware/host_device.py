@@ -37,6 +37,41 @@ if _mallinfo is not None:
     _mallinfo.restype = _MallocInfo
 
 
+class Spare:
+    """Flat memory that is made and dropped all the time. The kernel fills fresh pages with zeros, so what
+    nobody refers to any more is taken again; no more than `most` bytes stay for that."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` that nobody else refers to: uint8, of any content."""
+        free = sorted((t for t in self._kept if _owners(t) == 1), key=torch.Tensor.numel)
+        for each in free:
+            if each.numel() >= nbytes:
+                return each[:nbytes]
+        kept = {id(t): t for t in self._kept}
+        for each in free:  # the smallest first
+            if nbytes + sum(t.numel() for t in kept.values()) > self.most:
+                del kept[id(each)]
+        self._kept = list(kept.values())
+        del free
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes + sum(map(torch.Tensor.numel, self._kept)) <= self.most:
+            self._kept.append(made)
+        return made.view(-1)
+
+    def give_back(self) -> None:
+        """Keep nothing of what is there."""
+        self._kept.clear()
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()  # one more owner
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 class HostDevice:
     """The CPU as the device."""
 
@@ -48,6 +83,7 @@ class HostDevice:
         self.torch_device = torch_device
         self.trim_above = 2 * MiB  # what the C heap may keep for reuse
         self.pages = Pages()
+        self._spare = Spare()
         self._recorder = recorder or Recorder()
         self._h2d = HostStream("h2d")
         self._d2h = HostStream("d2h")
@@ -65,11 +101,17 @@ class HostDevice:
         """Return the storage of a unit, empty."""
         return PagedMemory(nbytes, self.pages)
 
-    def reuse(self, nbytes: int) -> None:
+    def reuse(self, nbytes: int, flat: int = 0) -> None:
         """Keep pages of units that go for those that come: `nbytes` of filled units and kept pages together.
-        See [Note: pages that move]."""
+        See [Note: pages that move]. And `flat` bytes of what `empty` returns."""
         self.pages.most = nbytes
         self.pages.trim()
+        self._spare.most = flat
+        self._spare.give_back()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of the device's memory for a while: uint8, of any content."""
+        return self._spare.take(nbytes)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of the device's memory, for good: uint8 zeros."""

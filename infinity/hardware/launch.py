@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,3 +97,18 @@ def _number(environment: Mapping[str, str], name: str) -> int:
             cure="start every rank with torchrun or srun",
         )
     return int(said)
+
+
+def this_node() -> bytes:
+    """Return what tells this machine from all others, as long as it runs."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{socket.gethostname()} {file.read().strip()}".encode()
+
+
+def among(nodes: Sequence[bytes], rank: int) -> tuple[int, int]:
+    """Return the number of a rank on its node, and how many there are: as torchrun says, else by the node of
+    each rank."""
+    said = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if all(s.isdecimal() for s in said):
+        return int(said[0]), int(said[1])
+    return nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])

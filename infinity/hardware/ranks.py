@@ -9,12 +9,14 @@ collective comes next waits for it first: so their order is still that of the pr
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
 from .streams import Task
+
+_SUMMED: Final = 1 << 16  # elements that `mean` converts at once
 
 
 class Comm:
@@ -49,12 +51,13 @@ class Comm:
         """
         raise NotImplementedError
 
-    def reduce(self, run: torch.Tensor) -> torch.Tensor:
-        """Return the mean over ranks of their slice `rank` of `run`: fp32, flat. Collective.
+    def reduce(self, run: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
+        """Return the mean over ranks of their slice `rank` of `run`: flat, in fp32, or, `narrow`, rounded
+        once to the dtype of `run`. Collective.
 
-        `run`: flat, contiguous, `world` equal slices, floating. On the CPU each value is converted to fp32
-        and added in the order of the ranks, then the sum is divided once; NCCL averages in the dtype of
-        `run`. One rank's fp32 `run` is returned as it is.
+        `run`: flat, contiguous, `world` equal slices, floating; undefined afterwards. What has its dtype may
+        be returned in its memory. On the CPU each value is converted to fp32 and added in the order of the
+        ranks, then the sum is divided once; NCCL averages in the dtype of `run`.
         """
         raise NotImplementedError
 
@@ -98,8 +101,20 @@ class Alone(Comm):
     def gather(self, run: torch.Tensor) -> None:
         pass
 
-    def reduce(self, run: torch.Tensor) -> torch.Tensor:
-        return run.to(torch.float32)
+    def reduce(self, run: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
+        return run if narrow else run.to(torch.float32)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         pass
+
+
+def mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Put the mean of `parts` into `out`, which may be one of them: flat, of any floating dtypes. Each value
+    is converted to fp32 and added in order; the sum is divided once, and rounded once."""
+    for begin in range(0, out.numel(), _SUMMED):  # torch converts all that it is given before it adds
+        first, *rest = (part[begin : begin + _SUMMED] for part in parts)
+        total = first.to(torch.float32, copy=True)
+        for part in rest:
+            total += part.to(torch.float32)
+        total /= len(parts)
+        out[begin : begin + _SUMMED].copy_(total)

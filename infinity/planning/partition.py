@@ -182,9 +182,9 @@ class UnitLayout:
         return tuple(c for c in self.chunks if c.trainable)
 
     def reduction_nbytes(self, *, wide: bool) -> int:
-        """Bytes that adding up the gradients of all ranks takes beside those of this one: the slices that
-        come from the others, `wide` in fp32, and their sum in fp32; and where each rank has the whole, all
-        slices of that."""
+        """Bytes that adding up the gradients of all ranks takes at most beside those of this one and of the
+        next unit: what is still leaving, `wide` in fp32, and sums in fp32; and where each rank has the whole,
+        all slices of that."""
         runs = [r for r in self.runs if r.trainable and r.world > 1]
         came = max((r.slice_numel * r.world * (4 if wide else r.dtype.itemsize) for r in runs), default=0)
         return came + sum(r.slice_numel * 4 * (1 + r.world * self.whole) for r in runs)
