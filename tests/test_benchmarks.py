@@ -133,10 +133,11 @@ def test_a_race_of_ranks(tmp_path: Path) -> None:
 
 def test_other_losses_are_other_work() -> None:
     ranks = importlib.import_module("ranks")
-    losses = {"a": [[8.0, 7.0], [8.5, 7.5]], "b": [[8.0, 7.0001], [8.5, 7.5]]}
-    assert ranks.agree(losses, 1e-4)
-    losses["b"][1][1] = 7.6  # it did not update as the other did
-    assert not ranks.agree(losses, 1e-4)
+    losses = {"a": [[8.0, 7.0], [8.5, 7.5]], "b": [[8.0, 7.01], [8.5, 7.5]]}
+    assert ranks.agree(losses, 1e-4, 1e-2)
+    assert not ranks.agree(losses, 1e-4, 1e-3)  # it did not update as the other did
+    losses["b"][1][0] = 8.51
+    assert not ranks.agree(losses, 1e-4, 1e-2)
 
 
 def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
