@@ -131,7 +131,7 @@ def test_a_run_goes_on_as_if_nobody_had_disturbed_it(text: str, nvme: str, tmp_p
     assert_same(f"{again}/step-4", f"{whole}/step-4")
     refused = [err for *_, err in ranks_of(3, *goes_on, alone)]
     assert "3 ranks cannot share the batches" in "".join(refused)
-    assert "start 1 ranks" in "".join(refused)
+    assert "start 2 ranks" in "".join(refused)
     goes_on[2] = str(logs[2])
     assert run(["train", *goes_on, alone]) == 0
     for ours, theirs in zip(steps_of(logs[2]), steps_of(logs[0])[2:], strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import shlex
 import time
@@ -236,11 +235,12 @@ def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) 
     kept["train"]["warmup"] = saved.train.warmup_steps  # of the steps that were planned then
     together = saved.train.batch * (found.content["state"]["train"].get("ranks") or 1)
     if together % ranks:
+        fewer = max(n for n in range(1, ranks) if together % n == 0)
         raise ConfigError(
             f"{ranks} ranks cannot share the batches of a run that goes on",
             expected=f"a number of ranks that divides {together}, the sequences of all ranks in one forward",
             found=f"{ranks} ranks",
-            cure=f"start {math.gcd(together, ranks)} ranks; or {anew(found)}",
+            cure=f"start {fewer} rank{'s' * (fewer > 1)}; or {anew(found)}",
         )
     kept["train"]["batch"] = together // ranks
     run = run_of({s: {**kept[s], **told[s]} for s in values})
