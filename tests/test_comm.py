@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,6 +360,46 @@ else:
         results.pop(who)
         for result in results:
             assert f"rank {who} has not come within 0.5 s" in the_error(result)[1]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_is_heard_while_ranks_are_awaited(who: int) -> None:
+    script = """
+import threading
+if os.environ["RANK"] == sys.argv[1]:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    try:
+        connect(device=CPU)
+    finally:
+        print(time.monotonic() - begun)
+"""
+    code, out, err = run_ranks(2, START + script, str(who), seconds=20)[who]
+    assert code == -signal.SIGINT, err
+    assert float(out) < 5
+    assert "KeyboardInterrupt" in err
+
+
+def test_ranks_that_torchrun_starts_again(tmp_path: Path) -> None:
+    """They do not meet what the store has of those before."""
+    script = """
+comm = connect(device=CPU, timeout=60)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+comm.exchange(f"attempt {attempt}")
+if attempt == comm.rank:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("well", attempt, comm.total(1.0))
+comm.close()
+"""
+    (tmp_path / "ranks.py").write_text(START + script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "ranks.py")],
+        **{"capture_output": True, "text": True, "timeout": 100, "check": False},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("well 2 2.0") == 2
 
 
 def test_a_thread_that_waits_ends_when_its_rank_fails() -> None:

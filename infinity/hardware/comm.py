@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import struct
 import sys
@@ -27,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from infinity.core.sizes import MiB
 from .launch import among, launched, this_node
 from .ranks import Alone, Comm, mean
 from .streams import POLL, HostStream, Task
-from .watch import Watch, diverged, hosts, named, until
+from .watch import Watch, diverged, hosts, until
 
 __all__ = ["Alone", "Comm", "Ranks", "connect", "numbers"]
 
@@ -108,22 +109,27 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
             )
         group: dist.ProcessGroup = mesh.get_group()
         return group
-    if not dist.is_available():
-        return None
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    if (launch := launched()) is None:
+    if not dist.is_available() or (launch := launched()) is None:
         return None
-    # torchrun's own store has that port already: it is found by the environment.
-    where: dict[str, Any] = {}
-    if launch.by != "torchrun":
-        address = f"[{launch.address}]" if ":" in launch.address else launch.address
-        where = {"init_method": f"tcp://{address}:{launch.port}"}
-        where |= {"rank": launch.rank, "world_size": launch.world}
-        os.environ["MASTER_ADDR"] = launch.address  # for `hosts`
+    where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world}
+    where |= {"timeout": timedelta(seconds=timeout)}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+    def make() -> None:
+        if launch.by == "torchrun":  # its own store has that port, and what ranks before a restart have said
+            store, *_ = next(dist.rendezvous("env://", **where))  # type: ignore[attr-defined]
+            attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+            store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, **where)
+        else:
+            os.environ["MASTER_ADDR"] = launch.address  # for `hosts`
+            address = f"[{launch.address}]" if ":" in launch.address else launch.address
+            dist.init_process_group(backend, f"tcp://{address}:{launch.port}", **where)
+
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)
+        _interruptible(make)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"the process group of {launch.world} ranks cannot be initialised",
@@ -162,10 +168,11 @@ class Ranks(Comm):
             settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout + 60)}
             if len(ranks) < dist.get_world_size():
                 settings |= {"ranks": ranks, "use_local_synchronization": True}
+            self._nccl = device.type == "cuda"
             try:
-                self._groups.append(dist.new_group(backend="gloo", **settings))
-                self._nccl = device.type == "cuda"
-                self._groups.append(dist.new_group(backend="nccl" if self._nccl else "gloo", **settings))
+                for backend in ("gloo", "nccl" if self._nccl else "gloo"):
+                    make = functools.partial(dist.new_group, backend=backend, **settings)
+                    self._groups.append(_interruptible(make, self._watch.check))
             except (RuntimeError, ValueError) as error:
                 raise self._broken("the groups are made", error) from error
             self._control, self._data = self._groups
@@ -372,33 +379,16 @@ class Ranks(Comm):
                     said = True
                     self._watch.waiting(self._number, what)
                 if elapsed > self._timeout:
-                    raise self._late(what)
+                    self._raise(self._watch.late(self._number, what, self._timeout))
                 if self._watch.left:
                     ended_after = elapsed if ended_after is None else ended_after
                     if elapsed - ended_after > _NEWS_SECONDS:
-                        raise self._ended(what)
+                        self._raise(self._watch.ended(what))
             work.wait()  # is over: raises its error; on CUDA the current stream waits for it
 
-    def _late(self, what: str) -> RankError:
-        missing = self._watch.missing(self._number, what)
-        other = [f"rank {r} waits in: {w}" for r, (_, w) in sorted(self._watch.waits.items()) if r in missing]
-        who = f"{named(missing)} ha{'s' if len(missing) == 1 else 've'} not come" if missing else "no end"
-        error = RankError(
-            f"{what}: {who} within {self._timeout:g} s",
-            found="; ".join(other) or None,
-            cure="look at what those ranks do; if they are only slow, a longer timeout",
-        )
-        self.post(error)
-        return error
-
-    def _ended(self, what: str) -> RankError:
-        left = sorted(self._watch.left)
-        error = RankError(
-            f"{what}: {named(left)} ha{'s' if len(left) == 1 else 've'} closed the engine or ended",
-            cure="every rank has to run the same steps: the same number of batches, of saves, of evaluations",
-        )
+    def _raise(self, error: RankError) -> NoReturn:
         self.post(error)  # this rank ends next
-        return error
+        raise error
 
     def _broken(self, what: str, error: Exception) -> RankError:
         """Return why a call to gloo or NCCL failed: what ended another rank, if that is told soon."""
@@ -409,11 +399,20 @@ class Ranks(Comm):
             self.check()
         except RankError as first:
             return first
-        if self._watch.left:
-            return self._ended(what)
-        broken = RankError(f"{what} failed", found=error)
+        broken = self._watch.ended(what) if self._watch.left else RankError(f"{what} failed", found=error)
         self.post(broken)
         return broken
+
+
+def _interruptible(call: Callable[[], Any], check: Callable[[], None] = lambda: None) -> Any:
+    """Return what `call` returns, which waits for other ranks in C++, where no signal is heard. When `check`
+    raises meanwhile, it is left alone."""
+    stream = HostStream("groups")
+    task = stream.submit(call)
+    while not task.pause(POLL):
+        check()
+    stream.close()
+    return task.result()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

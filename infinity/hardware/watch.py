@@ -117,6 +117,25 @@ class Watch:
             return [0]
         return [r for r in range(self.world) if self.waits.get(r) != (number, what)]
 
+    def late(self, number: int, what: str, timeout: float) -> RankError:
+        """Return the error of a collective that some ranks have not come to in `timeout` seconds."""
+        missing = self.missing(number, what)
+        other = [f"rank {r} waits in: {w}" for r, (_, w) in sorted(self.waits.items()) if r in missing]
+        who = f"{named(missing)} ha{'s' if len(missing) == 1 else 've'} not come" if missing else "no end"
+        return RankError(
+            f"{what}: {who} within {timeout:g} s",
+            found="; ".join(other) or None,
+            cure="look at what those ranks do; if they are only slow, a longer timeout",
+        )
+
+    def ended(self, what: str) -> RankError:
+        """Return the error of a collective that ranks have left for good."""
+        left = sorted(self.left)
+        return RankError(
+            f"{what}: {named(left)} ha{'s' if len(left) == 1 else 've'} closed the engine or ended",
+            cure="every rank has to run the same steps: the same number of batches, of saves, of evaluations",
+        )
+
     def close(self) -> None:
         """Say goodbye, and end the thread: within a second. A second call does nothing."""
         if self._closed:
