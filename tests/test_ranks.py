@@ -130,7 +130,7 @@ def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
 
 
 HEAD = """
-import json, os, signal, sys, time
+import contextlib, json, os, signal, sys, time
 import torch
 from torch import nn
 import infinity
@@ -173,6 +173,13 @@ step()
 step()
 """
 
+CLIP = "loss().backward()\nnn.utils.clip_grad_value_(model.parameters(), {})\nadam.step()"
+LOAD = "model.load_state_dict({{n: torch.full(p.shape, {}) for n, p in model.named_parameters()}})\nstep()"
+LOAD_STATE = """
+state = adam.state_dict()
+for one in state["state"].values():
+    one["exp_avg"] = one["exp_avg"] * 2
+"""
 #: what the last of two ranks does and the first does not
 DIVERGES = {
     "skips a layer": "model.order = [0, 2]\nstep()",
@@ -193,6 +200,9 @@ DIVERGES = {
     "drops a gradient": "loss().backward()\nmodel.last.weight.grad = None\nloss().backward()\nadam.step()",
     "drops a gradient before its step": "loss().backward()\nmodel.last.weight.grad = None\nadam.step()",
     "scales a gradient": "loss().backward()\nmodel.last.weight.grad.mul_(0.5)\nadam.step()",
+    "clips to another limit": CLIP.format(0.01),
+    "loads other values": LOAD.format(2.0),
+    "loads another state": LOAD_STATE + "adam.load_state_dict(state)\nstep()",
     "has another learning rate": "adam.param_groups[0]['lr'] = 0.5\nstep()",
     "ends": "sys.exit(0)",
     "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
@@ -200,6 +210,9 @@ DIVERGES = {
 SAME = {
     "drops a gradient": "loss().backward()\nloss().backward()\nadam.step()",
     "looks at a gradient alone": "loss().backward()\nadam.step()",
+    "clips to another limit": CLIP.format(0.02),
+    "loads other values": LOAD.format(1.0),
+    "loads another state": "adam.load_state_dict(adam.state_dict())\nstep()",
 }
 
 
@@ -243,6 +256,32 @@ def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
     for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
         assert code == 1
         assert "DivergenceError" in err
+
+
+@STAGES
+def test_a_state_dict_behind_a_forward_is_loaded(stage: int, tmp_path: Path) -> None:
+    """Below stage 3 units are gathered then, for the backward; and in a block, on all ranks."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+before = {name: value.clone() for name, value in model.state_dict().items()}
+for how in ("before a forward", "behind one", "in a block"):
+    step()
+    if how == "behind one":
+        with torch.no_grad():
+            loss()
+    with infinity.gathered(model, write=True) if how == "in a block" else contextlib.nullcontext():
+        model.load_state_dict(before)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), how
+    loss()
+    step()
+    assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"]), how
+infinity.close(adam)
+"""
+    )
+    all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
 
 
 @STAGES

@@ -19,16 +19,19 @@ from torch.utils.hooks import RemovableHandle
 from infinity.autograd.phases import Phases
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.stack import frames
+from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim.edits import Edits
 from infinity.optim.misuse import not_for_training
 from infinity.optim.state_io import States
+from infinity.optim.whole import agree_on_values
 from infinity.params.given import own as own_storage
 from infinity.params.param import ReleasedParameter, ShardedParam
 from infinity.params.residency import Residency
 
 
 class _Engine(Protocol):
+    comm: Comm
     params: dict[nn.Parameter, ShardedParam]
     states: States
     edits: Edits
@@ -150,9 +153,15 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         if not engine.phases.trains:
             raise not_for_training("load_state_dict()")
         engine.publish()
+        loaded = {n: p for n, p in module._parameters.items() if p in engine.params and prefix + n in state}
+        values = {prefix + n: state[prefix + n] for n in loaded}
+        if own(module):
+            engine.shelter.run(lambda: agree_on_values(engine.comm, "load_state_dict", values))
         turn.enter(module)
-        loaded = [p for n, p in module._parameters.items() if prefix + n in state]
-        engine.edits.given.forget(engine.params[p] for p in loaded if p is not None and p in engine.params)
+        engine.edits.given.forget(engine.params[p] for p in loaded.values())
+        # What stays gathered between its uses goes; in a `gathered` block it is edited where it is.
+        stay = (s.unit for s in own(module) if not engine.residency.units[s.unit].keepers)
+        engine.residency.reshard_all({i for i in stay if engine.residency.units[i].persistent})
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

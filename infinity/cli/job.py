@@ -10,9 +10,10 @@ import contextlib
 import json
 import signal
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 import torch
@@ -25,6 +26,7 @@ from .ending import Ended, Quiet, ignore_signals
 from .settings import read_values
 
 T = TypeVar("T")
+_PATIENCE: Final = 10.0  # seconds in which ranks come without a word
 
 
 class Place(NamedTuple):
@@ -118,7 +120,14 @@ def joined(config_file: str | None, given: Mapping[str, Any]) -> Iterator[Job]:
     except ConfigError:
         said = None  # it is raised again where the settings are read, and told once
     timeout = Config().rank_timeout if said is None else said
-    with Job(connect(device=torch.device("cpu"), timeout=timeout)) as job:
+    waits = threading.Timer(_PATIENCE, lambda: click.echo("waits for the other ranks", err=True))
+    waits.daemon = True
+    waits.start()
+    try:
+        comm = connect(device=torch.device("cpu"), timeout=timeout)
+    finally:
+        waits.cancel()
+    with Job(comm) as job:
         if job.at.local_world > 1 and torch.cuda.is_available():
             torch.cuda.set_device(job.at.local_rank % torch.cuda.device_count())
         job.wait("the begin of the job")  # from here on all are in the block, and none is told outside of it

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from infinity.api.checkpoint import check_shared
 from infinity.api.this_machine import drive_here
 from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
@@ -98,18 +101,36 @@ def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str |
         yield None
         return
     if not job.first:
-        yield job.of_first("where checkpoints go", "")
+        yield _seen_by_all(job.of_first("where checkpoints go", ""), job)
         return
     root = place if train.output is not None else new_directory(place)
     try:
         with Claim(root):
             if not train.resume:
                 check_unused(root)  # again: another run may have ended since
-            yield job.of_first("where checkpoints go", root)
+            yield _seen_by_all(job.of_first("where checkpoints go", root), job)
     finally:
         if train.output is None:
             with contextlib.suppress(OSError):  # it stays, unless nothing was saved
                 os.rmdir(root)
+
+
+def _seen_by_all(root: str, job: Job) -> str:
+    """Return a directory of the first rank, if all see it. Collective.
+
+    Raises:
+        DirectoryError: this rank sees another one, or none.
+    """
+    if job.at.world > 1:
+        mark = os.path.join(root, f".infinity-ranks-{job.of_first('a word', secrets.token_hex(4))}")
+        with contextlib.ExitStack() as stack:
+            if job.first:
+                stack.callback(lambda: Path(mark).unlink(missing_ok=True))
+                Path(mark).touch()
+            job.wait("the mark is there")
+            check_shared(mark, job.at.rank)
+            job.wait("the mark was seen")
+    return root
 
 
 def new_directory(path: str) -> str:

@@ -52,12 +52,13 @@ class GradientSource(Protocol):
 
 class ShardedGrad(torch.Tensor):
     """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
-    the loss scale that they came with, times what the user made of it. `is_zero`: it was made zero, and
-    nothing was added since."""
+    the loss scale that they came with, times what the user made of it. `limits`: those that its elements were
+    clamped to, one after the other. `is_zero`: it was made zero, and nothing was added since."""
 
     sharded: ShardedParam
     source: GradientSource
     factor: float
+    limits: tuple[tuple[float, float], ...]
     is_zero: bool
     number: int
 
@@ -73,6 +74,7 @@ class ShardedGrad(torch.Tensor):
         grad.sharded = sharded
         grad.source = source
         grad.factor = factor
+        grad.limits = ()
         grad.is_zero = False
         grad.number = source.begin(sharded)
         return grad
@@ -238,6 +240,7 @@ def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
     if not all(isinstance(b, (int, float)) for b in (low, high)) or not low <= 0 <= high:
         return NotImplemented
     grad.source.clamp(grad, low, high)
+    grad.limits += ((float(low), float(high)),)
     return grad
 
 

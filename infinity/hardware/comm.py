@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import struct
 import sys
@@ -73,8 +74,7 @@ def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) 
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
-    group = _group(mesh, device, timeout)
-    if group is None or dist.get_world_size(group) == 1:
+    if (group := _group(mesh, device, timeout)) is None or dist.get_world_size(group) == 1:
         return Alone()
     return Ranks(group, device, timeout)
 
@@ -113,8 +113,8 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
         return dist.group.WORLD
     if not dist.is_available() or (launch := launched()) is None:
         return None
-    where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world}
-    where |= {"timeout": timedelta(seconds=timeout)}
+    ends = timedelta(seconds=timeout)
+    where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world, "timeout": ends}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
     def make() -> None:
@@ -129,11 +129,11 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
             dist.init_process_group(backend, f"tcp://{address}:{launch.port}", **where)
 
     try:
-        _interruptible(make)
+        _interruptible(make, seconds=timeout + 1)  # torch's own error says more; but it may begin anew
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"the process group of {launch.world} ranks cannot be initialised",
-            found=error,
+            found=str(error).partition("\n")[0],  # what follows are frames of C++
             cure=f"see that all ranks run and reach rank 0 at {launch.address}:{launch.port} (MASTER_ADDR, "
             "MASTER_PORT)",
         ) from error
@@ -176,8 +176,7 @@ class Ranks(Comm):
             except (RuntimeError, ValueError) as error:
                 raise self._broken("the groups are made", error) from error
             self._control, self._data = self._groups
-            nodes = self.exchange("where ranks run", this_node())
-            self.local_rank, self.local_world = among(nodes, self.rank)
+            self.local_rank, self.local_world = among(self.exchange("this node", this_node()), self.rank)
         except BaseException:
             self.close()
             raise
@@ -225,14 +224,13 @@ class Ranks(Comm):
 
     def reduce(self, run: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         self.sent += run.nbytes // self.world * (self.world - 1)
-        run = run.detach()
-        parts = run.view(self.world, -1)
+        parts = run.detach().view(self.world, -1)
         mine = parts[self.rank]
         if self._nccl:
             options = dist.ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
             total = torch.empty_like(mine)
-            self._do("reduce", lambda: [self._data._reduce_scatter_base(total, run, options)])
+            self._do("reduce", lambda: [self._data._reduce_scatter_base(total, parts.view(-1), options)])
             return total if narrow else total.to(torch.float32)
         total = mine if narrow or run.dtype is torch.float32 else torch.empty(mine.numel())
         # Piece by piece, so that what comes lies in a cache, and in memory that stays.
@@ -404,13 +402,17 @@ class Ranks(Comm):
         return broken
 
 
-def _interruptible(call: Callable[[], Any], check: Callable[[], None] = lambda: None) -> Any:
+def _interruptible(
+    call: Callable[[], Any], check: Callable[[], None] = lambda: None, seconds: float = math.inf
+) -> Any:
     """Return what `call` returns, which waits for other ranks in C++, where no signal is heard. When `check`
-    raises meanwhile, it is left alone."""
-    stream = HostStream("groups")
+    raises meanwhile, or so many `seconds` are over, it is left alone."""
+    stream, end = HostStream("groups"), time.monotonic() + seconds
     task = stream.submit(call)
     while not task.pause(POLL):
         check()
+        if time.monotonic() > end:
+            raise RankError("not all ranks have come")
     stream.close()
     return task.result()
 

@@ -29,7 +29,7 @@ from .loading import OURS, NoState, check_options, counts_of, hooked, match
 from .misuse import refuse_copies
 from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
-from .whole import agree_on_step
+from .whole import agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
@@ -437,6 +437,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         pairs: Sequence[tuple[ShardedParam, Mapping[str, Any]]],
         counts: Mapping[str, float],
     ) -> None:
+        values = {f"{s.name}: {kind}": v for s, of_one in pairs for kind, v in of_one.items()}
+        agree_on_values(self._comm, "optimizer.load_state_dict", values)
         self.publish()
         self._edits.adopt_all()
         self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from infinity.core.errors import DivergenceError
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -45,8 +46,8 @@ def agree_on_step(
     edited: Sequence[ShardedParam],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Have all ranks update the same parameters with the same options: each only sees its own slices. And
-    have the user edited the same ones, where each has its own. Collective.
+    """Have all ranks update the same parameters with the same options, after the same clipping: each only
+    sees its own slices. And have the user edited the same ones, where each has its own. Collective.
 
     Raises:
         DivergenceError: they would not.
@@ -54,7 +55,42 @@ def agree_on_step(
     """
     if comm.world > 1:
         options = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
-        params = repr([(s.name, getattr(s.param.grad, "factor", None)) for s in present])
+        grads = ((s.name, s.param.grad) for s in present)
+        params = repr([(n, getattr(g, "factor", None), getattr(g, "limits", None)) for n, g in grads])
         crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
         edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
         comm.exchange(f"a step of {len(present)} parameters {crcs}{edits}")
+
+
+def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None:
+    """Have all ranks load the same tensors, by name: each keeps its own slices of them. Collective.
+
+    Raises:
+        DivergenceError: they do not have the same names and values.
+        RankError: another rank failed, or does something else.
+    """
+    if comm.world == 1:
+        return
+    names = zlib.crc32(repr([*values]).encode())
+    mine = b"".join(_crc(value).to_bytes(4, "little") for value in values.values())
+    told = comm.exchange(
+        f"{what} of {len(values)} values from {min(values, default='')!r}, {names:08x}", mine
+    )
+    for index, name in enumerate(values):
+        crcs = [crc[4 * index :][:4][::-1].hex() for crc in told]
+        if len(set(crcs)) > 1:
+            raise DivergenceError(
+                f"ranks load different values of {name!r}",
+                expected="the same state dict on all ranks",
+                found="; ".join(f"rank {rank}: CRC-32 {crc}" for rank, crc in enumerate(crcs)),
+                cure="load one file on all; or edit inside `infinity.gathered(…, write=True, source=0)`, "
+                "where that rank's values count",
+            )
+
+
+def _crc(value: object) -> int:
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+        return zlib.crc32(repr(value if isinstance(value, (int, float)) else type(value)).encode())
+    flat = value.detach().cpu().reshape(-1).view(torch.uint8)
+    kind = repr((value.dtype, tuple(value.shape)))
+    return zlib.crc32(flat.numpy(), zlib.crc32(kind.encode()))  # type: ignore[arg-type]
