@@ -388,7 +388,7 @@ attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 comm.exchange(f"attempt {attempt}")
 if attempt == comm.rank:
     os.kill(os.getpid(), signal.SIGKILL)
-print("well", attempt, comm.total(1.0))
+sys.stdout.write(f"well {attempt} {comm.total(1.0)}\\n")
 comm.close()
 """
     (tmp_path / "ranks.py").write_text(START + script)

@@ -186,6 +186,19 @@ def test_torchrun_that_is_told_to_end_has_its_ranks_save(text: str, nvme: str, t
     assert not list(Path(nvme).rglob("*.arena"))
 
 
+@pytest.mark.parametrize("name", ["train.seed", "text"])
+def test_ranks_that_were_started_differently_do_not_train(
+    name: str, text: str, nvme: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("not the same text as that of the first rank. " * 2000)
+    more = {"train.seed": ["--seed", "3"], "text": ["--data", str(tmp_path / "other.txt")]}[name]
+    differ = f"import os, sys\nif os.environ['RANK'] == '1':\n    sys.argv += {more}\n"
+    results = ranks_of(2, *common(text, nvme, "--no-save"), before=differ)
+    assert [code for code, *_ in results] == [2, 2]
+    said = "".join(err for *_, err in results)
+    assert said.count(f"ranks were started with a different {name}") == 1
+
+
 @pytest.mark.parametrize("wrong", ["--layers", "--lr"])
 def test_what_no_rank_can_do_is_said_once(wrong: str, text: str, nvme: str) -> None:
     results = ranks_of(2, *common(text, nvme, "--no-save", wrong, "-1"))

@@ -285,6 +285,57 @@ infinity.close(adam)
 
 
 @STAGES
+def test_what_is_added_to_gradients_counts(stage: int, tmp_path: Path) -> None:
+    """As the mean over ranks, as what a backward brings."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+weight = model.last.weight
+for more in ("one rank", "all", "and a backward"):
+    loss().backward()
+    before = infinity.gradient(weight)
+    if rank == 0 or more != "one rank":
+        weight.grad.add_(torch.full_like(before, 1.0 + rank))
+    if more == "and a backward":
+        loss(0.0).backward()
+    after = infinity.gradient(weight)
+    torch.testing.assert_close(after - before, torch.full_like(before, 0.5 if more == "one rank" else 1.5))
+    assert abs(nn.utils.get_total_norm([weight.grad]).item() - after.norm().item()) < 1e-4
+    was = {name: value.clone() for name, value in model.state_dict().items()}
+    adam.step()
+    adam.zero_grad()
+    assert not torch.equal(model.state_dict()["last.weight"], was["last.weight"])
+print(float(model.state_dict()["last.weight"].double().sum()).hex())
+infinity.close(adam)
+"""
+    )
+    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
+    assert first == second
+
+
+@pytest.mark.parametrize("what", ["state on one rank", "another step"])
+def test_wrap_with_optimizers_that_are_not_the_same(what: str, tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + """
+model(torch.ones(2, 8)).square().mean().backward()
+if rank == int(sys.argv[2]) or sys.argv[3] == "another step":
+    adam.step()
+if rank == int(sys.argv[2]) and sys.argv[3] == "another step":
+    adam.state[model.last.weight]["step"] += 7
+model.zero_grad()
+infinity.wrap(model, adam, config)
+"""
+    )
+    for who in (0, 1):
+        given = json.dumps(of_stage(tmp_path, 3))
+        for code, _, err in run_ranks(2, script, given, str(who), what):
+            assert code == 1
+            assert "DivergenceError" in err
+
+
+@STAGES
 def test_a_rank_that_catches_what_it_raised_may_go_on(stage: int, tmp_path: Path) -> None:
     """As long as what it does is what the others do."""
     script = (

@@ -14,7 +14,7 @@ from infinity.hardware.ranks import Comm
 from infinity.planning.partition import ParamSpec
 
 #: Settings that may differ between ranks: where a rank has its drives and its devices.
-_OWN = ("nvme", "device", "host_memory", "device_memory", "threads")
+OWN = ("nvme", "device", "host_memory", "device_memory", "threads")
 
 
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
@@ -49,7 +49,7 @@ def check_stage(world: int, config: Config) -> None:
 def check_same(comm: Comm, units: Sequence[tuple[str, Sequence[ParamSpec]]], config: Config) -> None:
     """Raise `DivergenceError` unless all ranks have the same model and the same settings."""
     settings = {
-        name: getattr(config, name) for name in sorted(vars(config)) if name not in (*_OWN, "placements")
+        name: getattr(config, name) for name in sorted(vars(config)) if name not in (*OWN, "placements")
     }
     for what, thing in (("model", units), ("settings", settings)):
         digest = hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
 from infinity.optim.state_io import States, bump
+from infinity.optim.whole import agree_on_values
 from infinity.params.unit import ParamUnit
 from infinity.storage.weights import Weights
 
@@ -50,6 +51,10 @@ def take_over(
     optimizer; `weights`: where values are, if not in the parameters."""
     if weights is not None:
         weights.check()
+    if comm.world > 1:  # the values are the first rank's, but all take part
+        saved = {p.name: state.get(p.param) or {} for unit in units for p in unit.params}
+        there = {f"{name}: {key}": key == "step" and int(v[key]) for name, v in saved.items() for key in v}
+        agree_on_values(comm, "wrap with optimizer state", there)
     for unit in units:
         old = [p.param for p in unit.params]
         moments: dict[int, Mapping[str, Any]] = {}

@@ -90,6 +90,19 @@ class Job:
         found: T = json.loads(told[0])
         return found
 
+    def check_same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless all ranks have the same values, by name, as JSON. Collective."""
+        told = [json.loads(t) for t in self._comm.exchange(what, json.dumps(values, default=str).encode())]
+        for name in values if self.at.world > 1 else ():
+            found = [each.get(name) for each in told]
+            if any(value != found[0] for value in found):
+                raise ConfigError(
+                    f"ranks were started with a different {name}",
+                    expected="the same settings and the same text for all",
+                    found="; ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(found)),
+                    cure="start all ranks with one command line, one configuration file and one text",
+                )
+
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum over ranks of each of `values`, added in the order of the ranks. Collective."""
         told = self._of_all("the figures of a step", values)

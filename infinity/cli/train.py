@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from infinity.api.init import init
+from infinity.api.ranks import OWN
 from infinity.api.trace import is_trace, trace
 from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
@@ -70,6 +71,14 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
         return job.most("the end of the run", code)
 
 
+def _of_all(run: Run) -> dict[str, Any]:
+    """Return the settings that all ranks have to have: not where their files are, or what the first one keeps
+    of the run."""
+    own = {*OWN, "path", "init_from", "output", "json_log", "trace", "overwrite"}
+    said = ((f"{section}.{name}", v) for section, of_it in run.as_dict().items() for name, v in of_it.items())
+    return {name: value for name, value in said if name.partition(".")[2] not in own}
+
+
 def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[str, Any]:
     """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes). Collective: what
     is said of memory and drives is the first rank's.
@@ -99,6 +108,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
     corpus = Corpus(stream, train.sequence, seed=train.seed, validation=run.data.validation)
     if case.place is not None and train.output is not None and not train.resume:
         check_unused(case.place)
+    job.check_same("the settings of a run", {**_of_all(run), "text": corpus.fingerprint()})
     job.wait("the plan")  # so that all find room as it is before any of them takes it
     plan = Case(run, planning=False, at=job.at).plan()  # with the tokens on the drive, where there are some
     plan.check()

@@ -72,6 +72,11 @@ class UnitBuffer:
         self._flat: torch.Tensor | None = None
         self._kept: dict[int, torch.Tensor] = {}
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing but zeros has arrived."""
+        return all(arrival.zero for arrival in self.arrivals.values())
+
     def needs(self, index: int) -> int:
         """Return the bytes that `put` would take more than there are."""
         if not self._keeps:

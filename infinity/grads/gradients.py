@@ -175,8 +175,7 @@ class Gradients:
         """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
         if self._reducing.has(sharded.unit):
             self._finish_reduced()
-        buffer = self._filling.get(sharded.unit)
-        buffer = buffer or UnitBuffer(self.units[sharded.unit].layout, self._device)
+        buffer = self._filling.get(sharded.unit) or UnitBuffer(self.units[sharded.unit].layout, self._device)
         if self._comm.world == 1 and not self._fits(buffer.needs(sharded.index)):
             self._make_room(sharded.unit, buffer.needs(sharded.index))
         self._filling[sharded.unit] = buffer
@@ -230,11 +229,15 @@ class Gradients:
 
     @sheltered
     def reduce_waiting(self) -> None:
-        """`reduce` all that waits, on any rank. Collective, in stages 0 and 1."""
+        """`reduce` all that waits on any rank; in stages 2 and 3 that is what users added. Collective."""
+        if not self._waits and self._comm.world > 1:
+            added = [i for i, buffer in self._filling.items() if not buffer.is_zero]
+            self._reduce_any("what was added to gradients", added)
         if not self._waits:
             return
         for index in list(self._filling):
             self._waiting.add(self.units[index], self._filling.pop(index))
+        self._waiting.came.clear()  # what is reduced here does not come in a backward
         for index, waiting in self._waiting.units.items():
             for sharded in self.units[index].params:
                 if not self._is_ours(sharded):  # p.grad = None
@@ -305,8 +308,7 @@ class Gradients:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
         still reads what `unit` had. With several ranks, zeros alone: the rest is reduced first."""
         buffer = self._filling.get(unit.index)
-        ours = buffer is not None and all(a.zero for a in buffer.arrivals.values())
-        if self._comm.world > 1 and (self._waits or not ours):
+        if self._comm.world > 1 and (self._waits or buffer is None or not buffer.is_zero):
             return
         self.sending.let_go()
         self.sending.wait(unit.index)
@@ -404,11 +406,9 @@ class Gradients:
                 if segment.param == sharded.index and segment.param in self.entries[chunk.id].present:
                     part = out[segment.offset : segment.offset + segment.numel]
                     self.sending.run(lambda c=chunk, s=segment, o=part: self._work.read(c, s, o))  # type: ignore[misc]
-        if self._comm.world > 1:
-            self._comm.exchange(f"a look at the gradient of {sharded.name!r}")
-        if not unit.layout.whole:
-            for rank, first, end in unit.layout.owners(sharded.index):
-                self._comm.broadcast(out[first:end], rank)
+        self._comm.exchange(f"a look at the gradient of {sharded.name!r}")
+        for rank, first, end in () if unit.layout.whole else unit.layout.owners(sharded.index):
+            self._comm.broadcast(out[first:end], rank)
         if grad.factor != 1.0:
             out.mul_(grad.factor)
         return out.view(sharded.spec.shape)

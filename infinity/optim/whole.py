@@ -55,8 +55,8 @@ def agree_on_step(
     """
     if comm.world > 1:
         options = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
-        grads = ((s.name, s.param.grad) for s in present)
-        params = repr([(n, getattr(g, "factor", None), getattr(g, "limits", None)) for n, g in grads])
+        seen = ("factor", "limits", "is_zero")
+        params = repr([(s.name, *(getattr(s.param.grad, n, None) for n in seen)) for s in present])
         crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
         edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
         comm.exchange(f"a step of {len(present)} parameters {crcs}{edits}")

@@ -40,7 +40,7 @@ from infinity.hardware.aio import DirectFile
 
 from .leftovers import MARK_NBYTES, SUBDIRECTORY, arenas, mark, why_foreign
 
-_ATTEMPTS: Final = 10
+_ATTEMPTS: Final = 100
 _STATX_DIOALIGN: Final = 0x2000
 _AT_EMPTY_PATH: Final = 0x1000
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
