@@ -259,6 +259,13 @@ def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
 
 
 @STAGES
+def test_a_model_is_moved_to_the_cpu_of_its_rank(stage: int, tmp_path: Path) -> None:
+    """As transformers' Trainer does."""
+    script = HEAD + LOOP + "assert model.to(torch.device('cpu', rank)) is model.to('cpu:1')\nstep()\n"
+    all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
+
+
+@STAGES
 def test_a_state_dict_behind_a_forward_is_loaded(stage: int, tmp_path: Path) -> None:
     """Below stage 3 units are gathered then, for the backward; and in a block, on all ranks."""
     script = (

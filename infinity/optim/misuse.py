@@ -140,9 +140,19 @@ class _Prepared:
         return True
 
 
+def _to(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Move nothing from "cpu" to "cpu:1", as libraries ask for on several ranks: torch would copy all."""
+
+    def plain(value: Any) -> Any:
+        said = isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("cpu:"))
+        return torch.device("cpu") if said and torch.device(value).type == "cpu" else value
+
+    return type(model).to(model, *map(plain, args), **{name: plain(v) for name, v in kwargs.items()})
+
+
 _DDP = "_ddp_params_and_buffers_to_ignore"
 _PREPARED = "_is_accelerate_prepared"
-_OURS = ("__reduce_ex__", "__deepcopy__", _DDP, _PREPARED)
+_OURS = ("__reduce_ex__", "__deepcopy__", "to", _DDP, _PREPARED)
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -170,6 +180,7 @@ def guard(
         module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     before = model.__dict__.get(_DDP)
     model.__dict__[_DDP] = _Trap()
+    model.__dict__["to"] = functools.partial(_to, model)
     if ranks:
         model.__dict__[_PREPARED] = _Prepared()
 
@@ -182,6 +193,7 @@ def guard(
         for module in model.modules() if optimizer is None else ():
             module.__dict__.pop("train", None)
         model.__dict__.pop(_DDP, None)
+        model.__dict__.pop("to", None)
         if ranks:
             model.__dict__.pop(_PREPARED, None)
         if before is not None:
