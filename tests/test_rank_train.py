@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from infinity.cli.main import run
 from infinity.storage.checkpoints import find, list_checkpoints
 
-from .command_line import started, wait_for_line, words
+from .command_line import need_root, started, wait_for_line, words
 from .ranks import Result, all_well, run_ranks
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -197,6 +197,28 @@ def test_ranks_that_were_started_differently_do_not_train(
     assert [code for code, *_ in results] == [2, 2]
     said = "".join(err for *_, err in results)
     assert said.count(f"ranks were started with a different {name}") == 1
+
+
+def test_a_directory_that_ranks_do_not_share_is_refused_at_the_start(
+    text: str, nvme: str, tmp_path: Path
+) -> None:
+    need_root()
+    out = tmp_path / "out"
+    out.mkdir()
+    elsewhere = f"""
+import ctypes, os, subprocess
+if os.environ["RANK"] == "1":
+    assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True, timeout=20)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", {str(out)!r}], check=True, timeout=20)
+"""
+    results = ranks_of(2, *common(text, nvme, "--output", str(out)), before=elsewhere)
+    assert [code for code, *_ in results] == [2, 2]
+    said = "".join(err for *_, err in results)
+    assert said.count("is not one directory for all ranks") == 1
+    assert "name a directory that all nodes share" in said
+    assert "step 1/" not in results[0][1]
+    assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", ["--layers", "--lr"])
