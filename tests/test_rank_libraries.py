@@ -72,6 +72,13 @@ def test_snippets_of_libraries(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ecosystem
+def test_trainer_on_one_rank_that_torchrun_has_started(tmp_path: Path) -> None:
+    script = "from tests.rank_libraries import main\nmain()"
+    (said,) = all_well(run_ranks(1, script, "Trainer", str(tmp_path), "engine", seconds=120, imports=IMPORTS))
+    assert len(json.loads(said.splitlines()[-1])[0]) >= 5
+
+
+@pytest.mark.ecosystem
 @pytest.mark.parametrize("name", ["accelerate", "Trainer"])
 def test_ten_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
     said = {}

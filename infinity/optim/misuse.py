@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -166,6 +167,7 @@ def guard(
     `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Of several
     `ranks`: have accelerate, and with it transformers' Trainer, leave the model as it is. Return what undoes
     that."""
+    ranks = ranks or "LOCAL_RANK" in os.environ  # by which accelerate takes a process for one of several
     handles = []
     if optimizer is not None:
         handles = [
