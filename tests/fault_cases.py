@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -325,8 +326,11 @@ def sample(injections: list[Injection], count: int, random: random.Random) -> li
                 groups.setdefault((i.backend, i.op, i.kind, i.value, i.repeat), []).append(i)
         for group in groups.values():
             random.shuffle(group)
-        order = list(groups.values())
-        random.shuffle(order)
+        # There are more groups than a small sample holds: kinds take turns, lest chance leave one out.
+        kinds: dict[str, list[list[Injection]]] = {}
+        for key in random.sample(list(groups), len(groups)):
+            kinds.setdefault(str(key[2]), []).append(groups[key])
+        order = [group for turn in itertools.zip_longest(*kinds.values()) for group in turn if group]
         taken: list[Injection] = []
         while len(taken) < share and any(order):
             taken += [group.pop() for group in order if group][: share - len(taken)]
