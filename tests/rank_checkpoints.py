@@ -22,8 +22,11 @@ from torch import nn
 
 import infinity
 from infinity.core.errors import InfinityError
+from infinity.storage.checkpoints import Save
 
 STEPS = 10
+#: A directory of each process.
+HERE = "/proc/self/cwd/saved"
 
 
 class Net(nn.Module):
@@ -146,9 +149,12 @@ def faults() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     said.append(refused(lambda: infinity.save(adam, root)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    os.makedirs(root.parent / f"node{rank}")
-    os.chdir(root.parent / f"node{rank}")
-    said.append(refused(lambda: infinity.save(adam, "/proc/self/cwd/saved")))
+    os.makedirs(node := root.parent / f"node{rank}")
+    os.chdir(node)
+    if rank == 1:
+        (node / "saved").touch()
+    said.append(refused(lambda: infinity.save(adam, HERE)))
+    assert rank or not list(node.rglob("*.safetensors"))
     said.append(refused(lambda: infinity.save(adam, root, state={"x": print} if rank else {})))
     said.append(refused(lambda: infinity.load(adam, root, state={"position": 0, "lacking"[: 8 * rank]: 0})))
     assert sorted(p.name for p in root.iterdir()) == [Path(good).name]
@@ -170,6 +176,26 @@ def faults() -> None:
     assert digest(model, adam) == known
     infinity.close(adam)
     sys.stdout.write(json.dumps({"said": said, "seed": seeds[0], "drawn": drawn}))
+
+
+def apart() -> None:
+    """Do as `main`, where two ranks each see a directory of their own below the one that is given."""
+    os.makedirs(node := Path(sys.argv[2], f"node{int(os.environ['RANK']) // 2}"), exist_ok=True)
+    os.chdir(node)
+    main()
+
+
+def ends_as_others_commit() -> None:
+    """Save on two nodes; one that is told when the first one's checkpoint is whole is killed then."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    os.chdir(Path(sys.argv[2], f"node{rank}"))
+    model, adam = made(json.loads(sys.argv[1]))
+    infinity.load(adam, HERE)
+    step(model, adam)
+    if rank == int(sys.argv[3]):
+        Save.commit = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    infinity.save(adam, HERE, keep_last=1)
 
 
 def ends() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from infinity.cli.main import run
 from infinity.storage.checkpoints import find, list_checkpoints
 
-from .command_line import need_root, started, wait_for_line, words
+from .command_line import started, wait_for_line, words
 from .ranks import Result, all_well, run_ranks
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -199,26 +199,34 @@ def test_ranks_that_were_started_differently_do_not_train(
     assert said.count(f"ranks were started with a different {name}") == 1
 
 
-def test_a_directory_that_ranks_do_not_share_is_refused_at_the_start(
-    text: str, nvme: str, tmp_path: Path
-) -> None:
-    need_root()
-    out = tmp_path / "out"
-    out.mkdir()
-    elsewhere = f"""
-import ctypes, os, subprocess
-if os.environ["RANK"] == "1":
-    assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True, timeout=20)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", {str(out)!r}], check=True, timeout=20)
-"""
-    results = ranks_of(2, *common(text, nvme, "--output", str(out)), before=elsewhere)
-    assert [code for code, *_ in results] == [2, 2]
-    said = "".join(err for *_, err in results)
-    assert said.count("is not one directory for all ranks") == 1
-    assert "name a directory that all nodes share" in said
-    assert "step 1/" not in results[0][1]
-    assert list(out.iterdir()) == []
+def test_nodes_that_share_no_directory_keep_what_they_train(text: str, nvme: str, tmp_path: Path) -> None:
+    """A run that a rank ends on the way goes on from what each node has, and ends as if undisturbed."""
+    shared = common(
+        text, nvme, "--output", str(tmp_path / "shared"), "--json-log", str(tmp_path / "shared.log")
+    )
+    all_well(ranks_of(2, *shared))
+    log = tmp_path / "apart.log"
+    apart = common(text, nvme, "--output", "/proc/self/cwd/out", "--save-every", "1", "--json-log", str(log))
+    own = f"import os\nos.chdir({str(tmp_path)!r} + '/node' + os.environ['RANK'])\n"
+    for k in range(2):
+        (tmp_path / f"node{k}").mkdir()
+    (code, _, first), (other, _, second) = ranks_of(
+        2, *apart, before=own + AFTER_TWO.format(act="raise MemoryError")
+    )
+    assert (code, other) == (2, 1), (first, second)
+    assert first.count("is not one directory for all ranks, but 2") == 1
+    assert "is /proc/self/cwd/out/step-2, after 2 steps" in second
+    said = all_well(ranks_of(2, *apart, "--resume", before=own))
+    assert "goes on from /proc/self/cwd/out/step-2, after 2 steps" in said[0]
+    assert [s["loss"] for s in steps_of(log)] == [s["loss"] for s in steps_of(tmp_path / "shared.log")]
+    for k in range(2):
+        kept = tmp_path / f"node{k}" / "out"
+        assert sorted(p.name for p in kept.iterdir()) == ["step-3", "step-4"]
+        shutil.copytree(kept / "step-4", tmp_path / "step-4", dirs_exist_ok=True)
+    for name, source in (("ours", tmp_path), ("theirs", tmp_path / "shared")):
+        assert run(["export", str(source / "step-4"), str(tmp_path / name)]) == 0
+    for file in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("wrong", ["--layers", "--lr"])

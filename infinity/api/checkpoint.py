@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
@@ -26,6 +27,10 @@ from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
+from infinity.storage.checkpoints import Found
+from infinity.storage.tensor_file import TensorFile
+from infinity.storage.tensor_header import DTYPES
+from infinity.storage.tensor_layout import joined
 
 from .engine import Engine
 
@@ -109,6 +114,17 @@ def check_free(path: str, nbytes: int, what: str, cure: str) -> None:
         )
 
 
+def warn_apart(path: str, count: int) -> None:
+    """Warn, once, that `path` is on `count` file systems."""
+    warnings.warn(
+        f"{path} is not one directory for all ranks, but {count}, as where nodes share no file system. In "
+        "each of them a checkpoint has what its ranks have; they load it from there. Others need the files "
+        "of all in one directory.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
 def check_shared(path: str, rank: int) -> None:
     """Raise `DirectoryError` unless this rank sees the file that the first rank has just made, by a name that
     no other file has: then they share its directory."""
@@ -152,12 +168,36 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
 
 def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:
     """Return how many elements of each parameter this rank has; `own`: in its slices."""
-    found = dict.fromkeys(engine.params.values(), 0)
+    ranges = ranges_here(engine, own=own)
+    return {sharded: sum(end - begin for begin, end in of) for sharded, of in ranges.items()}
+
+
+def ranges_here(engine: Engine, *, own: bool) -> dict[ShardedParam, list[tuple[int, int]]]:
+    """Return which elements of each parameter this rank has, from one to before another; `own`: in its
+    slices."""
+    found: dict[ShardedParam, list[tuple[int, int]]] = {p: [] for p in engine.params.values()}
     for unit in engine.units:
         chunks = [c for c in unit.layout.chunks if not own or unit.layout.owner(c) == engine.comm.rank]
         for segment in (s for chunk in chunks for s in chunk.segments):
-            found[unit.params[segment.param]] += segment.numel
-    return found
+            found[unit.params[segment.param]].append((segment.offset, segment.offset + segment.numel))
+    return {sharded: joined(ranges) for sharded, ranges in found.items()}
+
+
+def open_saved(found: Found, stem: str, ring: Ring) -> TensorFile | None:
+    """Open the file `stem` of a checkpoint, or its parts that are here; None: it has none.
+
+    Raises:
+        DirectoryError, CorruptionError: see `TensorFile.open`.
+        KeyError, TypeError, AttributeError: the index lacks what it must have.
+    """
+    path = found.file(stem)
+    if path is None:
+        return None
+    sums, apart = found.content["crcs"][stem], found.content.get("apart", {})
+    if stem not in apart:
+        return TensorFile.open(path, ring, sums)
+    tensors = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in apart[stem].items()}
+    return TensorFile.open_parts(found.files(stem), tensors, ring, sums)
 
 
 def names_of(engine: Engine) -> dict[ShardedParam, str]:

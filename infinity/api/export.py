@@ -31,6 +31,7 @@ from .checkpoint import (
     check_free,
     check_shared,
     interruptible,
+    open_saved,
     path_of,
     reading_ring,
     settle,
@@ -359,9 +360,10 @@ def _of_checkpoint(
         ring = stack.enter_context(reading_ring())
         files = {}
         for stem in ("parameters", "buffers"):
-            if (path := found.file(stem)) is not None:
-                file = TensorFile.open(path, ring, index["crcs"][stem])
+            if (file := open_saved(found, stem, ring)) is not None:
                 files[stem] = stack.enter_context(file)
+                for name, entry in file.entries.items():
+                    file.places(name, 0, entry.nbytes)  # it is all here
         there = files["parameters"].entries if "parameters" in files else {}
         if lacking := index["parameters"].keys() ^ there.keys():
             raise KeyError(min(lacking))

@@ -16,12 +16,12 @@ from infinity.core.config import Config
 from infinity.core.errors import CorruptionError, DataError, DirectoryError, WrapError
 from infinity.hardware.aio import Ring
 from infinity.storage.checkpoints import Found, find
-from infinity.storage.tensor_file import TensorFile, read_all
+from infinity.storage.tensor_file import read_all
 from infinity.storage.weights import Piece, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
-from .checkpoint import Progress, path_of, reading_ring
+from .checkpoint import Progress, open_saved, path_of, reading_ring
 from .engine import Engine
 
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
@@ -229,10 +229,10 @@ def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) 
 
 
 def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights:
-    path = found.file("parameters")
-    if path is None:
+    file = open_saved(found, "parameters", ring)
+    if file is None:
         raise KeyError("parameters")
-    file = stack.enter_context(TensorFile.open(path, ring, found.content["crcs"]["parameters"]))
+    stack.enter_context(file)
     saved = {tied: name for name, p in found.content["parameters"].items() for tied in (name, *p["tied"])}
     pieces: dict[str, list[Piece]] = {}
     lacking = []
@@ -244,6 +244,7 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         entry = file.entries[name]
         if entry.shape != tuple(param.shape):
             raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
+        file.places(name, 0, entry.nbytes)  # it is all here
         parts = [Piece(file, name, entry.numel)]
         pieces |= {each: parts for each in names}
     if lacking:

@@ -18,7 +18,7 @@ from infinity.optim.loading import check_saved_options, counts_of
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
-from infinity.storage.checkpoints import Found, find
+from infinity.storage.checkpoints import Found, find, finish
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
 from infinity.storage.under_way import UnderWay
@@ -29,7 +29,9 @@ from .checkpoint import (
     buffers_of,
     elements_here,
     names_of,
+    open_saved,
     path_of,
+    ranges_here,
     reading_ring,
     wrong_index,
 )
@@ -155,6 +157,7 @@ def _find(comm: Comm, path: str) -> Found:
     first = together(comm, "which checkpoint is loaded", look if comm.rank == 0 else lambda: None)[0]
 
     def look_there() -> None:
+        finish(*first)
         found.append(find(first[0]))
         if found[0].counter != first[1]:
             raise CorruptionError(
@@ -162,7 +165,7 @@ def _find(comm: Comm, path: str) -> Found:
                 path=first[0],
                 expected=f"the one that rank 0 has found, with the counter {first[1]}",
                 found=f"one with the counter {found[0].counter}, on rank {comm.rank}",
-                cure="a directory that all nodes share, or the same copy of it on each node",
+                cure="where all share no directory, the same one on each node as when that was saved",
             )
 
     together(comm, "where that is", (lambda: None) if comm.rank == 0 else look_there)
@@ -200,10 +203,17 @@ class _Loading:
         return {} if path is None else read_all(path, self._ring, self._found.content["crcs"][stem])
 
     def _open(self, stem: str) -> TensorFile | None:
-        path = self._found.file(stem)
-        if path is None:
-            return None
-        return TensorFile.open(path, self._ring, self._found.content["crcs"][stem])
+        return open_saved(self._found, stem, self._ring)
+
+    def _check_here(self) -> None:
+        """Raise `DirectoryError` if something that this rank reads was saved on another file system, and is
+        not here."""
+        needed = ranges_here(self._engine, own=False)
+        for sharded, name in self._names.items():
+            for begin, end in needed.get(sharded, ()):
+                for file in (f for f in self._files.values() if name in f.entries):
+                    size = file.entries[name].dtype.itemsize
+                    file.places(name, begin * size, (end - begin) * size)
 
     # -- before anything is changed ---------------------------------------------------------
 
@@ -216,6 +226,7 @@ class _Loading:
                 for stem in ("parameters", *MOMENTS, "front"):
                     if (file := self._open(stem)) is not None:
                         self._files[stem] = stack.enter_context(file)
+                self._check_here()
                 self._again = self._open("parameters")  # a tensor's bytes come in order, and once
                 if self._again is not None:
                     stack.enter_context(self._again)

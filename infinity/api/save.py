@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from infinity.core.errors import ConfigError
-from infinity.hardware.aio import Ring
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
-from infinity.storage.checkpoints import Save
+from infinity.storage.checkpoints import Save, is_in
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
-from infinity.storage.tensor_header import Spec, nbytes_of
+from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
+from infinity.storage.tensor_layout import Parts, joined
 from infinity.storage.under_way import UnderWay
 from infinity.version import __version__
 
@@ -25,13 +26,14 @@ from .checkpoint import (
     Progress,
     buffers_of,
     check_free,
-    check_shared,
     elements_here,
     interruptible,
     names_of,
     path_of,
+    ranges_here,
     settle,
     texts_of,
+    warn_apart,
     writing_ring,
 )
 from .engine import Engine, engine_of
@@ -39,6 +41,7 @@ from .random_state import of_json, random_state, to_json
 from .together import agree, guarded, together
 from .user_state import check_named, encode, files_of, is_tokenizer
 
+_AT_ONCE: Final = 16 << 20  # bytes that the first rank sends at once
 _WHAT: Final = "a save of step {}"  # what ranks do together
 _NO_ROOM: Final = (
     "save elsewhere, or keep fewer checkpoints (keep_last; an older one goes only when the new one is whole)"
@@ -61,13 +64,14 @@ def save(
     call it after `step`. It goes chunk by chunk through one lease of host memory, and changes nothing of the
     run. An interrupt ends it.
 
-    With several ranks it is collective, and each writes what it has of every tensor into the same files.
+    With several ranks it is collective, and each writes what it has of every tensor into files of all.
     Path, `state`, groups, buffers and `keep_last` are the first rank's; random numbers are each rank's. What
     else differs between ranks, as positions in their data, give as a list that has it for all of them.
 
     Args:
         optimizer: as `wrap` returned it.
-        path: a directory of checkpoints, made if there is none; one that all ranks share.
+        path: a directory of checkpoints, made if there is none. Where it is not the same one for all ranks,
+            on nodes that share no file system, each node has there what its ranks have.
         state: more to be saved, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts with
             keys of these, and objects whose `state_dict` consists of these (schedulers, samplers). Mappings
             come back as dicts (counters stay), deques as lists, bytearrays as bytes, parameters as tensors,
@@ -132,7 +136,8 @@ def _given(
 
 
 class _Saving:
-    """One save. Each rank writes what it has of every tensor; the first one all else, and decides."""
+    """One save. Each rank writes what it has of every tensor, and the first one decides all else. On each
+    file system there is one rank that makes the files: where all share one, the first."""
 
     def __init__(self, engine: Engine, what: str, given: _Given, progress: Progress) -> None:
         self._engine = engine
@@ -141,10 +146,13 @@ class _Saving:
         self._given = given
         self._progress = progress
         self._stack = contextlib.ExitStack()
-        self._target: Save
-        self._ring: Ring
+        self._target: Save | None = None  # of the rank that makes the files here
         self._files: dict[str, TensorFile] = {}
         self._crcs: dict[str, Any] = {}
+        self._small: dict[str, dict[str, torch.Tensor]] = {}  # what is not cut
+        self._parts: Parts | None = None  # what is here of each tensor, if not all
+        self._counter = 0
+        self._content: dict[str, Any] | None = None  # of the index
         self._done = self._total = 0  # bytes of this rank
 
     def run(self, keep_last: int | None) -> str:
@@ -152,14 +160,21 @@ class _Saving:
         comm, what = self._comm, self._what
         states = agree(comm, what, to_json(self._given.own) if comm.rank else None)
         with self._stack:
-            paths = together(comm, f"{what}: its files", lambda: self._begin(states))[0]
-            pieces = together(comm, f"{what}: its parts", lambda: self._fill(paths))
-            path: str = together(comm, f"{what}: its index", lambda: self._end(pieces, keep_last))[0]
-        return path
+            root: str = together(comm, f"{what}: what it has", lambda: self._begin(states))[0]
+            makers, mine = self._find_makers(root)
+            if len(makers) > 1:
+                self._find_parts(makers, mine)
+                self._small = self._small_of_first()
+            names = together(comm, f"{what}: its files", self._make)
+            pieces = together(comm, f"{what}: its parts", lambda: self._fill(names[makers[mine]]))
+            told = together(comm, f"{what}: its index", lambda: self._index(pieces, names, makers))
+            self._content = self._content or told[0]
+            for step in self._steps(keep_last):
+                together(comm, f"{what}: its index is there", step)
+        return os.path.join(root, f"step-{self._engine.optimizer.steps}")
 
-    def _begin(self, states: list[Any]) -> dict[str, str] | None:
-        """Take over edits; on the first rank, make the files, and write what is not cut; return their
-        paths."""
+    def _begin(self, states: list[Any]) -> str:
+        """Take over edits; find out what is to be written; return the root."""
         engine, given = self._engine, self._given
         settle(engine)
         self._names = names_of(engine)
@@ -169,41 +184,110 @@ class _Saving:
         sizes = {s: 4 * (1 + len(MOMENTS)) if s.spec.trainable else s.spec.dtype.itemsize for s in here}
         self._total = sum(here[s] * sizes[s] for s in here)
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
-        if self._comm.rank:
+        if self._comm.rank == 0:
+            self._groups_here = self._groups(given.tensors)
+            self._random = [
+                encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")
+                for rank, state in enumerate([given.own, *map(of_json, states[1:])])
+            ]
+            self._small = {"buffers": buffers_of(engine), "values": given.tensors}
+        return given.root
+
+    def _find_makers(self, root: str) -> tuple[list[int], int]:
+        """Take the root, on each file system by one rank; return these ranks, and which is that of this one's
+        file system."""
+        comm = self._comm
+        makers, mine = [0], -1
+
+        def take() -> tuple[str, str, int] | None:
+            if comm.rank != makers[-1]:
+                return None
+            target = self._target = self._stack.enter_context(Save(root, self._engine.optimizer.steps))
+            return target.path, target.mark, target.counter
+
+        while True:
+            path, mark, counter = together(comm, f"{self._what}: its directory", take)[makers[-1]]
+            self._counter = max(self._counter, counter)
+            look = partial(is_in, mark, path) if mine < 0 else bool
+            if together(comm, f"{self._what}: who sees it", look)[comm.rank]:
+                mine = len(makers) - 1
+            seen = agree(comm, f"{self._what}: who has seen one", mine >= 0)
+            if all(seen):
+                return makers, mine
+            makers.append(seen.index(False))
+
+    def _find_parts(self, makers: Sequence[int], mine: int) -> None:
+        """Find out which elements of each parameter the ranks of this file system write."""
+        comm, names = self._comm, self._names
+        here = {names[s]: ranges for s, ranges in ranges_here(self._engine, own=True).items() if s in names}
+        told = agree(comm, f"{self._what}: which parts are where", [mine, here])
+        found: dict[str, list[tuple[int, int]]] = {}
+        for _, of_rank in (each for each in told if each[0] == mine):
+            for name, ranges in of_rank.items():
+                found.setdefault(name, []).extend((begin, end) for begin, end in ranges)
+        self._parts = {name: joined(ranges) for name, ranges in found.items()}
+        if comm.rank == 0:
+            warn_apart(self._given.root, len(makers))
+
+    def _small_of_first(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the first rank's buffers and values, where they are to be written."""
+        comm, what = self._comm, f"{self._what}: what is not cut"
+        specs = {
+            stem: {name: [NAMES[t.dtype], [*t.shape]] for name, t in kind.items()}
+            for stem, kind in self._small.items()
+        }
+        came: dict[str, dict[str, torch.Tensor]] = {}
+        for stem, kind in agree(comm, what, specs)[0].items():
+            for name, (dtype, shape) in kind.items():
+                ours = self._small[stem][name] if comm.rank == 0 else torch.empty(shape, dtype=DTYPES[dtype])
+                flat = ours.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                for piece in flat.split(_AT_ONCE) if flat.numel() else ():
+                    told = comm.exchange(what, piece.numpy().tobytes() if comm.rank == 0 else b"")[0]
+                    if comm.rank:
+                        piece.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+                if self._target is not None:
+                    came.setdefault(stem, {})[name] = ours
+        return came
+
+    def _make(self) -> dict[str, str] | None:
+        """On a rank that makes files: make them, and write what is not cut; return their names."""
+        target = self._target
+        if target is None:
             return None
-        self._groups_here = self._groups(given.tensors)
-        self._random = [
-            encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")
-            for rank, state in enumerate([given.own, *map(of_json, states[1:])])
-        ]
-        small = {"buffers": buffers_of(engine), "values": given.tensors}
-        small_nbytes = sum(t.nbytes for kind in small.values() for t in kind.values())
+        small_nbytes = sum(t.nbytes for kind in self._small.values() for t in kind.values())
         self._total += small_nbytes
-        target = self._target = self._stack.enter_context(Save(given.root, engine.optimizer.steps))
-        ring = self._ring = self._stack.enter_context(writing_ring(given.root))
-        whole = sum(nbytes_of(*spec) for kind in self._specs.values() for spec in kind.values())
-        check_free(given.root, whole + small_nbytes, "a checkpoint", _NO_ROOM)
-        for stem, kind in small.items():
+        ring = self._stack.enter_context(writing_ring(target.root))
+        check_free(target.root, self._nbytes_here() + small_nbytes, "a checkpoint", _NO_ROOM)
+        for stem, kind in self._small.items():
             if kind:
                 self._crcs[stem] = write_all(target.file(stem), kind, ring)
                 self._tell(sum(t.nbytes for t in kind.values()))
-        paths = {stem: target.file(stem) for stem in self._specs}
-        for stem, path in paths.items():
-            file = TensorFile.create(path, self._specs[stem], ring)
+        for stem in self._specs:
+            file = TensorFile.create(target.file(stem), self._specs[stem], ring, parts=self._parts)
             self._files[stem] = self._stack.enter_context(file)
             if self._comm.world > 1:
                 file.sync()
-        return paths
+        stems = [*(stem for stem, kind in self._small.items() if kind), *self._specs]
+        return {stem: target.file(stem) for stem in stems}
+
+    def _nbytes_here(self) -> int:
+        """Return the bytes of what is cut, in the files here."""
+        total = 0
+        for kind in self._specs.values():
+            for name, (dtype, shape) in kind.items():
+                if self._parts is None:
+                    total += nbytes_of(dtype, shape)
+                else:
+                    total += dtype.itemsize * sum(end - begin for begin, end in self._parts.get(name, ()))
+        return total
 
     def _fill(self, paths: Mapping[str, str]) -> dict[str, Any]:
         """Write what this rank has of every tensor; return the checksums of that, by file."""
-        if self._comm.rank:
-            for path in paths.values():
-                check_shared(path, self._comm.rank)
+        if self._target is None:
             some = next(iter(paths.values()))
             ring = self._stack.enter_context(writing_ring(os.path.dirname(some)))
-            for stem, path in paths.items():
-                file = TensorFile.join(path, self._specs[stem], ring)
+            for stem, specs in self._specs.items():
+                file = TensorFile.join(paths[stem], specs, ring, parts=self._parts)
                 self._files[stem] = self._stack.enter_context(file)
         names, files, states = self._names, self._files, self._engine.states
         trainable = [s for s in names if s.spec.trainable]
@@ -230,33 +314,58 @@ class _Saving:
         self._tell(0)
         return {stem: file.pieces() for stem, file in files.items()}
 
-    def _end(self, pieces: list[dict[str, Any]], keep_last: int | None) -> str | None:
-        """On the first rank: have the checkpoint whole, and return its directory."""
+    def _index(
+        self, pieces: list[dict[str, Any]], names: list[dict[str, str]], makers: Sequence[int]
+    ) -> dict[str, Any] | None:
+        """On the first rank: make the index, which is the same on all file systems; return it, if there are
+        several."""
         if self._comm.rank:
             return None
-        target, given = self._target, self._given
+        given, target = self._given, self._target
+        assert target is not None
         for stem, file in self._files.items():
             self._crcs[stem] = file.checksums([of_rank[stem] for of_rank in pieces])
-        target.commit(
-            {
-                "infinity": __version__,
-                "crcs": self._crcs,
-                "parameters": self._described(),
-                "groups": self._groups_here,
-                "counts": self._engine.optimizer.counts(),
-                "texts": {**texts_of(self._engine.model()), **given.texts},
-                "state": given.values,
-                "random": self._random[0],
-                "random_of_other_ranks": self._random[1:],
+        told = [{stem: os.path.basename(path) for stem, path in names[maker].items()} for maker in makers]
+        files: dict[str, Any] = told[0]
+        apart = {}
+        if len(makers) > 1:
+            files = {stem: [each[stem] for each in told] for stem in files}
+            apart = {
+                stem: {name: [NAMES[dtype], [*shape]] for name, (dtype, shape) in kind.items()}
+                for stem, kind in self._specs.items()
             }
-        )
-        for error in target.prune(keep_last) if keep_last is not None else ():
-            warnings.warn(
-                f"{target.path} is saved, but an older checkpoint is not removed: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return target.path
+        content = {
+            "infinity": __version__,
+            "crcs": self._crcs,
+            "parameters": self._described(),
+            "groups": self._groups_here,
+            "counts": self._engine.optimizer.counts(),
+            "texts": {**texts_of(self._engine.model()), **given.texts},
+            "state": given.values,
+            "random": self._random[0],
+            "random_of_other_ranks": self._random[1:],
+            **({"apart": apart} if apart else {}),
+        }
+        self._content = target.index(files, self._counter, content)
+        return self._content if apart else None
+
+    def _steps(self, keep_last: int | None) -> list[Callable[[], object]]:
+        """Return what makes the checkpoint whole: [Note: one checkpoint on several file systems]."""
+        target, index = self._target, self._content
+        if target is None or index is None:
+            return [bool] * 4
+
+        def end() -> None:
+            target.clear()
+            for error in target.prune(keep_last) if keep_last is not None else ():
+                warnings.warn(
+                    f"{target.path} is saved, but an older checkpoint is not removed: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+        commits = [target.commit, bool] if self._comm.rank == 0 else [target.stay, target.commit]
+        return [partial(target.prepare, index), *commits, end]
 
     def _specs_of(self) -> dict[str, dict[str, Spec]]:
         """Return what is in each file that is written chunk by chunk."""

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from infinity.api.checkpoint import check_shared
+from infinity.api.checkpoint import warn_apart
 from infinity.api.this_machine import drive_here
 from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.checkpoints import Found, aside, check_root, find, list_checkpoints
+from infinity.storage.checkpoints import Found, aside, check_root, find, is_in, list_checkpoints
 from infinity.storage.folder import Claim
 
 from .job import Job
@@ -91,7 +91,7 @@ def check_unused(path: str) -> None:
 def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str | None]:
     """Lend the directory of a run's checkpoints, which no other run has meanwhile: the one that it names, or
     a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed. Collective: it
-    is the first rank's.
+    is the first rank's, and made on each file system that ranks see there.
 
     Raises:
         ConfigError: it has the checkpoints of another run.
@@ -100,37 +100,38 @@ def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str |
     if place is None:
         yield None
         return
-    if not job.first:
-        yield _seen_by_all(job.of_first("where checkpoints go", ""), job)
-        return
-    root = place if train.output is not None else new_directory(place)
-    try:
-        with Claim(root):
-            if not train.resume:
-                check_unused(root)  # again: another run may have ended since
-            yield _seen_by_all(job.of_first("where checkpoints go", root), job)
-    finally:
-        if train.output is None:
-            with contextlib.suppress(OSError):  # it stays, unless nothing was saved
-                os.rmdir(root)
+    with contextlib.ExitStack() as stack:
+        root = ""
+        if job.first:
+            root = place if train.output is not None else new_directory(place)
+            if train.output is None:
+                stack.callback(_remove_unused, root)
+        root = job.of_first("where checkpoints go", root)
+        rank, world, claims, seen = 0, job.at.world, 0, False
+        word = job.of_first("a word", secrets.token_hex(4)) if world > 1 else ""
+        while rank < world:  # the first one of those that have not seen what the ones before have made
+            with contextlib.ExitStack() as marks:
+                name = f".infinity-ranks-{word}-{rank}"
+                if job.at.rank == rank:
+                    stack.enter_context(Claim(root))
+                    if not train.resume:
+                        check_unused(root)  # again: another run may have ended since
+                    if world > 1:
+                        mark = Path(root, name)
+                        marks.callback(mark.unlink, missing_ok=True)
+                        mark.touch()
+                job.wait("the mark is there")
+                seen = seen or job.at.rank == rank or is_in(name, root)
+                rank = world - job.most("who has seen none", 0 if seen else world - job.at.rank)
+                claims += 1
+        if claims > 1 and job.first:
+            warn_apart(root, claims)
+        yield root
 
 
-def _seen_by_all(root: str, job: Job) -> str:
-    """Return a directory of the first rank, if all see it. Collective.
-
-    Raises:
-        DirectoryError: this rank sees another one, or none.
-    """
-    if job.at.world > 1:
-        mark = os.path.join(root, f".infinity-ranks-{job.of_first('a word', secrets.token_hex(4))}")
-        with contextlib.ExitStack() as stack:
-            if job.first:
-                stack.callback(lambda: Path(mark).unlink(missing_ok=True))
-                Path(mark).touch()
-            job.wait("the mark is there")
-            check_shared(mark, job.at.rank)
-            job.wait("the mark was seen")
-    return root
+def _remove_unused(root: str) -> None:
+    with contextlib.suppress(OSError):  # it stays, unless nothing was saved
+        os.rmdir(root)
 
 
 def new_directory(path: str) -> str:

@@ -5,6 +5,12 @@ of its own (a random word is part of them), and puts the index in place last, by
 byte would survive a power failure. So a directory has the checkpoint from before, or the new one, and never a
 part of either; and a save that was killed leaves files that no index names.
 
+[Note: one checkpoint on several file systems] Where ranks share none, each file system has the same directory
+and the same index, and those of the files that its own ranks have written. First all have written all that,
+their indexes under another name; then the first rank's is put in place, and then the others'. So where that
+ended in between, the checkpoint is whole where the first rank is, and ready to be on all others: a `load`
+finishes it there. Older ones go only when it is whole everywhere.
+
 [Note: whose a file is] While a save is under way its directory has a mark, an empty file whose name has the
 save's word. Only files with the word of a mark, or that an index of ours named, are ever removed.
 """
@@ -13,13 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
 import secrets
 import stat
 import time
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import format_size
@@ -29,10 +37,13 @@ from .folder import failed, lock_directory, pwrite, sync
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
+#: Of those on several file systems.
+FORMAT_APART: Final = 2
 _INDEX_LIMIT: Final = 1 << 30
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
 _NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
+_File: TypeAlias = str | list[str]  # the name of one, or those of each file system
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
 _TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
@@ -46,10 +57,22 @@ class Found(NamedTuple):
     counter: int
     content: dict[str, Any]
 
+    def files(self, stem: str) -> list[str]:
+        """Return the paths of the files `stem`: none, one, or one of each file system."""
+        return [os.path.join(self.path, name) for name in _names(self.content["files"].get(stem, []))]
+
     def file(self, stem: str) -> str | None:
-        """Return the path of the file that the index names `stem`."""
-        name = self.content["files"].get(stem)
-        return None if name is None else os.path.join(self.path, name)
+        """Return the path of the file `stem`; where each file system has the same, of one that is here."""
+        paths = self.files(stem)
+        return next((path for path in paths if os.path.lexists(path)), paths[0] if paths else None)
+
+
+def _names(files: _File) -> list[str]:
+    return [files] if isinstance(files, str) else files
+
+
+def _names_in(content: dict[str, Any]) -> set[str]:
+    return {name for files in content["files"].values() for name in _names(files)}
 
 
 def find(path: str) -> Found:
@@ -93,6 +116,26 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
     return sorted(found, key=lambda f: f.counter)
 
 
+def finish(path: str, counter: int) -> None:
+    """Have the checkpoint at `path` whole whose counter is that, if it is ready to be:
+    [Note: one checkpoint on several file systems].
+
+    Raises:
+        DirectoryError: it cannot be put in place.
+    """
+    for name in filter(_TEMPORARY.fullmatch, _listing(path)):
+        try:
+            if _read(path, name).counter == counter:
+                os.rename(os.path.join(path, name), os.path.join(path, INDEX))
+                sync(path)
+                sync(os.path.dirname(path))
+        except CorruptionError:
+            continue
+        except OSError as error:
+            if error.errno != errno.ENOENT:  # or another rank of this node has just done it
+                raise failed("write", path, error) from error
+
+
 def check_root(path: str) -> None:
     """Raise `DirectoryError` if `path` is a checkpoint: none is ever made inside of another."""
     if _has_index(path):
@@ -103,6 +146,12 @@ def check_root(path: str) -> None:
             found=INDEX,
             cure=f"name its parent, {os.path.dirname(os.path.abspath(path))}, or another directory",
         )
+
+
+def is_in(name: str, path: str) -> bool:
+    """Return whether a directory has `name`; it is listed for that, as some file systems know only then what
+    others have just made there."""
+    return name in _listing(path)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -141,9 +190,9 @@ def _listing(path: str) -> list[str]:
         raise failed("list", path, error) from error
 
 
-def _read(path: str) -> Found:
+def _read(path: str, index_name: str = INDEX) -> Found:
     """Read and check an index."""
-    name = os.path.join(path, INDEX)
+    name = os.path.join(path, index_name)
 
     def wrong(expected: str, found: object) -> CorruptionError:
         return CorruptionError(
@@ -178,16 +227,18 @@ def _read(path: str) -> Found:
     if outer.get("crc32c") != found:
         raise wrong(f"CRC-32C {outer.get('crc32c')}", found)
     index = outer["index"]
-    if index.get("format") != FORMAT:
+    if index.get("format") not in (FORMAT, FORMAT_APART):
         raise wrong(
-            f"format {FORMAT}", f"format {index.get('format')!r}, of infinity {index.get('infinity')!r}"
+            f"format {FORMAT} or {FORMAT_APART}",
+            f"format {index.get('format')!r}, of infinity {index.get('infinity')!r}",
         )
     numbers = all(type(index.get(key)) is int for key in ("step", "counter"))
     if not numbers or not isinstance(index.get("files"), dict):
         raise wrong("a step, a counter and files", "something else")
-    for file in index["files"].values():
-        if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise wrong("names of files of its own", repr(file))
+    for files in index["files"].values():
+        names = [files] if index["format"] == FORMAT else files
+        if not isinstance(names, list) or not all(isinstance(n, str) and _FILE.fullmatch(n) for n in names):
+            raise wrong("names of files of its own", repr(files))
     return Found(path, index["step"], index["counter"], index)
 
 
@@ -201,17 +252,23 @@ def _crc(text: bytes) -> str:
 
 
 class Save:
-    """One save under way: a `with` block, which ends in `commit` or leaves nothing."""
+    """One save under way: a `with` block, which ends in `commit` or leaves nothing.
+
+    Attributes:
+        mark: a name that nothing else has, which is in `path` while this is under way.
+        counter: is higher than that of every checkpoint that is in the root.
+    """
 
     def __init__(self, root: str, step: int) -> None:
         self.root = root
         self.step = step
         self.path = os.path.join(root, f"step-{step}")
-        self.counter = 0
         self._word = secrets.token_hex(4)
-        self._files: dict[str, str] = {}
+        self.counter = 0
+        self.mark = f"incomplete-{self._word}"
+        self._temporary = os.path.join(self.path, f"index-{self._word}.tmp")
+        self._stays = False  # all of it, whatever comes
         self._lock = -1
-        self._done = False
 
     def __enter__(self) -> Save:
         """Take the root for this save, and remove what killed ones have left in it.
@@ -240,32 +297,60 @@ class Save:
         return self
 
     def file(self, stem: str) -> str:
-        """Return the path of a file of this checkpoint, which the index will name `stem`."""
-        self._files[stem] = f"{stem}-{self._word}.safetensors"
-        return os.path.join(self.path, self._files[stem])
+        """Return the path of a file of this checkpoint."""
+        return os.path.join(self.path, f"{stem}-{self._word}.safetensors")
 
-    def commit(self, index: dict[str, Any]) -> None:
-        """Make the checkpoint whole: every file of it is complete, and synced.
+    def index(self, files: Mapping[str, _File], counter: int, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `prepare` writes. `files`: their names, by stem; of each file system, if there are
+        several."""
+        version = FORMAT if all(isinstance(names, str) for names in files.values()) else FORMAT_APART
+        return {**content, "format": version, "step": self.step, "counter": counter, "files": {**files}}
+
+    def prepare(self, index: dict[str, Any]) -> None:
+        """Write the index, beside its place: every file of the checkpoint is complete, and synced.
 
         Raises:
-            DirectoryError: the index cannot be written; the checkpoint from before, if any, stays.
+            DirectoryError: it cannot be written.
         """
-        head = {"format": FORMAT, "step": self.step, "counter": self.counter, "files": self._files}
-        inner = _dump({**index, **head})
+        inner = _dump(index)
         text = b'{"crc32c":"' + _crc(inner).encode() + b'","index":' + inner + b"}\n"
-        temporary = os.path.join(self.path, f"index-{self._word}.tmp")
         try:
             sync(self.path)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 pwrite(fd, text, 0)
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.rename(temporary, os.path.join(self.path, INDEX))
-            self._done = True
+            sync(self.path)
+        except OSError as error:
+            raise failed("write", self.path, error) from error
+
+    def stay(self) -> None:
+        """Remove nothing from now on: [Note: one checkpoint on several file systems]."""
+        self._stays = True
+
+    def commit(self) -> None:
+        """Make the checkpoint whole.
+
+        Raises:
+            DirectoryError: the index cannot be put in place; the checkpoint from before, if any, stays.
+        """
+        try:
+            os.rename(self._temporary, os.path.join(self.path, INDEX))
+            self._stays = True
             sync(self.path)
             sync(self.root)
+        except OSError as error:
+            raise failed("write", self.path, error) from error
+
+    def clear(self) -> None:
+        """Remove the checkpoint that this one has replaced.
+
+        Raises:
+            DirectoryError: it cannot be removed.
+        """
+        try:
             self._clear_one(self.path)
         except OSError as error:
             raise failed("write", self.path, error) from error
@@ -287,7 +372,7 @@ class Save:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if not self._done:
+            if not self._stays:
                 with contextlib.suppress(OSError):  # what raised is told; the next save clears this up
                     self._clear_one(self.path)
         finally:
@@ -312,7 +397,7 @@ class Save:
             return
         whole = _has_index(path)
         try:
-            kept = set(_read(path).content["files"].values()) if whole else set()
+            kept = _names_in(_read(path).content) if whole else set()
         except CorruptionError:
             return  # nobody knows which files it names
         for name in names:
@@ -331,7 +416,7 @@ def _words_at(path: str) -> set[str]:
     if not _has_index(path):
         return set()
     try:
-        names = _read(path).content["files"].values()
+        names = _names_in(_read(path).content)
     except CorruptionError:
         return set()
     return {m[1] for name in names if (m := _FILE.fullmatch(name))}

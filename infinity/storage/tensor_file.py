@@ -5,27 +5,39 @@ a header; the header, JSON of {name: {"dtype", "shape", "data_offsets": [begin, 
 the bytes of the tensors, without holes. Nothing in such a file is code.
 
 Several ranks may write and read one file, each its own part of every tensor: [Note: one file of all ranks].
+Ranks that share no file system have several: [Note: files of parts].
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
-from infinity.core.errors import CorruptionError, StateDictError
-from infinity.core.sizes import ALIGNMENT, ceil_to
+from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.hardware.aio import DirectFile, Ring
 
 from . import checksums
 from .checksums import Piece, Sums, join
 from .folder import failed, pwrite
-from .tensor_header import NAMES, Entry, Spec, entries_of, nbytes_of
+from .tensor_header import Entry, Spec, entries_of
+from .tensor_layout import (
+    Parts,
+    Place,
+    end_of,
+    entries_for,
+    laid_out,
+    located,
+    not_the_file,
+    opened_to_read,
+    places_of,
+    whole,
+)
 from .under_way import UnderWay
 
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
@@ -34,29 +46,49 @@ _Pieces: TypeAlias = Mapping[str, Iterable[Piece]]  # of one rank, by tensor
 
 
 class TensorFile:
-    """Tensors by name, in a file. Made by `create`, `join` or `open`."""
+    """Tensors by name, in a file, or in several: [Note: files of parts]. Made by `create`, `join`, `open` or
+    `open_parts`.
 
-    def __init__(self, file: DirectFile, ring: Ring, entries: Mapping[str, Entry]) -> None:
+    Attributes:
+        entries: the tensors. Their `begin` is of no use to others: `places`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[DirectFile],
+        ring: Ring,
+        entries: Mapping[str, Entry],
+        places: Mapping[str, Sequence[Place]],
+        absent: Sequence[str] = (),
+    ) -> None:
         self.entries = entries
-        self._file = file
+        self._files = files
         self._ring = ring
+        self._places = places
+        self._absent = absent  # the files of parts that are not here
         self._sums = Sums()
         self._expected: dict[str, Sequence[int]] = {}
 
     @classmethod
     def create(
-        cls, path: str, tensors: Mapping[str, Spec], ring: Ring, metadata: Mapping[str, str] | None = None
+        cls,
+        path: str,
+        tensors: Mapping[str, Spec],
+        ring: Ring,
+        metadata: Mapping[str, str] | None = None,
+        parts: Parts | None = None,
     ) -> TensorFile:
-        """Make a file for `tensors`, which `write` fills; there must be none of that name.
+        """Make a file for `tensors`, or for `parts` of them, which `write` fills; there must be none of that
+        name.
 
         Raises:
             DirectoryError: it cannot be made; `errno` says why.
             StateDictError: it cannot have a tensor of such a dtype.
         """
-        text, entries = _laid_out(tensors, metadata)
+        text, within = laid_out(tensors, metadata, parts)
         file = DirectFile.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            os.ftruncate(file.plain_fd, _end_of(text, entries))
+            os.ftruncate(file.plain_fd, end_of(text, within))
             pwrite(file.plain_fd, text, 0)
         except OSError as error:
             file.close()
@@ -64,11 +96,16 @@ class TensorFile:
         except BaseException:
             file.close()
             raise
-        return cls(file, ring, entries)
+        return cls([file], ring, *located(file, tensors, within, parts))
 
     @classmethod
     def join(
-        cls, path: str, tensors: Mapping[str, Spec], ring: Ring, metadata: Mapping[str, str] | None = None
+        cls,
+        path: str,
+        tensors: Mapping[str, Spec],
+        ring: Ring,
+        metadata: Mapping[str, str] | None = None,
+        parts: Parts | None = None,
     ) -> TensorFile:
         """Open a file that another rank has made for the same `tensors`, to `write` a part of each.
 
@@ -80,19 +117,19 @@ class TensorFile:
             DirectoryError: it cannot be opened.
             CorruptionError: it is not the file that was made for them.
         """
-        text, entries = _laid_out(tensors, metadata)
+        text, within = laid_out(tensors, metadata, parts)
         file = DirectFile.open(path, os.O_WRONLY)
-        if file.size != _end_of(text, entries):
+        if file.size != end_of(text, within):
             found = file.size
             file.close()
             raise CorruptionError(
                 f"{path} is not the file that another rank has made",
                 path=path,
-                expected=f"{_end_of(text, entries)} bytes",
+                expected=f"{end_of(text, within)} bytes",
                 found=f"{found} bytes",
                 cure="a directory on a file system on which ranks see at once what others do",
             )
-        return cls(file, ring, entries)
+        return cls([file], ring, *located(file, tensors, within, parts))
 
     @classmethod
     def open(cls, path: str, ring: Ring, expected: Mapping[str, Sequence[int]] | None = None) -> TensorFile:
@@ -103,26 +140,38 @@ class TensorFile:
             CorruptionError: it is no safetensors file, or not all of one, or does not have the tensors of
                 `expected`.
         """
+        file = opened_to_read(path)
         try:
-            regular = stat.S_ISREG(os.stat(path).st_mode)
-        except OSError:
-            regular = False
-        if not regular:  # and a pipe is not waited for
-            raise CorruptionError(
-                f"{path} is no file that can be read",
-                path=path,
-                expected="the file that the index of the checkpoint names",
-                found="something else" if os.path.lexists(path) else "nothing",
-                cure="load another checkpoint; or bring this one again from where it was copied",
-            )
-        file = DirectFile.open(path, os.O_RDONLY)
-        try:
-            opened = cls(file, ring, entries_of(path, file))
+            entries = entries_of(path, file)
+            opened = cls([file], ring, entries, whole(file, entries))
             if expected is not None:
                 opened._expect(expected)
         except BaseException:
             file.close()
             raise
+        return opened
+
+    @classmethod
+    def open_parts(
+        cls,
+        paths: Iterable[str],
+        tensors: Mapping[str, Spec],
+        ring: Ring,
+        expected: Mapping[str, Sequence[int]],
+    ) -> TensorFile:
+        """Open those of the files of parts of `tensors` that are here, to read them: [Note: files of parts].
+
+        Raises:
+            DirectoryError: one cannot be opened.
+            CorruptionError: see `open`; or the parts are not of these tensors.
+        """
+        absent = [path for path in paths if not os.path.lexists(path)]
+        with contextlib.ExitStack() as stack:
+            files = [opened_to_read(path, stack) for path in paths if path not in absent]
+            places = places_of(files, tensors)
+            opened = cls(files, ring, entries_for(tensors), places, absent)
+            opened._expect(expected)
+            stack.pop_all()
         return opened
 
     def _expect(self, expected: Mapping[str, Sequence[int]]) -> None:
@@ -131,19 +180,39 @@ class TensorFile:
             count = None if entry is None else checksums.count_of(entry.nbytes)
             wanted = len(expected[name]) if name in expected else None
             if count != wanted:
-                raise CorruptionError(
-                    f"{self._file.path} is not the file that belongs here",
-                    path=self._file.path,
-                    expected=f"{wanted} ranges of {name!r}" if wanted is not None else f"no {name!r}",
-                    found=f"{count}" if count is not None else "no such tensor",
-                    cure="load another checkpoint; or bring this one again from where it was copied",
+                raise not_the_file(
+                    self.path,
+                    f"{wanted} ranges of {name!r}" if wanted is not None else f"no {name!r}",
+                    f"{count}" if count is not None else "no such tensor",
                 )
         self._expected = dict(expected)
 
-    @property
-    def direct_file(self) -> DirectFile:
-        """The open file, for whoever reads it without this object."""
-        return self._file
+    def places(self, name: str, begin: int, nbytes: int) -> list[Place]:
+        """Return where bytes `begin` to `begin` + `nbytes` of a tensor are, in their order.
+
+        Raises:
+            DirectoryError: some are in a file that is not here: [Note: files of parts].
+            CorruptionError: some are in none.
+        """
+        found = []
+        for place in self._places[name]:
+            low, high = max(begin, place.begin), min(begin + nbytes, place.end)
+            if low < high:
+                found.append(Place(low, high, place.file, place.at + low - place.begin))
+        if sum(place.end - place.begin for place in found) != nbytes:
+            if not self._absent:
+                raise not_the_file(
+                    self.path, f"bytes {begin}…{begin + nbytes} of {name!r}", "not all of them"
+                )
+            raise DirectoryError(
+                f"not all of {name!r} is here",
+                errno=errno.ENOENT,
+                path=self._absent[0],
+                expected=f"{', '.join(self._absent)}, of ranks that saved on other file systems",
+                found="no such file",
+                cure="copy it from the node that has it, or give each node the ranks that it had",
+            )
+        return found
 
     def has_checksums(self, name: str) -> bool:
         """Return whether reads of this tensor are held to checksums."""
@@ -167,8 +236,8 @@ class TensorFile:
 
     @property
     def path(self) -> str:
-        """The file's path."""
-        return self._file.path
+        """The file's path; of several files, that of one."""
+        return [*(file.path for file in self._files), *self._absent][0]
 
     def write(self, name: str, first: int, tensor: torch.Tensor, under_way: UnderWay | None = None) -> None:
         """Write the elements of `tensor`, of whichever dtype and device: the file's from element `first` on.
@@ -184,8 +253,10 @@ class TensorFile:
         try:
             for begin, piece in _on_host(flat, entry.dtype):
                 at = (first + begin) * entry.dtype.itemsize
-                ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
-                own.add(ticket, partial(_let_go, piece))
+                for place in self.places(name, at, piece.nbytes):
+                    address = piece.data_ptr() + place.begin - at
+                    ticket = self._ring.write(place.file, place.at, address, place.end - place.begin)
+                    own.add(ticket, partial(_let_go, piece))
                 self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
                 if own is not under_way:
                     own.wait(_AHEAD)
@@ -241,15 +312,17 @@ class TensorFile:
         if not out.numel():
             then()
             return
-        ticket = self._ring.read(
-            self._file, entry.begin + first * entry.dtype.itemsize, out.data_ptr(), out.nbytes
-        )
 
         def arrived() -> None:
             self._check(name, entry, first, out)
             then()
 
-        under_way.add(ticket, arrived)
+        begin = first * entry.dtype.itemsize
+        for place in self.places(name, begin, out.nbytes):
+            address = out.data_ptr() + place.begin - begin
+            ticket = self._ring.read(place.file, place.at, address, place.end - place.begin)
+            last = place.end == begin + out.nbytes
+            under_way.add(ticket, arrived if last else partial(_let_go, out))
 
     def _check(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
         if name in self._expected:
@@ -262,10 +335,11 @@ class TensorFile:
         expected = self._expected[name][piece.begin // checksums.RANGE_NBYTES]
         if piece.is_whole(entry.nbytes) and expected == piece.crc:
             return
+        place = self._places[name][0] if len(self._places[name]) == 1 else None
         raise CorruptionError(
             f"{name!r} in {self.path} is not what was saved",
             path=self.path,
-            offset=entry.begin + piece.begin,
+            offset=None if place is None else place.at + piece.begin - place.begin,
             nbytes=piece.end - piece.begin,
             expected=f"CRC-32C {expected:08x} of bytes {piece.begin}…{piece.end}",
             found=f"{piece.crc:08x}",
@@ -306,52 +380,22 @@ class TensorFile:
         Raises:
             DirectoryError: the drive reports a failure.
         """
-        try:
-            os.fsync(self._file.plain_fd)
-        except OSError as error:
-            raise failed("write", self.path, error) from error
+        for file in self._files:
+            try:
+                os.fsync(file.plain_fd)
+            except OSError as error:
+                raise failed("write", file.path, error) from error
 
     def close(self) -> None:
         """Close the file. Nothing may be under way."""
-        self._file.close()
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _laid_out(
-    tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None
-) -> tuple[bytes, dict[str, Entry]]:
-    """Return what is before the first tensor of a file, and where each tensor is."""
-    entries: dict[str, Entry] = {}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0):
-        if dtype not in NAMES:
-            raise StateDictError(
-                f"{name!r} is of {dtype}, which a safetensors file cannot have",
-                expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
-                found=str(dtype).removeprefix("torch."),
-                cure="make it another dtype, or a buffer that is not persistent",
-            )
-        nbytes = nbytes_of(dtype, shape)
-        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
-        entries[name] = Entry(dtype, tuple(shape), at, nbytes)
-        at += nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Aligned, so that whole blocks of the first tensors are written directly.
-    data = ceil_to(8 + len(text), ALIGNMENT)
-    text = text.ljust(data - 8)
-    begin = len(text).to_bytes(8, "little") + text
-    return begin, {name: e._replace(begin=e.begin + data) for name, e in entries.items()}
-
-
-def _end_of(text: bytes, entries: Mapping[str, Entry]) -> int:
-    return len(text) + sum(entry.nbytes for entry in entries.values())
 
 
 def _by_name(of_ranks: Iterable[_Pieces]) -> dict[str, list[Piece]]:

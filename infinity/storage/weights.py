@@ -67,10 +67,13 @@ class Weights:
         not as `dtype` has them, aligned to its size."""
         found = []
         for piece, low, high, _ in self._parts(name, first, numel):
-            begin = piece.file.entries[piece.name].begin + low * dtype.itemsize
-            if piece.dtype is not dtype or begin % dtype.itemsize:
+            nbytes = (high - low) * dtype.itemsize
+            if piece.dtype is not dtype:
                 return None
-            found.append((piece.file.direct_file, begin, (high - low) * dtype.itemsize))
+            places = piece.file.places(piece.name, low * dtype.itemsize, nbytes)
+            if any(place.at % dtype.itemsize for place in places):
+                return None
+            found += [(place.file, place.at, place.end - place.begin) for place in places]
         return found
 
     def leave(self, name: str, numel: int) -> None:
