@@ -18,7 +18,7 @@ from infinity.storage.checkpoints import Save, is_in
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
-from infinity.storage.tensor_layout import Parts, joined
+from infinity.storage.tensor_layout import Parts, joined, laid_out
 from infinity.storage.under_way import UnderWay
 from infinity.version import __version__
 
@@ -232,12 +232,17 @@ class _Saving:
     def _small_of_first(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the first rank's buffers and values, where they are to be written."""
         comm, what = self._comm, f"{self._what}: what is not cut"
-        specs = {
-            stem: {name: [NAMES[t.dtype], [*t.shape]] for name, t in kind.items()}
-            for stem, kind in self._small.items()
-        }
+
+        def specs() -> dict[str, dict[str, Any]]:
+            for kind in self._small.values():
+                laid_out({name: (t.dtype, t.shape) for name, t in kind.items()}, None)  # or it is refused
+            return {
+                stem: {name: [NAMES[t.dtype], [*t.shape]] for name, t in kind.items()}
+                for stem, kind in self._small.items()
+            }
+
         came: dict[str, dict[str, torch.Tensor]] = {}
-        for stem, kind in agree(comm, what, specs)[0].items():
+        for stem, kind in together(comm, what, specs)[0].items():
             for name, (dtype, shape) in kind.items():
                 ours = self._small[stem][name] if comm.rank == 0 else torch.empty(shape, dtype=DTYPES[dtype])
                 flat = ours.detach().cpu().contiguous().view(-1).view(torch.uint8)
