@@ -157,7 +157,7 @@ import errno, os
 from infinity.api import save
 from infinity.core.errors import DirectoryError
 join = save.TensorFile.join
-def refuse(*arguments):
+def refuse(*arguments, **more):
     save.TensorFile.join = join
     raise DirectoryError("no room", errno=errno.ENOSPC, path="out")
 if os.environ["RANK"] == "1":
