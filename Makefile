@@ -42,7 +42,8 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 # What runs on a device with CUDA's control flow as well (tests/staged.py), with the settings of `make test`.
-STAGED := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity)
+STAGED := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
+            rank_seeds ranks)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.copies import copy_to
     from .api.export import export
     from .api.gathered import gathered, gradient
     from .api.inference import inference
@@ -25,6 +29,7 @@ __all__ = [
     "InfinityError",
     "__version__",
     "close",
+    "copy_to",
     "export",
     "flush",
     "gathered",
@@ -49,6 +54,7 @@ _HOMES = {
     "trace": "api.trace",
     "metrics": "api.metrics",
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
+    "copy_to": "api.copies",
     "export": "api.export",
     "load": "api.load",
     "save": "api.save",
@@ -62,6 +68,17 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def _at_exit() -> None:
+    """Tell the other ranks where an exception ends this one, wherever it came from."""
+    several = "WORLD_SIZE" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    if several and hasattr(sys, "last_value") and "torch" in sys.modules:
+        importlib.import_module(".hardware.comm", __name__).tell_early_end()
+
+
+# Here, and not where ranks connect: a rank may fail before it uses anything of this package.
+atexit.register(_at_exit)
 
 
 def __dir__() -> list[str]:

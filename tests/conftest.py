@@ -31,10 +31,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 locks.checking = True
 
 # Fixtures of several files. Locks that are made as these import the engine are among those.
+from . import ranks  # noqa: E402
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
 from .quick import leave_the_rest  # noqa: E402
 from .small_net import config, wrapped  # noqa: E402, F401
-from .staged import staged, staged_devices  # noqa: E402, F401
+from .staged import devices, staged  # noqa: E402, F401
 
 # Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
 # threads would spin while they wait for each other.
@@ -52,11 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--device staged` engines have a device with CUDA's control flow, and its faults fail the test."""
-    if request.config.getoption("--device") == "cpu":
+    ranks.DEVICE = request.config.getoption("--device")
+    with devices(ranks.DEVICE):
         yield
-    else:
-        with staged_devices():
-            yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 DistributedDataParallel.
 
     rank_libraries.main()      sys.argv: which, a folder, "engine" or "torch"
+    rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default
     rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.core.errors import PrecisionError
+from infinity.core.errors import DivergenceError, PrecisionError
 
 from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
 
@@ -72,6 +73,28 @@ def mixed() -> None:
     except PrecisionError as error:
         print(error)  # noqa: T201
     infinity.close(optimizer)
+
+
+def saving() -> None:
+    """Train with Trainer, which saves as it does by default; print what that raises."""
+    folder, stage = Path(sys.argv[1]), int(sys.argv[2])
+    model = llama()
+    config = infinity.Config(device="cpu", dtype="fp32", threads=1, zero_stage=stage)
+    model, optimizer = infinity.wrap(model, adamw(model), config)
+    transformers = need("transformers")
+    settings = arguments(folder / "out", save_steps=2)
+    del settings["save_strategy"]
+    run = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**settings),
+        train_dataset=examples(),
+        optimizers=(optimizer, schedule(optimizer)),
+    )
+    try:
+        run.train()
+    except DivergenceError as error:
+        print(error)  # noqa: T201
+        raise
 
 
 def main() -> None:

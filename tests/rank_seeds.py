@@ -1,11 +1,12 @@
 """What each rank runs in test_rank_seeds.py: random trainings, many in one process, with late transfers or
-without.
+without, on a device with memory of its own (`staged`, see staged.py) or without.
 
-python -m tests.rank_seeds FIRST END DIRECTORY [late]      (under torchrun's environment)
+python -m tests.rank_seeds FIRST END DIRECTORY [--late] [--device staged]      (under torchrun's environment)
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from .models import build
 from .rank_training import check
+from .staged import devices
 
 TIERS = ("device", "host", "nvme", {"device": 0.3, "host": 0.3, "nvme": 0.4}, {"host": 0.5, "nvme": 0.5})
 
@@ -54,7 +56,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         config |= {"gradients": None, "accumulation": draw.choice((None, None, 1, 2))}
     elif model == "gpt" and config["zero_stage"] == 3:
         config["device_memory"] = draw.choice(("64MiB", "2MiB"))
-    return {
+    made = {
         "model": model,
         "sizes": sizes,
         "frozen": frozen,
@@ -63,6 +65,27 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         "zeros": draw.random() < 0.2,
         "config": config,
         "program": [step(draw, model, sizes, config, world) for _ in range(3)],
+    }
+    alone(random.Random(f"alone {seed}"), made, world)
+    return made
+
+
+def alone(draw: random.Random, settings: dict[str, Any], world: int) -> None:
+    """Have one rank do something to its gradients that the others do not, in some cases: all raise then."""
+    if draw.random() < 0.8:
+        return
+    step = draw.choice(settings["program"])
+    trained = [
+        name
+        for name, _ in build(settings["model"], **settings["sizes"]).named_parameters()
+        if not name.startswith(tuple(settings["frozen"]))
+    ]
+    what = draw.choice(("zero_grad", "none", "zeros", "given", "factor", "frozen"))
+    step["alone"] = {
+        "rank": draw.randrange(world),
+        "what": what,
+        "name": draw.choice(trained),
+        "behind": -1 if what == "frozen" else draw.randrange(step["turns"]),  # a backward of that number
     }
 
 
@@ -85,34 +108,48 @@ def step(draw: random.Random, model: str, sizes: Any, config: Any, world: int) -
     uses = ["evaluate", "module"]
     uses += ["generate"] * (model == "gpt") + ["evaluate alone"] * (not config["zero_stage"])
     made["between"] = draw.sample(uses, draw.choice((0, 0, 1, 2)))
+    names = [n for n, _ in build(model, **sizes).named_parameters()]
+
+    def factors() -> dict[str, float]:  # of one parameter, or of any number
+        chosen = draw.sample(names, draw.choice((1, draw.randint(1, len(names)))))
+        return {name: draw.choice((0.5, 0.75, -1.0)) for name in chosen}
+
     if draw.random() < 0.3:
-        names = [n for n, _ in build(model, **sizes).named_parameters()]
-        edited = draw.sample(names, draw.randint(1, len(names)))
-        made["edits"] = {name: draw.choice((0.5, 0.75, -1.0)) for name in edited}
+        made["edits"] = factors()
         if config["zero_stage"] or draw.random() < 0.5:  # each has all values at stage 0, and may edit them
             made["source"] = draw.randrange(world)
+    for loaded in ("loads", "masters"):
+        if draw.random() < 0.15:
+            made[loaded] = factors()
     return made
 
 
 def main() -> None:
     """Train each case, `late` with transfers that are so by chance, others on each rank; compare all bits."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--late", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "staged"), default="cpu")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "no_sync", RuntimeWarning)  # does nothing from stage 2 on
-    first, end = int(sys.argv[1]), int(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for seed in range(first, end):
+    for seed in range(asked.first, asked.end):
         settings = generate(seed, world)
-        folder = Path(sys.argv[3], f"{seed}-{rank}")
+        folder = asked.directory / f"{seed}-{rank}"
         folder.mkdir()
         settings["config"]["nvme"] = str(folder)
-        if "late" in sys.argv:
+        if asked.late:
             os.environ["INFINITY_DELAY_SEED"] = str(seed * world + rank)
         try:
-            check(settings, rank, world)
+            with devices(asked.device):
+                check(settings, rank, world)
         except BaseException:
             sys.stderr.write(f"seed {seed}: {settings}\n")
             raise
-    sys.stdout.write(f"{end - first} cases\n")
+    sys.stdout.write(f"{asked.end - asked.first} cases\n")
 
 
 if __name__ == "__main__":

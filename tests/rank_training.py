@@ -8,7 +8,13 @@ answers between steps, values and state are compared bit for bit; norms to 1e-12
 another order.
 
 Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `clip`, `clip_by_torch`, `config`, and either
-`steps` and `accumulate`, or a `program`: what each step does, as `one_step` and `between` have it.
+`steps` and `accumulate`, or a `program`: what each step does, as `one_step` and `between` have it, and then
+
+    edits: factors of the parameters that are edited, and `source`: the rank whose edits are kept, in a
+        `gathered` block; without it each rank edits all that it has.
+    loads: factors of the parameters whose values are loaded, in a model's state dict that has these alone.
+    masters: factors of the parameters whose masters are loaded, in an optimizer's state dict that has no
+        others.
 """
 
 from __future__ import annotations
@@ -23,11 +29,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
+from infinity.core.errors import GradientError, RankError
 from infinity.hardware import adam_reference
 
 from .models import VOCABULARY, Case, case
@@ -68,6 +76,7 @@ def one_step(
             forwards, then all backwards, the last one first.
         depths: how many blocks each rank uses in each forward.
         zeros: the ranks whose loss is multiplied by 0, in each forward.
+        alone: what one rank does to its gradients and the others do not, as `change_alone` has it.
     """
     turns, shape = step["turns"], step.get("shape", "apart")
     losses = []
@@ -130,6 +139,42 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
             params[name].view(-1)[::3].mul_(factor).add_(0.01 * rank)
 
 
+def load_values(model: Any, factors: Mapping[str, float]) -> None:
+    """Load a multiple of the values of some parameters."""
+    values = model.state_dict()
+    model.load_state_dict({name: values[name] * factor for name, factor in factors.items()}, strict=False)
+
+
+def load_masters(optimizer: Any, names: Mapping[Any, str], factors: Mapping[str, float]) -> None:
+    """Load the state as it is, but of masters a multiple of some."""
+    saved = optimizer.state_dict()
+    ordered = [names[p] for g in optimizer.param_groups for p in g["params"]]
+    for index, state in saved["state"].items():
+        master = state.pop("master", None)
+        if master is not None and ordered[index] in factors:
+            state["master"] = master * factors[ordered[index]]
+    optimizer.load_state_dict(saved)
+
+
+def change_alone(alone: Mapping[str, Any], model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Do what one rank alone does: all are to raise."""
+    if rank != alone["rank"]:
+        return
+    param, what = model.get_parameter(alone["name"]), alone["what"]
+    if what == "given":
+        param.grad = torch.zeros(param.shape, dtype=param.dtype)
+    elif what == "frozen":
+        param.requires_grad_(False)
+    elif what == "zero_grad" or param.grad is None or param.grad.is_zero:  # or it would change nothing
+        optimizer.zero_grad()
+    elif what == "none":
+        param.grad = None
+    elif what == "zeros":
+        param.grad.zero_()
+    elif what == "factor":
+        param.grad.mul_(0.5)
+
+
 def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, Any], list[float]]:
     """Train with the engine; return what is known of each parameter, and the norms."""
     made = built(settings)
@@ -144,14 +189,23 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     model, optimizer = infinity.wrap(made.model, adam, config)
     params, engine = dict(model.named_parameters()), engine_of(optimizer)
     dtype = DTYPES[settings["config"]["dtype"]]
+    names = {p: n for n, p in params.items()}
     found: dict[str, Any] = {"losses": [], "units": {n: engine.params[p].unit for n, p in params.items()}}
     norms: list[float] = []
     for number, step in enumerate(program(settings)):
+        count = 0
 
         def backward(loss: torch.Tensor, last: bool, step: Step = step) -> None:
+            nonlocal count
             with model.no_sync() if step.get("no_sync") and not last else contextlib.nullcontext():
                 optimizer.scale(loss).backward()
+            alone = step.get("alone", {})
+            if alone.get("behind") == count or (last and alone.get("behind", -1) > count):
+                change_alone(alone, model, optimizer, rank)
+            count += 1
 
+        if step.get("alone", {}).get("behind") == -1:
+            change_alone(step["alone"], model, optimizer, rank)
         found["losses"] += one_step(made, model, step, number, rank, world, backward)
         if settings.get("clip_by_torch"):
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings["clip_by_torch"])))
@@ -165,9 +219,12 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
                 edit(params, step["edits"], rank)
         elif "edits" in step:
             edit(params, step["edits"], 0)
+        if "loads" in step:
+            load_values(model, step["loads"])
+        if "masters" in step:
+            load_masters(optimizer, names, step["masters"])
     states = optimizer.state_dict()["state"]
     ordered = [p for g in optimizer.param_groups for p in g["params"]]
-    names = {p: n for n, p in params.items()}
     found["state"] = {names[p]: state for i, p in enumerate(ordered) if (state := states.get(i))}
     found["values"] = {n: v.clone() for n, v in model.state_dict().items()}
     infinity.close(optimizer)
@@ -324,11 +381,20 @@ def reference(
         source = step.get("source") or 0
         edited = dict(copy.deepcopy(models[source]).named_parameters())
         edit(edited, step.get("edits", {}), source)
-        for name in step.get("edits", {}):
-            before, after = models[source].get_parameter(name).detach(), edited[name].detach()
-            masters[name] = torch.where(before != after, after.float(), masters[name])
-            for model in models:
-                model.get_parameter(name).data.copy_(masters[name])
+        changed = {name: edited[name].detach() for name in step.get("edits", {})}
+        for values in (changed, step.get("loads", {})):
+            for name, value in values.items():
+                before = models[source].get_parameter(name).detach()
+                after = before * value if isinstance(value, float) else value
+                masters[name] = torch.where(before != after, after.float(), masters[name])
+                for model in models:
+                    model.get_parameter(name).data.copy_(masters[name])
+        for name, factor in step.get("masters", {}).items():
+            param = models[0].get_parameter(name)
+            if param.requires_grad and param.dtype is not torch.float32:
+                masters[name] = masters[name] * factor
+                for model in models:
+                    model.get_parameter(name).data.copy_(masters[name])
     state = {
         n: {"step": torch.tensor(float(steps[n])), "exp_avg": first, "exp_avg_sq": second}
         for n, (first, second) in moments.items()
@@ -358,7 +424,11 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def check(settings: dict[str, Any], rank: int, world: int) -> None:
-    """Train, and compare what this rank has found."""
+    """Train, and compare what this rank has found. Where one rank does something alone, all raise."""
+    if any("alone" in step for step in program(settings)):
+        with pytest.raises((RankError, GradientError), match=r"(?s)^(?!.*not come within)"):
+            train(settings, rank, world)
+        return
     found, norms = train(settings, rank, world)
     compare(found, reference(settings, world, norms, found["units"])[rank])
 

@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Result = tuple[int, str, str]
+#: The device of ranks for which no other is named (`devices` in staged.py): that of `pytest --device`.
+DEVICE = "cpu"
 _server: subprocess.Popen[str] | None = None
 
 
@@ -34,12 +36,14 @@ def run_ranks(
     seconds: int = 60,
     environment: Mapping[str, str] | None = None,
     imports: Sequence[str] = (),
+    device: str | None = None,
 ) -> list[Result]:
     """Run Python code as `world` ranks of one node; return (exit code, stdout, stderr) of each, by rank.
 
     The exit code is negative for a signal, as of `subprocess`. All are killed after `seconds`; and so is a
     stopped one when no other runs. `arguments` are `sys.argv[1:]`; `environment` is added to each rank's;
-    `imports`: modules that all ranks forked from now on have imported.
+    `imports`: modules that all ranks forked from now on have imported. `device`: what "cpu" means in
+    `Config(device=…)`, see `devices` in staged.py.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         request = {
@@ -49,6 +53,7 @@ def run_ranks(
             "seconds": seconds,
             "environment": dict(environment or {}),
             "imports": imports,
+            "device": device or DEVICE,
             "folder": folder,
         }
         server = _started()
@@ -92,8 +97,8 @@ def _end(server: subprocess.Popen[str]) -> None:
     server.wait()
 
 
-def _serve() -> str | None:
-    """Fork ranks for each request on stdin. Return the script in a rank, None at the end of requests."""
+def _serve() -> dict[str, object] | None:
+    """Fork ranks for each request on stdin. Return the request in a rank, None at the end of requests."""
     import torch.distributed  # noqa: F401
 
     from infinity.hardware import comm  # noqa: F401
@@ -112,7 +117,7 @@ def _serve() -> str | None:
                 requests.close()
                 answers.close()
                 _become(rank, port, request)
-                return str(request["script"])
+                return dict(request)
             pids.append(pid)
         print(json.dumps(_codes(pids, request["seconds"])), file=answers, flush=True)
     return None
@@ -161,5 +166,12 @@ def _codes(pids: list[int], seconds: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    if (script := _serve()) is not None:
-        exec(compile(script, "<rank>", "exec"), {"__name__": "__main__"})
+    if (request := _serve()) is not None:
+        code = compile(str(request["script"]), "<rank>", "exec")
+        if request["device"] == "cpu":
+            exec(code, {"__name__": "__main__"})
+        else:
+            from tests.staged import devices
+
+            with devices(str(request["device"])):
+                exec(code, {"__name__": "__main__"})

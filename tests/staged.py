@@ -7,7 +7,9 @@
 - What a worker gives to `compute` runs on its stream, behind what that still has to do.
 - A unit's storage has size 0 while it is empty. What is given out holds NaNs, in every dtype, and so does
   what a copy is to fill, from when the copy is asked for; what is given back holds them before it goes.
-- Copies go between memory of the device and host memory that is registered, as CUDA's asynchronous ones do.
+- Copies go between memory of the device and host memory that is registered, as CUDA's asynchronous ones do,
+  or from one place of the device to another.
+- A lease of pinned memory holds NaNs when it is handed out, in every dtype: what nobody fills shows.
 
 A `Fault` is raised, and noted in `faults` because a background thread may have met it, when
 
@@ -27,8 +29,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +46,12 @@ from infinity.core.spans import Moment, Recorder, now
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import Event, HostStream, Task
 from infinity.hardware.probe import available_host_memory
+from infinity.storage.pinned import Lease, PinnedPool
 
 #: The threads of the engine that have a compute stream of their own on this device.
 WORKERS = ("infinity-update", "infinity-gradients", "infinity-load")
-#: A storage that the two tensors of a copy share with nobody has so many owners.
-_ALONE = 2
+#: The stream of what goes beside the caller's compute.
+ASIDE = "compute-aside"
 
 
 class Fault(AssertionError):
@@ -123,10 +128,11 @@ class Staged:
         self._lock = threading.Lock()
         self._lags: dict[str, random.Random] = {}
         self._streams: dict[str, HostStream] = {}
+        self._chosen = threading.local()  # by `carry` and `aside`: the stream of this thread's compute
         self._h2d, self._d2h = self._stream("h2d"), self._stream("d2h")
         self._registered: set[Range] = set()
         self._memory: dict[Range, int] = {}  # of the device, and the number of when it was given out
-        self._flying: dict[int, tuple[Range, Range]] = {}  # copies under way: on the host, on the device
+        self._flying: dict[int, tuple[Range, Range]] = {}  # copies under way: between what
 
     # -- what devices have ------------------------------------------------------------------
 
@@ -173,10 +179,10 @@ class Staged:
         return self._here()
 
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
-        return contextlib.nullcontext
+        return functools.partial(self._on, self._here())
 
     def aside(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return self._on(ASIDE)
 
     def wait_on_device(self, event: Event | None) -> None:
         self.note("wait", event)
@@ -247,14 +253,25 @@ class Staged:
     def take_back(self, memory: Range) -> None:
         with self._lock:
             self._memory.pop(memory, None)
-            under_way = any(device.meets(memory) for _, device in self._flying.values())
+            under_way = any(side.meets(memory) for sides in self._flying.values() for side in sides)
         if under_way:
             self.synchronize()  # or the copy would meet memory that is somebody else's
             self.fault("memory of the device goes under a copy")
 
     # -- streams ----------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _on(self, stream: str) -> Iterator[None]:
+        before = getattr(self._chosen, "stream", None)
+        self._chosen.stream = stream
+        try:
+            yield
+        finally:
+            self._chosen.stream = before
+
     def _here(self) -> str:
+        if (chosen := getattr(self._chosen, "stream", None)) is not None:
+            return str(chosen)
         name = threading.current_thread().name
         return name.replace("infinity", "compute") if name in WORKERS else "compute"
 
@@ -317,7 +334,7 @@ class Staged:
                 self._check_registered(way, host)
                 begin = now()
                 to.copy_(from_)
-                if own is not None and torch._C._storage_Use_Count(own.untyped_storage()._cdata) <= _ALONE:
+                if own is not None and all(n <= m for n, m in zip(_owners(own), _ALONE, strict=True)):
                     self.fault(f"the caller of {way} did not keep its memory of the device")
                 if (log := self._recorder.log) is not None:
                     log.add(way, begin, now(), chunk=chunk, nbytes=from_.nbytes)
@@ -330,7 +347,7 @@ class Staged:
     def _check_registered(self, way: str, host: Range) -> None:
         with self._lock:
             pinned = any(memory.holds(host) for memory in self._registered)
-        if not pinned and host.begin != host.end:
+        if not pinned and host.begin != host.end and not self.has(host.begin, host.end - host.begin):
             self.fault(f"{way} of host memory that is not registered")
 
     def _check_order(self, way: str, device: Range, after: Sequence[Event]) -> None:
@@ -341,6 +358,17 @@ class Staged:
         marks = [event.number for event in after if isinstance(event, Mark)]
         if marks and max(marks) < given:
             self.fault(f"{way} comes after marks from before the memory was given out")
+
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many own a tensor's memory. The object of Python that is a storage, by which a unit has its
+    memory, is one owner, however many refer to it: so those count, too."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+
+
+#: The owners of memory of which there is one tensor.
+_ALONE = _owners(torch.empty(1))
 
 
 @contextlib.contextmanager
@@ -376,8 +404,17 @@ def staged_devices() -> Iterator[list[Staged]]:
             refuse("copy_bytes", address, nbytes)
         copy(target, source, nbytes)
 
+    take = PinnedPool._take
+
+    def taken(*args: Any) -> Lease | None:
+        lease = take(*args)
+        if lease is not None:
+            ctypes.memset(lease.address, 0xFF, lease.room)
+        return lease
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinity.api.engine.open_device", open_device)
+        patch.setattr(PinnedPool, "_take", taken)
         patch.setattr(cpu_adam, "_check", checked)
         patch.setattr(cpu_adam, "adamw_update_segments", updated)
         patch.setattr(cpu_adam, "copy_bytes", copied)
@@ -386,6 +423,11 @@ def staged_devices() -> Iterator[list[Staged]]:
         finally:
             if faults := [fault for device in made for fault in device.faults]:
                 raise Fault("; ".join(faults))
+
+
+def devices(name: str) -> AbstractContextManager[Any]:
+    """Return what engines have the device `name` inside of, where they are told "cpu": "cpu" or "staged"."""
+    return staged_devices() if name == "staged" else contextlib.nullcontext()
 
 
 @pytest.fixture

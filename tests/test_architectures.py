@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.autograd.containers import cast
-from infinity.core.errors import BudgetError, ParameterChangedError, ReleasedParameterError
+from infinity.core.errors import BudgetError, DataError, ParameterChangedError, ReleasedParameterError
 
 from .architectures import ARCHITECTURES
 from .offloaded import config_for
@@ -129,9 +130,12 @@ def test_architecture(name: str, tmp_path: Path) -> None:
     found_losses, found = by_engine(name, tmp_path)
     torch.testing.assert_close(found_losses, losses, rtol=1e-5, atol=0.0)
     assert found.keys() == wanted.keys()
+    # RWKV on an AMD EPYC with AVX2 was seen to differ by 1.74e-4 of the rate, and by less than 1e-4 with
+    # MKL_CBWR=COMPATIBLE.
+    atol = (2e-4 if name == "RWKV" else 1e-4) * RATE
     for n, value in wanted.items():
         torch.testing.assert_close(
-            found[n], value.detach(), rtol=1e-5, atol=1e-4 * RATE, msg=lambda m, n=n: f"{n}: {m}"
+            found[n], value.detach(), rtol=1e-5, atol=atol, msg=lambda m, n=n: f"{n}: {m}"
         )
 
 
@@ -185,6 +189,9 @@ def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) ->
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     model.to(kind).save_pretrained(tmp_path / "model")
     plain = type(model).from_pretrained(tmp_path / "model", dtype=kind).eval()
+    for param in plain.parameters():  # as in the engine: on some processors the bits depend on both
+        param.data = param.data.clone()  # aligned, and not where the file has it
+        param.requires_grad_(False)
     (tmp_path / "nvme").mkdir()
     config = config_for(tmp_path / "nvme", dtype=dtype, output_dtype=None)
     used = infinity.inference(tmp_path / "model", config)
@@ -197,3 +204,142 @@ def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) ->
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0, equal_nan=True)
     finally:
         infinity.close(used)
+
+
+# -- what diffusers and timm read ------------------------------------------------------------------
+
+
+def trained(name: str, config: infinity.Config, adapt: Callable[[Any], None] = lambda model: None) -> Any:
+    """A model after one step, and its optimizer."""
+    torch.manual_seed(0)
+    model: Any = ARCHITECTURES[name].build()
+    adapt(model)
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, eps=EPS)
+    model, optimizer = infinity.wrap(model, optimizer, config)
+    loss_of(model.train()(**ARCHITECTURES[name].feed())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def equal(found: Tensors, wanted: Tensors) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def output_of(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        output = model.eval()(**batch)
+    return [t.clone() for t in tensors(output if isinstance(output, torch.Tensor) else output[0])]
+
+
+@pytest.mark.parametrize("name", ["UNet2DCondition", "DiT", "Flux", "SD3"])
+def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    model, optimizer = trained(name, config)
+    kind = type(model)
+    try:
+        infinity.export(model, tmp_path / "out")
+        infinity.export(model, tmp_path / "shards", max_shard_size="20KB")
+        infinity.save(optimizer, tmp_path / "saved")
+        wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    finally:
+        infinity.close(model)
+    infinity.export(tmp_path / "saved", tmp_path / "again")
+    assert (tmp_path / "shards" / "diffusion_pytorch_model.safetensors.index.json").exists()
+    for out in ("out", "shards", "again"):
+        read, info = kind.from_pretrained(tmp_path / out, output_loading_info=True)
+        assert not info["unexpected_keys"]
+        equal(read.state_dict(), wanted)
+    batch = ARCHITECTURES[name].feed()
+    expected = output_of(read, batch)
+    for source in ("out", "shards", "saved"):
+        used = infinity.inference(tmp_path / source, config)
+        try:
+            assert all(map(torch.equal, output_of(used, batch), expected))
+        finally:
+            infinity.close(used)
+
+
+def test_a_model_of_diffusers_in_bf16_is_that_of_its_library(tmp_path: Path) -> None:
+    model: Any = ARCHITECTURES["SD3"].build()
+    model.save_pretrained(tmp_path / "out")
+    (tmp_path / "nvme").mkdir()
+    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16", output_dtype=None)
+    batch = cast((ARCHITECTURES["SD3"].feed(),), torch.bfloat16)[0]
+    read = type(model).from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    expected = output_of(read, batch)
+    used = infinity.inference(tmp_path / "out", config)
+    try:
+        assert all(map(torch.equal, output_of(used, batch), expected))
+    finally:
+        infinity.close(used)
+
+
+@pytest.mark.parametrize("name", ["EfficientNet", "Swin (timm)"])
+def test_timm_reads_what_is_exported(name: str, tmp_path: Path) -> None:
+    import timm  # type: ignore[import-not-found]
+
+    (tmp_path / "nvme").mkdir()
+    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    model, optimizer = trained(name, config)
+    try:
+        infinity.export(model, tmp_path / "out", max_shard_size="20KB")  # timm reads one file
+        infinity.save(optimizer, tmp_path / "saved")
+        wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    finally:
+        infinity.close(model)
+    infinity.export(tmp_path / "saved", tmp_path / "again")
+    for out in ("out", "again"):
+        read = timm.create_model(f"local-dir:{tmp_path / out}", pretrained=True)
+        equal(read.state_dict(), wanted)
+    built = ARCHITECTURES[name].build()
+    timm.models.load_checkpoint(built, str(tmp_path / "out" / "model.safetensors"))
+    equal(built.state_dict(), wanted)
+    with pytest.raises(DataError, match="local-dir"):
+        infinity.inference(tmp_path / "out", config)
+    batch = ARCHITECTURES[name].feed()
+    used = infinity.inference(ARCHITECTURES[name].build(), config, weights=tmp_path / "out")
+    try:
+        assert all(map(torch.equal, output_of(used, batch), output_of(read, batch)))
+    finally:
+        infinity.close(used)
+
+
+def test_diffusers_reads_adapters_that_are_exported(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapt(model: Any) -> None:
+        model.requires_grad_(False)
+        told = {"r": 2, "lora_alpha": 16, "init_lora_weights": False}
+        for adapter in ("default", "other"):
+            model.add_adapter(peft.LoraConfig(target_modules=["to_q", "to_v"], **told), adapter)
+        model.set_adapters(["default"])
+
+    (tmp_path / "nvme").mkdir()
+    model, _ = trained("SD3", config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None), adapt)
+    try:
+        infinity.export(model, tmp_path / "out")
+        infinity.export(model, tmp_path / "merged", merge_adapters=True)
+        with infinity.gathered(model):
+            model.save_lora_adapter(tmp_path / "theirs", "default")
+            base = {n.replace(".base_layer", ""): v for n, v in model.state_dict().items() if "lora" not in n}
+            base = {n: v.clone() for n, v in base.items()}
+    finally:
+        model = infinity.unwrap(model)
+    safetensors = pytest.importorskip("safetensors")
+    files = [tmp_path / f / "pytorch_lora_weights.safetensors" for f in ("out", "theirs")]
+    with safetensors.safe_open(files[0], "pt") as ours, safetensors.safe_open(files[1], "pt") as theirs:
+        equal({n: ours.get_tensor(n) for n in ours.keys()}, {n: theirs.get_tensor(n) for n in theirs.keys()})  # noqa: SIM118
+        found, wanted = (json.loads(f.metadata()["lora_adapter_metadata"]) for f in (ours, theirs))
+        assert {**found, "target_modules": 0} == {**wanted, "target_modules": 0}
+    fresh: Any = ARCHITECTURES["SD3"].build()
+    fresh.load_state_dict(base)
+    fresh.load_lora_adapter(tmp_path / "out", prefix=None, use_safetensors=True)
+    batch = ARCHITECTURES["SD3"].feed()
+    assert all(map(torch.equal, output_of(fresh, batch), output_of(model, batch)))
+    merged = type(fresh).from_pretrained(tmp_path / "merged")
+    for a, b in zip(output_of(merged, batch), output_of(fresh, batch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -503,3 +504,13 @@ def test_open_arenas_do_not_outlive_a_quick_succession(tmp_path: Path) -> None:
         Arena(str(tmp_path), 64 * MIB).close()
     assert len(os.listdir("/proc/self/fd")) == before
     assert time.monotonic() - start < 20
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(DirectoryError, match="ulimit -f"):
+            Arena(str(tmp_path), 8 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -43,6 +43,28 @@ def test_help_imports_no_verb() -> None:
         assert line in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["plan", "--help"], 0),
+        (["train", "--stepz", "3"], 2),
+        (["train", "--steps", "0"], 2),
+        (["plan", "--ranks", "0"], 2),
+        (["plan", "--link", "0"], 2),
+    ],
+)
+def test_what_is_refused_waits_for_no_import(arguments: list[str], code: int) -> None:
+    slow = ("torch", "numpy", "transformers")
+    done = python(
+        "-c",
+        f"import sys; from infinity.cli.main import run; assert run({arguments!r}) == {code}; "
+        f"assert not [m for m in {slow!r} if m in sys.modules]",
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_python_m_infinity() -> None:
     done = python("-m", "infinity", "--version")
     assert done.returncode == 0

@@ -190,6 +190,57 @@ train(model, optimizer, 1)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+@pytest.mark.parametrize(
+    ("ends", "update"),
+    quick(
+        [(e, u) for e in ("", "sys.exit(0)", "raise KeyboardInterrupt") for u in ("overlap", "delayed")],
+        [("raise KeyboardInterrupt", "overlap")],
+    ),
+)
+def test_handlers_at_exit_find_the_engine_open(tmp_path: Path, ends: str, update: str) -> None:
+    """Whenever they were registered: before infinity was imported, after that, and after `wrap`."""
+    script = f"""
+import atexit, faulthandler, sys, weakref
+from pathlib import Path
+faulthandler.dump_traceback_later(50, exit=True)
+folder = Path(sys.argv[1])
+
+class Owner: pass
+owner = Owner()
+
+def save(when):
+    train(model, optimizer, 1)
+    model.state_dict()
+    infinity.save(optimizer, folder / when)
+
+atexit.register(save, "before-import")
+import infinity
+from tests.small_net import build, train
+from tests.test_closing import config_of
+atexit.register(save, "after-import")
+weakref.finalize(owner, save, "finalizer")
+(folder / "nvme").mkdir()
+model, optimizer = infinity.wrap(*build(), config_of(folder / "nvme", update="{update}"))
+train(model, optimizer, 1)
+atexit.register(save, "after-wrap")
+{ends}
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env=environment,
+        check=False,
+    )
+    assert "Exception ignored" not in done.stderr, done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == ("raise" in ends), done.stderr
+    for when in ("before-import", "after-import", "finalizer", "after-wrap"):
+        assert list((tmp_path / when).glob("step-*/*.json")), (when, done.stderr)
+    assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]
+
+
 # -- pinned memory ------------------------------------------------------------------------------
 
 

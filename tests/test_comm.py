@@ -160,8 +160,9 @@ for mesh in (None, init_device_mesh("cpu", (4,))):  # the default group, as the 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 told(lambda: connect(mesh, device=CPU))
 told(lambda: connect("mesh", device=CPU))
-rows = [connect(mesh["shard"], device=CPU) for _ in range(2)]  # two at once
-columns = connect(mesh["replicate"], device=CPU)
+told(lambda: connect(mesh["shard"], device=CPU))
+rows = [connect(mesh["shard"], device=CPU, independent=True) for _ in range(2)]  # two at once
+columns = connect(mesh["replicate"], device=CPU, independent=True)
 assert (columns.rank, columns.world) == (rank // 2, 2)
 for comm in rows:
     assert (comm.rank, comm.world) == (rank % 2, 2)
@@ -170,17 +171,27 @@ for comm in rows:
     comm.gather(run)
     assert run.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
 assert columns.exchange("a column", b"%d" % rank) == ([b"0", b"2"], [b"1", b"3"])[rank % 2]
+rows[0].claim(f"/row {rank // 2}")
+told(lambda: columns.claim(f"/row {rank // 2}"))
 for comm in (*rows, columns):
     comm.close()
 alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
-assert isinstance(connect(alone, device=CPU), Alone)
+told(lambda: connect(alone, device=CPU))
+alone = connect(alone, device=CPU, independent=True)
+assert isinstance(alone, Alone)
+told(lambda: alone.claim(f"/row {rank // 2}"))
 dist.destroy_process_group()
 """
     for result in run_ranks(4, START + script, str(free_port())):
-        two, none = errors(result)
-        assert two[0] == none[0] == "ConfigError"
+        two, none, row, column_there, one, one_there = errors(result)
+        assert {kind for kind, *_ in errors(result)} == {"ConfigError"}
         assert "2 dimensions" in two[1]
-        assert 'mesh["shard"]' in two[1]
+        assert "str" in none[1]
+        for part in row[1], one[1]:
+            assert "the mesh does not have all ranks of the job" in part
+            assert "independent_replicas=True" in part
+        for there in column_there[1], one_there[1]:
+            assert "is where another replica of the job is saved" in there
 
 
 def test_an_environment_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,3 +468,69 @@ comm.close()
         kind, text = the_error(result)
         assert kind == "RankError"
         assert f"rank {1 - rank} is gone: its machine does not answer" in text
+
+
+EARLY = """
+import infinity
+from torch import nn
+who, how = int(sys.argv[1]), sys.argv[2]
+if "group" in how:
+    dist.init_process_group("gloo")
+model = nn.Linear(8, 8)
+adam = torch.optim.AdamW(model.parameters())
+if int(os.environ["RANK"]) == who:
+    time.sleep(1.0 if "late" in how else 0.0)
+    raise ValueError("mine")
+told(infinity.wrap, model, adam, infinity.Config(device="cpu", dtype="fp32"))
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["at once", "late", "late, in a group"])
+def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
+    """The others, which wait for it to come, end with its error, long before the deadline."""
+    results = run_ranks(3, START + EARLY, str(who), how, seconds=60)
+    code, _, err = results.pop(who)
+    assert code == 1
+    assert "ValueError: mine" in err
+    for result in results:
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        assert f"rank {who} failed before its `wrap`: ValueError: mine" in text
+
+
+NAP = """
+comm = connect(device=CPU, timeout=1, notice=0.4)
+def nap():
+    time.sleep(5)
+if comm.rank == 1:
+    nap()
+comm.exchange("a step")
+comm.close()
+"""
+
+
+def test_a_rank_that_is_alive_and_outside_is_waited_for() -> None:
+    """Beyond the deadline; and both are told where the two are, at growing intervals."""
+    results = run_ranks(3, START + NAP)
+    all_well(results)
+    line = (START + NAP).splitlines().index("    time.sleep(5)") + 1
+    (_, _, waits), (_, _, sleeps), _ = results
+    assert f"Rank 1: it is in `nap` at <rank>:{line}" in waits
+    assert "in: a step (`exchange` at <rank>:" in sleeps
+    assert f"This rank, 1, is in `nap` at <rank>:{line}" in sleeps
+    assert 2 <= sleeps.count("has waited for") <= 6
+
+
+def test_ranks_that_wait_in_two_engines_for_each_other_end() -> None:
+    """Both are alive, but neither is outside."""
+    script = """
+one, two = (connect(device=CPU, timeout=1) for _ in range(2))
+told((one, two)[one.rank].exchange, "a step")
+for comm in (one, two):
+    comm.close()
+"""
+    for rank, result in enumerate(run_ranks(2, START + script)):
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        assert f"rank {1 - rank} has not come within 1 s" in text or f"rank {1 - rank} failed" in text

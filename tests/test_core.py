@@ -135,7 +135,7 @@ def test_norm_blocks_fit_the_alignment() -> None:
 def test_defaults_are_a_configuration() -> None:
     config = Config()
     assert config.directories == ()
-    assert config.compute_dtype is torch.bfloat16
+    assert config.compute_dtype is None  # each parameter keeps its own
     assert config.placements == {
         "parameters": {Tier.DEVICE: 1.0},
         "optimizer_state": {Tier.HOST: 1.0},

@@ -13,7 +13,7 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import BudgetError, ParameterChangedError, ParameterError
+from infinity.core.errors import BudgetError, ParameterChangedError, ParameterError, StateDictError, WrapError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.hardware.adam_reference import adamw_reference
 from infinity.optim.optimizer import OffloadOptimizer
@@ -342,3 +342,110 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
             torch.optim.AdamW(run.model.parameters()),
             delayed(tmp_path, "state on nvme", host_memory=fixed),
         )
+
+
+@covering
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_a_run_goes_on_from_torchs_state_dicts(tmp_path: Path, name: str, placement: str, dtype: str) -> None:
+    """As Trainer saves and loads: model and optimizer each on its own, through torch.save."""
+    config = delayed(tmp_path, placement, dtype=dtype, check_edits=True)
+    files = tmp_path / "model.pt", tmp_path / "optimizer.pt"
+
+    def save(adam: OffloadOptimizer, step: int) -> None:
+        if step == 6:
+            model: Any = engine_of(adam).model()
+            torch.save(model.state_dict(), files[0])
+            torch.save(adam.state_dict(), files[1])
+
+    wanted = offloaded(case(name), config, 9, between=save)
+    again, found = case(name), Found([], [], [])
+    model, adam = infinity.wrap(again.model, torch.optim.AdamW(again.model.parameters(), lr=1e-3), config)
+    try:
+        model.load_state_dict(torch.load(files[0], weights_only=True))
+        adam.load_state_dict(torch.load(files[1], weights_only=True))
+        saved = torch.load(files[1], weights_only=True)
+        assert all(map(torch.equal, _flat(saved), _flat(adam.state_dict())))
+        if name == "moe":
+            glance(again)  # shows the newest, and changes nothing
+        for t in range(7, 10):
+            adam.param_groups[0]["lr"] = 1e-3 * t
+            loss = again.loss(model, again.batches[t % len(again.batches)])
+            loss.backward()
+            found.losses.append(loss.item())
+            adam.step()
+            adam.zero_grad()
+        found.masters.extend(masters_of(model))
+    finally:
+        infinity.close(adam)
+    assert found.losses == wanted.losses[6:]
+    for a, b in zip(found.masters, wanted.masters, strict=True):
+        assert torch.equal(a, b)
+
+
+def _flat(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    return [v for values in state_dict["state"].values() for _, v in sorted(values.items())]
+
+
+@pytest.mark.parametrize("placement", ["nvme", "state on host"])
+def test_a_model_that_is_loaded_after_its_optimizer_is_refused(tmp_path: Path, placement: str) -> None:
+    """It would drop the version that the next forward uses; the cures work."""
+    this = case("gpt")
+    config = delayed(tmp_path, placement)
+    model, adam = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters(), lr=1e-3), config)
+
+    def step(t: int) -> float:
+        loss = this.loss(model, this.batches[t % len(this.batches)])
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return float(loss)
+
+    try:
+        for t in range(5):
+            step(t)
+        weights = {n: v.clone() for n, v in model.state_dict().items()}
+        states = adam.state_dict()
+        wanted = [step(t) for t in range(5, 8)]
+        adam.load_state_dict(states)
+        with pytest.raises(StateDictError, match="flush"):
+            model.load_state_dict(weights)
+        infinity.flush(adam)
+        model.load_state_dict(weights)
+        adam.load_state_dict(states)
+        assert [step(t) for t in range(5, 8)] == wanted
+        model.load_state_dict(weights)  # steps were made since
+    finally:
+        infinity.close(adam)
+
+
+def test_a_run_whose_updates_are_not_delayed_begins_with_the_newest(tmp_path: Path) -> None:
+    wanted, saved = case("gpt"), {}
+
+    def save(adam: OffloadOptimizer, step: int) -> None:
+        model: Any = engine_of(adam).model()
+        saved.update(model={n: v.clone() for n, v in model.state_dict().items()}, adam=adam.state_dict())
+
+    offloaded(wanted, delayed(tmp_path), 5, between=save)
+    assert all("front" in values for values in saved["adam"]["state"].values())
+    again = case("gpt")
+    config = delayed(tmp_path).replace(update="sync")
+    model, adam = infinity.wrap(again.model, torch.optim.AdamW(again.model.parameters(), lr=1e-3), config)
+    try:
+        model.load_state_dict(saved["model"])
+        adam.load_state_dict(saved["adam"])
+        assert all(map(torch.equal, saved["model"].values(), model.state_dict().values()))
+        assert not any("front" in values for values in adam.state_dict()["state"].values())
+    finally:
+        infinity.close(adam)
+
+
+def test_an_optimizer_of_torch_that_has_loaded_delayed_updates_is_refused(tmp_path: Path) -> None:
+    states: dict[str, Any] = {}
+    offloaded(case("gpt"), delayed(tmp_path), 5, between=lambda adam, _: states.update(adam.state_dict()))
+    model = case("gpt").model
+    adam = torch.optim.AdamW(model.parameters())
+    adam.load_state_dict(states)
+    with pytest.raises(WrapError, match="what `wrap` returns"):
+        infinity.wrap(model, adam, delayed(tmp_path))

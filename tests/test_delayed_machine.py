@@ -85,6 +85,7 @@ class Saved(NamedTuple):
     """What the plain model was; and what each engine gave for it."""
 
     values: list[torch.Tensor]
+    front: list[torch.Tensor]
     moments: list[tuple[torch.Tensor, torch.Tensor]]
     updates: list[int]
     dicts: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -353,7 +354,8 @@ class Delayed(RuleBasedStateMachine):
             weights = {n: v.clone() for n, v in model.state_dict().items()}
             dicts.append((weights, adam.state_dict()))
         moments = [(a.clone(), b.clone()) for a, b in plain.moments]
-        self.saved = Saved([v.clone() for v in plain.newest], moments, list(plain.updates), dicts)
+        values = [[v.clone() for v in of] for of in (plain.newest, plain.front)]
+        self.saved = Saved(*values, moments, list(plain.updates), dicts)
 
     @precondition(lambda self: self.saved is not None)
     @rule(model_too=st.booleans(), optimizer_too=st.booleans())
@@ -373,6 +375,9 @@ class Delayed(RuleBasedStateMachine):
             plain.updates = list(saved.updates)
         if model_too or optimizer_too:
             plain.flush()
+        for i, values in saved.dicts[0][1]["state"].items() if optimizer_too else ():
+            if "front" in values:  # and with it the newest values
+                plain.newest[i], plain.front[i] = saved.values[i].clone(), saved.front[i].clone()
 
     @invariant()
     def nothing_is_held(self) -> None:

@@ -421,6 +421,40 @@ def test_a_run_with_adapters_loads_no_frozen_unit(tmp_path: Path) -> None:
         wrap.close()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_trainer_resumes_delayed_updates_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    need("accelerate")
+    import transformers
+
+    def go_on_from(checkpoint: Path | None) -> tuple[Seen, dict[str, torch.Tensor]]:
+        folder = tmp_path / ("again" if checkpoint else "whole")
+        folder.mkdir()
+        seen, wrap = Seen(), Wrap(folder)
+        model = llama()
+        settings: dict[str, Any] = {"update": "delayed", "delay_warmup_steps": 1, "dtype": dtype}
+        model, optimizer = wrap(model, adamw(model), **settings)
+        try:
+            run = transformers.Trainer(
+                model,
+                transformers.TrainingArguments(
+                    **arguments(tmp_path / "out", save_strategy="steps", save_steps=5)
+                ),
+                train_dataset=examples(),
+                optimizers=(optimizer, schedule(optimizer)),
+                callbacks=[watch(seen)],
+            )
+            run.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            return seen, {name: value.clone() for name, value in model.state_dict().items()}
+        finally:
+            wrap.close()
+
+    whole, wanted = go_on_from(None)
+    rest, found = go_on_from(tmp_path / "out" / "checkpoint-5")
+    assert len(rest.losses) == STEPS - 5
+    assert (rest.losses, rest.norms) == (whole.losses[5:], whole.norms[5:])
+    assert all(map(torch.equal, found.values(), wanted.values()))
+
+
 # -- checkpoints ---------------------------------------------------------------------------------
 
 
@@ -479,7 +513,7 @@ def test_an_adapters_part_of_a_state_dict_is_saved_alone(parameters: str, tmp_pa
 
 @pytest.mark.parametrize("parameters", ["device", "nvme"])
 def test_what_reads_gradients_is_given_whole_ones(parameters: str, tmp_path: Path) -> None:
-    """As README says: AdaLoRA's allocator multiplies `p.grad` with the parameter, and masks parameters."""
+    """AdaLoRA's allocator multiplies `p.grad` with the parameter, and masks parameters."""
     peft, runs = need("peft"), []
     for offloaded in (False, True):
         torch.manual_seed(1)
@@ -500,9 +534,6 @@ def test_what_reads_gradients_is_given_whole_ones(parameters: str, tmp_path: Pat
             model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
             optimizer.step()
             if offloaded:
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p.grad = infinity.gradient(p).to(p.device, p.dtype)
                 with infinity.gathered(model, write=True):
                     model.base_model.update_and_allocate(step)
             else:

@@ -475,9 +475,10 @@ def test_two_runs_in_a_directory_then_a_kill_then_a_new_run(tmp_path: Path, undi
 
 
 _STALLED = """
-import atexit, sys
+import sys
+from infinity.core.at_exit import at_end
 sys.stderr = open(sys.argv[3], "w", buffering=1)
-atexit.register(lambda: print("over", file=sys.stderr, flush=True))  # the last to be called
+at_end(lambda: print("over", file=sys.stderr, flush=True), last=True)
 from pathlib import Path
 from tests.test_faults import Training
 run = Training(Path(sys.argv[1]), aio_backend=sys.argv[2], update=sys.argv[4], delay_warmup_steps=0).wrap()

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "planning", "hardware", "storage", "params", "grads", "optim", "autograd", "api", "cli")
-LONGEST = 450  # lines that one reads in one sitting
 # What an assert may call: it has no effect, so `python -O` changes nothing.
 _PURE = """
     all any abs bool callable dict float frozenset getattr hasattr hash id int isinstance issubclass len
@@ -120,9 +119,8 @@ def test_core_needs_little(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_file_is_short_and_does_nothing_dangerous(path: Path) -> None:
+def test_a_file_does_nothing_dangerous(path: Path) -> None:
     tree = TREES[path]
-    assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) <= LONGEST
     wrong = []
     for name, _, line in imports(path):
         if name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,62 @@ def test_a_module_that_is_called_alone_begins_a_forward(
     model.layers[0](torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
     assert log.take() == ["begin_forward", backwards(engine)[-1], "end_backward"]
     infinity.close(optimizer)
+
+
+class _Prompt(nn.Module):
+    """Learned queries: a forward that returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self) -> torch.Tensor:
+        return self.w
+
+
+class _WithPrompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = _Prompt()
+        self.layer = nn.Linear(16, 16)
+        self.also = nn.Identity()  # returns what a caller gave it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.also(x) + self.prompt()).tanh() * self.prompt()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_leaf_that_a_scope_returns_gets_no_hook_per_forward(tier: str) -> None:
+    torch.manual_seed(0)
+    net = _WithPrompt()
+    plain = copy.deepcopy(net)
+    config = infinity.Config(
+        device="cpu",
+        dtype="fp32",
+        parameters=tier,
+        optimizer_state="host",
+        units=["_Prompt", "Linear"],
+        device_memory="8MiB",
+        host_memory="64MiB",
+    )
+    model, adam = infinity.wrap(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False), config)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    x = torch.randn(4, 16, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    hooks = []
+    try:
+        for _ in range(4):
+            for network, data, optimizer in ((model, x, adam), (plain, y, theirs)):
+                for _ in range(2):
+                    network(data).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            hooks.append(sum(len(t._backward_hooks or ()) for t in (x, *model.parameters())))
+        torch.testing.assert_close(x.grad, y.grad)
+        assert hooks == [hooks[0]] * 4
+        assert len(x._backward_hooks or ()) == 0
+        state = model.state_dict()
+        for name, wanted in plain.state_dict().items():
+            torch.testing.assert_close(state[name], wanted)
+    finally:
+        infinity.close(adam)

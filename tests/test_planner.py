@@ -34,7 +34,8 @@ def model_of(dtype: torch.dtype) -> Model:
 
 
 def config_of(places: str = "nvme", **changes: Any) -> Config:
-    settings = {"parameters": places, "optimizer_state": places, "gradients": places, "nvme": "/nvme"}
+    placed = {"parameters": places, "optimizer_state": places, "gradients": places}
+    settings = {**placed, "nvme": "/nvme", "dtype": "bf16"}
     return Config(**{**settings, "device": "cpu", "chunk_elements": 1 << 19, **changes})
 
 

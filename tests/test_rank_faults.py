@@ -97,7 +97,7 @@ def test_a_rank_that_is_lost_in_a_training(seed: int, tmp_path: Path) -> None:
         lost = [1 - rank] if fault == "link" else [given["victim"]]
         # One that is a collective behind, for it waits for the lost one, is named beside it.
         assert any(re.search(rf"ranks? (\d, )*{r}\b", text) for r in lost), text
-        assert late < {"SIGKILL": 10, "SIGSTOP": 4 + 10, "link": 10 + 5}[fault]
+        assert late < {"SIGKILL": 10, "SIGSTOP": 3 * 4 + 10, "link": 10 + 5}[fault]  # 3: in the first step
 
     if fault == "link":
         with two_hosts() as given["hosts"]:

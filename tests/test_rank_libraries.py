@@ -103,6 +103,17 @@ def test_mixed_precision_of_libraries_is_refused(name: str, tmp_path: Path) -> N
         assert 'Config(dtype="bf16")' in said
 
 
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("stage", [1, 3])
+def test_trainers_own_checkpoints_are_refused_at_once(stage: int, tmp_path: Path) -> None:
+    """It asks the first rank alone for a state dict, for which that would wait until the deadline."""
+    script = "from tests.rank_libraries import saving\nsaving()"
+    results = run_ranks(2, script, str(tmp_path), str(stage), seconds=120, imports=IMPORTS)
+    assert [code for code, *_ in results] == [1, 1]
+    assert "DivergenceError" in results[0][2]
+    assert 'TrainingArguments(save_strategy="no")' in results[0][1]
+
+
 def trains_as_torch_does(folder: Path, stage: int, **settings: Any) -> None:
     """Three steps with `generate` behind each, on two ranks, the texts of which end at different lengths."""
     program = [{"turns": turns, "between": ["generate"]} for turns in (2, 1, 2)]

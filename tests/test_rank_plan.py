@@ -108,6 +108,7 @@ def test_what_is_refused_of_ranks(text: str, nvme: str, capsys: pytest.CaptureFi
     for more, what in (
         (("--ranks", "0"), "--ranks cannot be used"),
         (("--ranks", "2", "--ranks-per-node", "3"), "--ranks-per-node cannot be used"),
+        (("--ranks", "3", "--ranks-per-node", "2"), "--ranks-per-node cannot be used"),
         (("--ranks", "2", "--zero-stage", "2"), "keeps parameters on the device"),
         (("--ranks", "2", "--update", "delayed"), "not available with several ranks"),
     ):

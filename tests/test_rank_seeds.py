@@ -1,4 +1,5 @@
-"""Two ranks train random models, placed at random; and so with loads that come late, others on each."""
+"""Two ranks train random models, placed at random; and so with loads that come late, others on each. With
+`--device staged` on a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from . import ranks
 from .quick import quick
 from .ranks import all_well, run_ranks
 
@@ -14,15 +16,17 @@ SEEDS = [(0, 5), (5, 55), (55, 105), (105, 305), (305, 505)]
 LATE = [(0, 2), (2, 6), (6, 56), (56, 106)]
 
 
-@pytest.mark.processes
+def train(first: int, end: int, folder: Path, *options: str) -> None:
+    arguments = [str(first), str(end), str(folder), "--device", ranks.DEVICE, *options]
+    results = run_ranks(2, SCRIPT, *arguments, seconds=30 * (end - first), device="cpu")
+    assert all_well(results) == [f"{end - first} cases\n"] * 2
+
+
 @pytest.mark.parametrize(("first", "end"), quick(SEEDS, SEEDS[:1], SEEDS[1:3]))
 def test_random_trainings_do_what_torch_does(first: int, end: int, tmp_path: Path) -> None:
-    results = run_ranks(2, SCRIPT, str(first), str(end), str(tmp_path), seconds=30 * (end - first))
-    assert all_well(results) == [f"{end - first} cases\n"] * 2
+    train(first, end, tmp_path)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("first", "end"), quick(LATE, LATE[:1], LATE[1:2]))
 def test_random_trainings_with_late_loads_do_what_torch_does(first: int, end: int, tmp_path: Path) -> None:
-    results = run_ranks(2, SCRIPT, str(first), str(end), str(tmp_path), "late", seconds=30 * (end - first))
-    assert all_well(results) == [f"{end - first} cases\n"] * 2
+    train(first, end, tmp_path, "--late")

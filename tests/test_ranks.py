@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import infinity
+
 from .quick import quick
 from .ranks import all_well, run_ranks
 
@@ -196,6 +198,7 @@ DIVERGES = {
     "gathers alone": "with infinity.gathered(model): pass\nstep()",
     "edits alone": "with infinity.gathered(model.first, write=True): model.first.weight.data.zero_()\nstep()",
     "looks at a gradient alone": "loss().backward()\ninfinity.gradient(model.last.weight)\nadam.step()",
+    "reads a gradient alone": "loss().backward()\nmodel.last.weight.grad.isnan().any()\nadam.step()",
     "asks for a state dict alone": "model.state_dict()\nstep()",
     "drops a gradient": "loss().backward()\nmodel.last.weight.grad = None\nloss().backward()\nadam.step()",
     "drops a gradient before its step": "loss().backward()\nmodel.last.weight.grad = None\nadam.step()",
@@ -210,6 +213,7 @@ DIVERGES = {
 SAME = {
     "drops a gradient": "loss().backward()\nloss().backward()\nadam.step()",
     "looks at a gradient alone": "loss().backward()\nadam.step()",
+    "reads a gradient alone": "loss().backward()\nadam.step()",
     "clips to another limit": CLIP.format(0.02),
     "loads other values": LOAD.format(1.0),
     "loads another state": "adam.load_state_dict(adam.state_dict())\nstep()",
@@ -829,3 +833,45 @@ infinity.close(its)
 """
     )
     all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "host", "fp32"))))
+
+
+def test_settings_and_models_that_differ_are_named(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + """
+import dataclasses
+what = sys.argv[2]
+if rank == 1 and what == "settings":
+    config = config.replace(max_grad_norm=0.5, update="sync")
+elif rank == 1:
+    model.last = nn.Linear(32, 9)
+    adam = torch.optim.AdamW(model.parameters())
+infinity.wrap(model, adam, config)
+"""
+    )
+    given = json.dumps(settings_of(tmp_path, "host", "fp32"))
+    for code, _, err in run_ranks(2, script, given, "settings"):
+        assert code == 1
+        assert "DivergenceError: the ranks have different settings" in err
+        assert "max_grad_norm: rank 0: None; rank 1: 0.5" in err
+        assert "update: rank 0: 'overlap'; rank 1: 'sync'" in err
+    for code, _, err in run_ranks(2, script, given, "model"):
+        assert code == 1
+        assert "DivergenceError: the ranks have different models" in err
+        assert "last.weight" in err
+        assert "(8, 32)" in err
+        assert "(9, 32)" in err
+
+
+def test_versions_that_differ_are_named(tmp_path: Path) -> None:
+    script = """
+import infinity.hardware.comm
+if rank == 1:
+    infinity.hardware.comm.__version__ = "0.0.1"
+infinity.wrap(model, adam, config)
+"""
+    for code, _, err in run_ranks(2, HEAD + script, json.dumps(settings_of(tmp_path, "host", "fp32"))):
+        assert code == 1
+        assert "DivergenceError: the ranks run different versions" in err
+        assert f"rank 0: infinity {infinity.__version__}, torch " in err
+        assert "; rank 1: infinity 0.0.1, torch " in err

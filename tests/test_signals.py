@@ -46,6 +46,20 @@ def test_which_signal_ended_a_run_is_said(number: int, text: str, nvme: str) -> 
     assert err.endswith(f"ended by {signal.Signals(number).name}\n")
 
 
+def test_an_interrupt_says_how_the_run_goes_on(text: str, nvme: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "out")
+    more = ["--steps", "100000", "--save-every", "2", "--output", root]
+    with started("-m", "infinity", "train", *words(text, nvme, *more)) as child:
+        wait_for_line(child, "step 3/")
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    newest = find(root)
+    assert f"The newest whole checkpoint is {newest.path}, after {newest.step} steps; " in err
+    assert f"`infinity train --resume --output {root}` goes on from it.\ninterrupted\n" in err
+    assert "interrupted after" in out
+
+
 def test_a_signal_at_any_moment_leaves_nothing(text: str, nvme: str) -> None:
     command = words(text, nvme, "--steps", "100000", "--no-save")
     for seconds in (0.3, 1.5, 3.0, 5.0):

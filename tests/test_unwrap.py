@@ -62,8 +62,7 @@ def test_unwrap_gives_a_plain_model_back(dtype: str, update: str, parameters: st
     found = values(model)
     infinity.unwrap(model)
     model, optimizer = wrapped(tmp_path, make, **settings)
-    train(model, optimizer)
-    infinity.flush(optimizer)
+    train(model, optimizer)  # with delayed updates the state dict has the older values, too
     assert_close([*losses, *found], [*train(model, optimizer), *values(model)])
     infinity.close(model)
 

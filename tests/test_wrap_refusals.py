@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
-from infinity.core.errors import BudgetError, ConfigError, DirectoryError, OptimizerTypeError, WrapError
+from infinity.core.errors import (
+    BudgetError,
+    ConfigError,
+    DirectoryError,
+    GradientError,
+    OptimizerTypeError,
+    ParameterChangedError,
+    ParameterError,
+    WrapError,
+)
 from infinity.params.param import ReleasedParameter
 
 from .small_net import Net, Wrapped, build, same, train
@@ -83,3 +94,168 @@ def test_a_directory_in_use_is_refused(wrapped: Wrapped, config: infinity.Config
 def test_units_that_do_not_exist_are_refused(config: infinity.Config) -> None:
     with pytest.raises(ConfigError, match="Blok"):
         infinity.wrap(*build(), config.replace(units=["Blok"]))
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+        lambda: torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)),
+    ],
+)
+def test_modules_that_torch_jit_has_compiled_are_refused(compiled: Any, config: infinity.Config) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(nn.Linear(8, 8), compiled())
+    with pytest.raises(WrapError, match=r"'1' is compiled by torch\.jit"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert not isinstance(model[0].weight, ReleasedParameter)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_and_the_cure_works(kind: Any, config: infinity.Config) -> None:
+    model = nn.Sequential(kind(10, 8, sparse=True), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(WrapError, match=r"model\.0\.sparse = False"):
+        infinity.wrap(model, optimizer, config)
+    model[0].sparse = False
+    model, optimizer = infinity.wrap(model, optimizer, config)
+    try:
+        model(torch.randint(0, 10, (4, 3))).sum().backward()
+        optimizer.step()
+    finally:
+        infinity.close(model)
+
+
+@pytest.mark.parametrize("parameters", ["host", "device"])
+def test_a_sparse_gradient_of_a_function_is_refused_and_the_next_is_taken(
+    parameters: str, config: infinity.Config
+) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(10, 8))
+
+        def forward(self, x: torch.Tensor, sparse: bool) -> torch.Tensor:
+            return nn.functional.embedding(x, self.table, sparse=sparse)
+
+    model: Any = Looks()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = infinity.wrap(model, optimizer, config.replace(parameters=parameters))
+    try:
+        x = torch.tensor([1, 2])
+        with pytest.raises(GradientError, match="is sparse"):
+            model(x, True).sum().backward()
+        optimizer.zero_grad()
+        model(x, False).sum().backward()
+        assert float(infinity.gradient(model.table).sum()) == 16  # two rows of ones
+        optimizer.step()
+    finally:
+        infinity.close(model)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: torch.zeros(1).expand(8),
+        lambda: torch.randn(15).as_strided((8, 8), (1, 1)),
+        lambda: torch.randn(28).as_strided((4, 8), (2, 3)),
+    ],
+)
+def test_parameters_whose_elements_share_memory_are_refused_and_the_cure_works(
+    data: Any, config: infinity.Config
+) -> None:
+    model = nn.Linear(8, 8)
+    model.extra = nn.Parameter(data())
+    with pytest.raises(WrapError, match="elements of the parameter 'extra' share memory"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model.extra = nn.Parameter(model.extra.detach().contiguous())
+    infinity.close(infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[0])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: torch.randn(8, 4).t(),
+        lambda: torch.randn(12).as_strided((4, 2), (2, 3)),  # one inside the other, and no place twice
+        lambda: torch.randn(8, 9)[:, ::2],
+        lambda: torch.randn(0, 4),
+    ],
+)
+def test_parameters_with_other_strides_are_taken(data: Any, config: infinity.Config) -> None:
+    model = nn.Linear(8, 8)
+    model.extra = nn.Parameter(data())
+    before = model.extra.detach().clone()
+    model, _ = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert torch.equal(infinity.unwrap(model).extra, before)
+
+
+@pytest.mark.parametrize("several", [list, tuple, lambda each: dict(enumerate(each))])
+def test_several_optimizers_are_refused(several: Any, config: infinity.Config) -> None:
+    model, _ = build()
+    each = [torch.optim.AdamW([p]) for p in model.parameters()]
+    with pytest.raises(OptimizerTypeError, match="a param group for each"):
+        infinity.wrap(model, several(each), config)
+    with pytest.raises(OptimizerTypeError, match="inference"):
+        infinity.wrap(model, None, config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parameters", ["host", "device"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_wrapped_model_is_not_exported_by_torch(
+    strict: bool, parameters: str, config: infinity.Config
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    x = torch.randn(3, 8)
+    model, optimizer = infinity.wrap(
+        model, torch.optim.AdamW(model.parameters()), config.replace(parameters=parameters)
+    )
+    try:
+        # A strict one is torch's own error, which has what to write.
+        with pytest.raises(Exception if strict else ParameterError, match=r"infinity\.unwrap") as caught:
+            torch.export.export(model, (x,), strict=strict)
+        assert strict or "torch.export" in str(caught.value.found)  # type: ignore[attr-defined]
+        model(x).sum().backward()
+        optimizer.step()
+        wanted = model(x).detach()
+        found = torch.export.export(infinity.unwrap(model), (x,), strict=strict).module()(x)
+        assert torch.equal(found, wanted)
+    finally:
+        infinity.close(model)
+
+
+@pytest.mark.parametrize("parameters", ["host", "device"])
+def test_a_wrapped_model_is_not_traced_by_torch(parameters: str, config: infinity.Config) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model, _ = infinity.wrap(
+        model, torch.optim.AdamW(model.parameters()), config.replace(parameters=parameters)
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            with pytest.raises(ParameterError, match=r"infinity\.unwrap"):
+                torch.jit.trace(model, torch.randn(3, 8))
+        assert model(torch.randn(3, 8)).shape == (3, 2)
+    finally:
+        infinity.close(model)
+
+
+def test_parameters_that_torch_would_exchange_are_refused(config: infinity.Config) -> None:
+    model, optimizer = build()
+    state = copy.deepcopy(model.state_dict())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(WrapError, match=r"set_swap_module_params_on_conversion\(False\)"):
+            infinity.wrap(model, optimizer, config)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        model, _ = infinity.wrap(model, optimizer, config)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        for call in (lambda: model.load_state_dict(state), lambda: model.to("cpu")):
+            with pytest.raises(ParameterChangedError, match="exchange"):
+                call()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        model.load_state_dict(state)
+        assert same(model.state_dict(), state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        infinity.close(model)

@@ -167,8 +167,9 @@ static void end_lane(aio_lane *lane, uint64_t *cpu_ns) {
     if (lane->backend == NULL) return;
     if (lane->backend->cpu_ns != NULL) *cpu_ns += lane->backend->cpu_ns(lane->state);
     /* With a block in the kernel closing would wait for the device, perhaps for ever. */
-    if (lane->in_kernel == 0) lane->backend->close(lane->state);
-    lane->backend = NULL;
+    const aio_backend *backend = lane->backend;
+    lane->backend = NULL; /* first: a fork must not end what this thread is ending */
+    if (lane->in_kernel == 0) backend->close(lane->state);
 }
 
 static uint64_t thread_cpu_ns(clockid_t clock) {
@@ -180,8 +181,9 @@ static uint64_t thread_cpu_ns(clockid_t clock) {
 static void close_descriptors(aio_ring *ring) {
     int *fds[] = {&ring->epoll, &ring->doorbell, &ring->completion};
     for (int k = 0; k < 3; k++) {
-        if (*fds[k] >= 0) close(*fds[k]);
-        *fds[k] = -1;
+        const int fd = *fds[k];
+        *fds[k] = -1; /* first: in a fork that comes in between, the number may be another file's */
+        if (fd >= 0) close(fd);
     }
 }
 

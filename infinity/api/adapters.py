@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -92,6 +93,7 @@ def adapters_of(model: Any) -> list[Adapter]:
     import peft
 
     state = state_of(model)
+    diffusers = adapts_itself(model)
     # PEFT chooses by names. What it is given has none but the shapes.
     shown = {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in state.items()}
     by_id = {id(tensor): state[name] for name, tensor in shown.items()}
@@ -113,11 +115,22 @@ def adapters_of(model: Any) -> list[Adapter]:
                         found=f"{key!r}, which PEFT computes from several",
                         cure="merge_adapters=True",
                     )
-                prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
+                prefix = "" if hasattr(model, "get_base_model") or diffusers else "base_model.model."
                 value = by_id[id(tensor)] if tensor.is_meta else tensor.detach().cpu().clone()
                 sources[plain_name(prefix + key)] = value
-        found.append(Adapter("" if name == "default" else name, _config_text(model, config), sources))
+        text = _text_of_diffusers(config) if diffusers else _config_text(model, config)
+        found.append(Adapter("" if name == "default" else name, text, sources))
     return found
+
+
+def adapts_itself(model: Any) -> bool:
+    """Return whether a model is one of diffusers that has adapters without being one of PEFT."""
+    return hasattr(model, "load_lora_adapter") and not hasattr(model, "get_base_model")
+
+
+def _text_of_diffusers(config: Any) -> str:
+    values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    return json.dumps(values, indent=2, sort_keys=True)
 
 
 def _config_text(model: Any, config: Any) -> str:

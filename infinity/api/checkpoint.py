@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
+import sys
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -68,7 +71,7 @@ def interruptible(
             raise
 
     try:
-        with shelter.turn.hold():
+        with shelter.turn.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
             return cast(_R, shelter.run(unless_stopped))
     except BaseException as error:
         if comm is not None and error not in raised:  # or it would wait for the others
@@ -89,8 +92,8 @@ def settle(engine: Engine) -> None:
     names = [u.layout.name for u in engine.units if u.writers]
     if names:  # what a block has changed counts when it ends
         raise ParameterError(
-            f"the parameters of unit {names[0]!r} are about to be saved while they are edited",
-            expected="`infinity.save` and `infinity.export` outside of `gathered(write=True)` blocks",
+            f"the parameters of unit {names[0]!r} are about to be saved or copied while they are edited",
+            expected="`infinity.save`, `export` and `copy_to` outside of `gathered(write=True)` blocks",
             found="a block that is still open",
             cure="leave `with infinity.gathered(...)` first",
         )
@@ -219,8 +222,8 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def texts_of(model: Any) -> dict[str, str]:
-    """Return what a model of transformers says of itself, by the name of the file that has it there; of a
-    model of PEFT what its base says."""
+    """Return what a model of transformers, diffusers or timm says of itself, by the name of the file that has
+    it there; of a model of PEFT what its base says."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     if isinstance(getattr(inner, "peft_config", None), dict) and hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
@@ -232,7 +235,38 @@ def texts_of(model: Any) -> dict[str, str]:
     if "config.json" in texts:
         values = {**json.loads(texts["config.json"]), "architectures": [type(inner).__name__]}
         texts["config.json"] = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    elif callable(getattr(inner, "register_to_config", None)) and callable(
+        getattr(inner, "to_json_string", None)
+    ):
+        texts["config.json"] = str(inner.to_json_string())
+    elif "timm" in sys.modules and isinstance(getattr(inner, "pretrained_cfg", None), dict):
+        texts |= _texts_of_timm(inner)
     return texts
+
+
+def library_of(config: Mapping[str, Any]) -> str:
+    """Return which library has written a config.json: "diffusers", "timm" or "transformers"."""
+    if "_class_name" in config:
+        return "diffusers"
+    return "timm" if "architecture" in config and "pretrained_cfg" in config else "transformers"
+
+
+def _texts_of_timm(model: Any) -> dict[str, str]:
+    hub = importlib.import_module("timm.models._hub")
+    try:
+        with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
+            path = os.path.join(folder, "config.json")
+            hub.save_config_for_hf(model, path)
+            with open(path, encoding="utf-8") as file:
+                return {"config.json": file.read()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        warnings.warn(
+            f"timm cannot describe this {type(model).__name__}, so there is no config.json for it: {error}. "
+            "Build it by timm.create_model, with its arguments, and load the values into that.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}
 
 
 def writing_ring(path: str) -> Ring:

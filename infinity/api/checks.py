@@ -28,11 +28,38 @@ def check_model(
             inner = ".".join(("model", *filter(None, [name]), "module"))
             raise WrapError(
                 f"the model is wrapped in {type(module).__name__}",
-                expected="a plain model: this version runs on one device",
+                expected="the plain model: with several ranks, which `wrap` finds, the engine itself adds up "
+                "gradients and shares out what it has",
                 found=f"{type(module).__name__} in {name or 'the root'!r}",
                 cure=f"hand over the model as it was built, without {type(module).__name__}"
-                + ("" if type(module).__name__.startswith("Fully") else f": {inner}"),
+                + ("" if type(module).__name__.startswith("Fully") else f": {inner}")
+                + "; for several ranks start them with torchrun and choose what they share out: "
+                "Config(zero_stage=0) for nothing, as DistributedDataParallel, 3 for everything, as FSDP",
             )
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise WrapError(
+                f"the module {name or '(root)'!r} is compiled by torch.jit",
+                expected="modules in Python, whose parameters may come and go",
+                found=f"{type(module).__name__} of {module.original_name}, with parameters",
+                cure="build it without torch.jit.script, torch.jit.trace and torch.jit.load; "
+                "torch.compile may compile it",
+            )
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if embeds and module.weight.requires_grad and optimizer is not None:
+            raise WrapError(
+                f"the module {name or '(root)'!r} makes sparse gradients",
+                expected="dense gradients",
+                found=f"{type(module).__name__}(sparse=True)",
+                cure=f"{'.'.join(filter(None, ['model', name]))}.sparse = False",
+            )
+    if optimizer is not None and torch.__future__.get_swap_module_params_on_conversion():
+        raise WrapError(
+            "torch is set to exchange parameters when a model is cast, moved or loaded",
+            expected="parameters that stay the same objects",
+            found="torch.__future__.get_swap_module_params_on_conversion() is True",
+            cure="torch.__future__.set_swap_module_params_on_conversion(False) before `wrap`; load and cast "
+            "the model before, where that needs the exchange",
+        )
     param_groups = optimizer.param_groups if optimizer is not None else []
     groups = {id(p): g for g, group in enumerate(param_groups) for p in group["params"]}
     named = list(model.named_parameters(remove_duplicate=True))
@@ -87,6 +114,15 @@ def check_model(
                 found=f"{param.dtype}, {param.layout}",
                 cure="make it a buffer",
             )
+        if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
+            raise WrapError(
+                f"elements of the parameter {name!r} share memory",
+                expected="parameters whose elements each have a place of their own",
+                found=f"shape {tuple(param.shape)} with strides {param.stride()}, as expand() or "
+                "as_strided() makes it: its elements would be separated",
+                cure="before the optimizer is built, make what was expanded the parameter, and expand it in "
+                "the forward; or give each element a place, nn.Parameter(p.detach().contiguous())",
+            )
         if param.requires_grad and id(param) not in groups:
             raise WrapError(
                 f"the parameter {name!r} requires a gradient but the optimizer does not have it",
@@ -103,6 +139,14 @@ def check_model(
                     expected="an optimizer over the model's parameters",
                     found=f"a parameter of shape {tuple(param.shape)}",
                     cure="build the optimizer from model.parameters()",
+                )
+            if optimizer is not None and "front" in optimizer.state.get(param, ()):
+                raise WrapError(
+                    "the optimizer has loaded the state of delayed updates, of which it knows the half",
+                    expected="an optimizer without such a state",
+                    found=f"a second version of a parameter of shape {tuple(param.shape)}",
+                    cure="wrap the model with a new optimizer, and load the state dict into what `wrap` "
+                    "returns: `optimizer.load_state_dict(…)`",
                 )
     if not named:
         raise WrapError(
@@ -157,6 +201,21 @@ def _check_apart(named: list[tuple[str, nn.Parameter]], buffers: list[tuple[str,
                 if len(kept) < 2 and _overlap(other, extent):
                     _refuse(other, extent, kept)
             open_.append(extent)
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Return whether two elements of a tensor have one place."""
+    if data.numel() > extent_elements(data):
+        return True
+    reach = 0  # of the dimensions so far, from the smallest stride on
+    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
+        if size > 1 and stride <= reach and data.numel():
+            # Not one inside the other, which is rare: mark the places, and count them.
+            places = torch.zeros(extent_elements(data), dtype=torch.bool, device="cpu")
+            places.as_strided(data.shape, data.stride()).fill_(True)
+            return int(places.sum()) < data.numel()
+        reach += stride * (size - 1)
+    return False
 
 
 def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> bool:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from infinity.core.at_exit import arm
 from infinity.hardware.device import POLL
 from infinity.storage.interrupt import before_exit
 
@@ -40,6 +41,7 @@ class Reaper:
         self._finalizer = weakref.finalize(owner, self._signals.put, True)
         self._finalizer.atexit = False  # `_finish` sees to it
         _reapers.add(self)
+        arm()
 
     def close(self) -> None:
         """Shut down on this thread, and end the reaper's; raise what went wrong."""

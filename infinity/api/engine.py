@@ -25,7 +25,7 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
-from infinity.hardware.ranks import Alone, Comm
+from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
 from infinity.optim.chunk_io import Tiers
@@ -89,7 +89,13 @@ class Engine:
         self.recorder = Recorder()
         wait_for_dropped()
         device = open_device(config.device, self.recorder)
-        comm = connect(mesh, device=device.torch_device, timeout=config.rank_timeout)
+        comm = connect(
+            mesh,
+            device=device.torch_device,
+            timeout=config.rank_timeout,
+            patience=PATIENCE,
+            independent=config.independent_replicas,
+        )
         try:
             groups = check_model(model, optimizer, first=comm.rank == 0)
             give_memory(model)
@@ -226,14 +232,22 @@ class Engine:
             ]
             self.params.update({s.param: s for s in sharded})
             placed_here = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
+            persistent = owners.world > 1 and self.config.zero_stage < 3
+            anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
+            watched: Collection[int] = ()
+            if self.config.check_edits:
+                watched = range(len(sharded))
+            elif anew and ((placed_here and owners.world == 1) or persistent):  # [Note: edits]
+                watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
             units.append(
                 ParamUnit(
                     *(layout, sharded, device, owners),
                     on_device=placed_here and owners.world == 1,
                     kept_apart=placed_here and owners.world > 1 and self.config.zero_stage == 3,
                     in_place=placed_here and self.config.zero_stage < 3,
-                    persistent=owners.world > 1 and self.config.zero_stage < 3,
+                    persistent=persistent,
                     look=self.config.check_edits,
+                    watched=watched,
                 )
             )
         self.units = units
@@ -250,9 +264,11 @@ class Engine:
             in_order=stage == 1,
             ahead=stage > 1,
         )
+        room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
         self.gradients = Gradients(
             *(units, plans, store, pool, device, comm),
             room=self.footprint.gradients_nbytes,
+            spare=room,
             waits=self.config.zero_stage < 2,
             accumulation=self.config.accumulation,
             updates=self.updates,
@@ -261,7 +277,6 @@ class Engine:
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
-        room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
         self.states = States(self.tiers, self.updater, self.residency, comm, room, self.shelter)
         self.edits = Edits(self.tiers, self.states, comm, self.shelter)
         self.activations = (
@@ -285,7 +300,7 @@ class Engine:
             self.gradients,
             list(self.params.values()),
             compute_dtype=self.config.compute_dtype,
-            output_dtype=self.config.output_dtype,  # type: ignore[arg-type]
+            output_dtype=self.config.cast_outputs,
             activations=self.activations,
         )
         self._handles: list[Any] = [*install(model, self)]
@@ -344,6 +359,12 @@ class Engine:
             self._optimizer.publish()
         else:
             self.phases.finish()
+
+    def check_not_resumed(self) -> None:
+        """Raise `StateDictError` where the model is loaded after its optimizer and that loses something."""
+        if self._optimizer is not None:
+            self.phases.finish()
+            self._optimizer.check_not_resumed()
 
     def keep(self, stack: contextlib.ExitStack) -> None:
         """Close `stack` when all else is closed."""

@@ -25,12 +25,13 @@ from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Spec
 
-from .adapters import Merged, adapted_name, adapters_of, base_of, has_adapters
+from .adapters import Merged, adapted_name, adapters_of, adapts_itself, base_of, has_adapters
 from .checkpoint import (
     Progress,
     check_free,
     check_shared,
     interruptible,
+    library_of,
     open_saved,
     path_of,
     reading_ring,
@@ -41,7 +42,7 @@ from .checkpoint import (
 )
 from .engine import Engine
 from .module_state import Values, engine_in, plain_name, state_of
-from .together import agree, guarded, together
+from .together import agree_on_path, guarded, together
 
 _WHAT: Final = "an export"  # what ranks do together
 _PIECE: Final = 4 << 20  # bytes of a checkpoint that are in memory at once
@@ -62,8 +63,10 @@ def export(
 ) -> str:
     """Write a model as safetensors files, chunk by chunk through one lease of host memory.
 
-    Of a model of transformers: what `from_pretrained` reads (its configurations, too), by the names that the
-    model has now. Of a model of PEFT: its adapters, for `PeftModel.from_pretrained`. Of any other module: its
+    Of a model of transformers or diffusers: what `from_pretrained` reads (its configurations, too), by the
+    names that the model has now. Of one of timm: what `timm.create_model("local-dir:…", pretrained=True)`
+    reads. Of a model of PEFT: its adapters, for `PeftModel.from_pretrained`; of one of diffusers that has
+    adapters: for `load_lora_adapter(path, prefix=None, use_safetensors=True)`. Of any other module: its
     state dict, for `safetensors.torch.load_model`. Tied parameters are written once. With delayed updates the
     newest values are.
 
@@ -141,6 +144,7 @@ class _Part:
     fill: Callable[[Shards], None]
     limit: int | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class _Writing:
     def run(self) -> str:
         """Write; return the directory."""
         comm = self._comm
-        agree(comm, _WHAT)
+        agree_on_path(comm, _WHAT, self._path)
         with self._stack:
             made = together(comm, "the files of an export", self._begin)[0]
             together(comm, "the parts of an export", lambda: self._fill(*made))
@@ -191,6 +195,7 @@ class _Writing:
             settle(self._engine)
         if self._comm.rank:
             return None
+        self._comm.claim(os.path.realpath(self._path))
         self._folder = self._stack.enter_context(Folder(self._path))
         self._open(self._path)
         check_free(self._path, self._total, "the model", "or export elsewhere, or in another dtype")
@@ -212,6 +217,7 @@ class _Writing:
                 p.tensors,
                 limit=p.limit,
                 tied=p.tied,
+                metadata=p.metadata,
                 told=self._tell,
                 rank=rank,
             )
@@ -299,12 +305,27 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: b
     specs = {name: spec for name, spec in specs.items() if name not in dropped}
     if dtype is None:
         floating = (d for d, _ in specs.values() if d.is_floating_point)
-        dtype = values.engine.config.compute_dtype if values.engine is not None else next(floating, None)
+        given = values.engine.config.compute_dtype if values.engine is not None else None
+        dtype = given or next(floating, None)
     texts = texts_of(inner)
-    if _CONFIG in texts:
+    config = json.loads(texts[_CONFIG]) if _CONFIG in texts else {}
+    if _CONFIG in texts and library_of(config) == "transformers":
         untied = {"tie_word_embeddings": False} if merged is not None and merged.untied else {}
-        texts[_CONFIG] = _edited({**json.loads(texts[_CONFIG]), **untied}, dtype)
-    return _Content([_Part("model", specs, fill, limit, tied)], texts)
+        texts[_CONFIG] = _edited({**config, **untied}, dtype)
+    return _Content([_part_of(config, specs, fill, limit, tied)], texts)
+
+
+def _part_of(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Spec],
+    fill: Callable[[Shards], None],
+    limit: int,
+    tied: Mapping[str, str],
+) -> _Part:
+    """Return the files of a model's tensors as the library reads them that has written its config.json."""
+    library = library_of(config)
+    stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
+    return _Part(stem, tensors, fill, None if library == "timm" else limit, tied)
 
 
 def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -338,11 +359,17 @@ def _edited(config: Any, dtype: torch.dtype | None) -> str:
 
 def _adapters(model: nn.Module, values: Values) -> _Content:
     parts, texts = [], {}
+    of_diffusers = adapts_itself(model)
     for adapter in sorted(adapters_of(model), key=lambda a: not a.folder):  # the default one last
         prefix = f"{adapter.folder}/" if adapter.folder else ""
         specs = {name: values.spec(name, value) for name, value in adapter.sources.items()}
         fill = functools.partial(values.write, sources=adapter.sources)
-        parts.append(_Part(f"{prefix}adapter_model", specs, fill))
+        # diffusers has a name, and a place for the configuration, of its own.
+        stem = "pytorch_lora_weights" if of_diffusers else "adapter_model"
+        said = {"lora_adapter_metadata": adapter.config} if of_diffusers else {}
+        parts.append(_Part(f"{prefix}{stem}", specs, fill, metadata=said))
+        if of_diffusers:
+            continue
         texts[f"{prefix}adapter_config.json"] = adapter.config
     return _Content(parts, texts)
 
@@ -372,8 +399,12 @@ def _of_checkpoint(
     config = texts.pop(_CONFIG, None)
     if config is not None:
         _check_no_adapters(found, index["parameters"])
-        dtype = dtype or _dtype_of(config)
-        texts[_CONFIG] = _edited(config, dtype)
+        if library_of(config) == "transformers":
+            dtype = dtype or _dtype_of(config)
+            texts[_CONFIG] = _edited(config, dtype)
+        else:
+            dtype = dtype or torch.float32
+            texts[_CONFIG] = json.dumps(config, indent=2) + "\n"
     specs: dict[str, Spec] = {}
     sources: dict[str, tuple[TensorFile, str]] = {}
     for stem, file in files.items():
@@ -395,7 +426,7 @@ def _of_checkpoint(
                 shards.write(name, first, piece)
 
     tied = {plain_name(alias): plain_name(name) for alias, name in tied.items()}
-    return _Content([_Part("model", specs, fill, limit, tied)], texts)
+    return _Content([_part_of(config or {}, specs, fill, limit, tied)], texts)
 
 
 def _texts_of(found: Found) -> dict[str, Any]:

@@ -32,15 +32,16 @@ def gathered(
             units that they are in are gathered whole.
         write: whether edits are to be kept (also in the fp32 master): in place, by ``p.data = t``, or
             through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
-            that torch counts raise; those that it does not (``p.data.copy_()``, numpy) are found only
-            with ``Config(check_edits=True)``, and may be lost.
+            that torch counts raise, of parameters that are not placed on the device; those that it does not
+            (``p.data.copy_()``, numpy) are found only with ``Config(check_edits=True)``, and may be lost.
         source: the rank whose edits are kept, where there are several. The block is collective then: all
-            ranks enter it, with the same parameters.
+            ranks enter it, with the same parameters. What another rank does to a parameter that `source`
+            edits, too, does not count.
 
     Raises:
         WrapError: they belong to no wrapped model.
         ParameterChangedError: they were edited without ``write=True``, or given data of another shape;
-            all other edits are kept.
+            all other edits are kept. On all ranks: one was edited on another rank than `source` alone.
         ParameterError: delayed updates, and a forward or backward under way uses an older version; or an
             edit of a model that is for inference.
         StorageError: a transfer or an update failed.

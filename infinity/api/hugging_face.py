@@ -1,4 +1,4 @@
-"""Models of transformers: the structure that a directory describes, and where its values are.
+"""Models of transformers and diffusers: the structure that a directory describes, and where its values are.
 
 [Note: names in files] The tensors of a directory may have other names than the parameters that transformers
 makes of them, and several may become one (experts). Which, only transformers knows, and it is asked: names
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import importlib.util
 import itertools
 import json
@@ -24,16 +25,18 @@ from torch import nn
 
 from infinity.core.config import Config
 from infinity.core.errors import DataError
+from infinity.core.optional import broken, optional
 from infinity.hardware.aio import Ring
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import Piece, Weights
 
 from .adapters import adapters_differ, check_not_adapters
+from .checkpoint import library_of
 from .init import init, without_values
 
-_INDEX: Final = "model.safetensors.index.json"
-_ONE: Final = "model.safetensors"
+#: What files are called: those of transformers, and of diffusers.
+_STEMS: Final = ("model", "diffusion_pytorch_model")
 _INDEX_LIMIT: Final = 100_000_000
 _SHOWN: Final = 8  # names in a message
 
@@ -44,25 +47,33 @@ def is_directory_of_a_model(path: str) -> bool:
 
 
 def read_config(directory: str) -> Any:
-    """Return the configuration of the model in a directory. Nothing of the directory is executed.
+    """Return the configuration of the model in a directory: of one of diffusers a dict. Nothing of the
+    directory is executed.
 
     Raises:
-        DataError: transformers is not there, or cannot read it, or it is of a quantized model.
+        DataError: transformers or diffusers is not there, or cannot be imported, or cannot read it, or it is
+            of a quantized model.
     """
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
+    config: Any = {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # the library says what is wrong with it
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+    library = library_of(config) if isinstance(config, dict) else "transformers"
+    if library == "timm":
         raise DataError(
-            "transformers is not installed",
-            expected="the package transformers",
-            found=str(error),
-            cure="pip install 'infinity-offload[hf]'",
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a file that is not what it should be makes of its parser
-        raise _unreadable(directory, error) from error
-    if getattr(config, "quantization_config", None):
+            f"the model in {directory!r} is one of timm",
+            expected="one of transformers or diffusers, or a model that was built",
+            found=f"the architecture {config['architecture']!r}",
+            cure=f"infinity.inference(timm.create_model({'local-dir:' + directory!r}), config, "
+            f"weights={directory!r})",
+        )
+    if library == "transformers":
+        auto = imported("transformers", "AutoConfig")
+        try:
+            config = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a file that is not what it should be makes of its parser
+            raise _unreadable(directory, error) from error
+    if config.get("quantization_config") if library == "diffusers" else _is_quantized(config):
         raise DataError(
             f"the model in {directory!r} is quantized",
             expected="parameters in a floating-point dtype",
@@ -70,6 +81,30 @@ def read_config(directory: str) -> Any:
             cure="take the model as it was before that, or save it dequantized",
         )
     return config
+
+
+def dtype_of(config: Any) -> torch.dtype:
+    """Return the dtype that a configuration names; fp32, if it names none."""
+    named = getattr(config, dtype_keyword(), None)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def _is_quantized(config: Any) -> bool:
+    return bool(getattr(config, "quantization_config", None))
+
+
+def imported(library: str, name: str) -> Any:
+    """Return what a library has under a name: None, if nothing.
+
+    Raises:
+        DataError: the library is not there, or its import fails, as where packages are of versions that do
+            not go together.
+    """
+    optional(library, "hf" if library == "transformers" else None)
+    try:
+        return getattr(importlib.import_module(library), name, None)
+    except Exception as error:  # transformers imports only now what has the name
+        raise broken(library, error) from error
 
 
 def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -82,7 +117,9 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
     kind = class_of(directory, config)
     try:
         with without_values():
-            model: Any = kind._from_config(config, **{_dtype_keyword(): dtype})
+            if isinstance(config, dict):
+                return _in_dtype(kind.from_config(config), dtype)
+            model: Any = kind._from_config(config, **{dtype_keyword(): dtype})
     except Exception as error:
         raise _unreadable(directory, error) from error
     for name in kept(model, dtype, parameters=False):
@@ -99,10 +136,23 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
     return model.eval()  # type: ignore[no-any-return]
 
 
+def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
+    """Have the buffers of a model of diffusers in the dtype that its `from_pretrained` gives them."""
+    same = kept(model, dtype, parameters=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            whole = f"{prefix}.{name}" if prefix else name
+            if buffer is not None and buffer.is_floating_point() and whole not in same:
+                module._buffers[name] = buffer.to(dtype)
+    return model.eval()  # type: ignore[no-any-return]
+
+
 def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozenset[str]:
-    """Return the names of the parameters, or of the buffers, that transformers leaves in fp32 in a model that
-    is loaded in `dtype`."""
+    """Return the names of the parameters, or of the buffers, that the model's library leaves in fp32 in a
+    model that is loaded in `dtype`."""
     patterns: list[str] = []
+    if hasattr(model, "register_to_config") and dtype is torch.bfloat16:  # diffusers
+        patterns += map(re.escape, getattr(model, "_keep_in_fp32_modules", None) or [])
     if dtype is torch.float16:
         patterns += getattr(model, "_keep_in_fp32_modules", None) or []
     if dtype in (torch.float16, torch.bfloat16):
@@ -122,9 +172,12 @@ def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
     """
     kind = class_of(directory, hf_config)
     told = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    keyword = "torch_dtype" if isinstance(hf_config, dict) else dtype_keyword()
     with init(config):
         try:
-            model, found = kind.from_pretrained(directory, **told, **{_dtype_keyword(): config.compute_dtype})
+            # transformers takes "auto": the dtype of the files. diffusers keeps that where it is told none.
+            dtype = config.compute_dtype or (None if isinstance(hf_config, dict) else "auto")
+            model, found = kind.from_pretrained(directory, **told, **{keyword: dtype})
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
             raise _unreadable(directory, error) from error
     if found["missing_keys"]:
@@ -177,15 +230,17 @@ def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[
         DataError: there are none, or their index is none.
         CorruptionError: one is not what the index says.
     """
-    index = os.path.join(directory, _INDEX)
-    if not os.path.lexists(index):
-        one = os.path.join(directory, _ONE)
-        if not os.path.lexists(one):
+    files_of = {stem: os.path.join(directory, f"{stem}.safetensors") for stem in _STEMS}
+    index = next((p for p in (f"{f}.index.json" for f in files_of.values()) if os.path.lexists(p)), None)
+    if index is None:
+        one = next(filter(os.path.lexists, files_of.values()), None)
+        if one is None:
             check_not_adapters(directory)
             others = sorted(n for n in os.listdir(directory) if n.endswith((".bin", ".pt", ".safetensors")))
             raise DataError(
                 f"there are no weights in {directory!r}",
-                expected=f"{_ONE}, or {_INDEX} and the files that it names: nothing is ever unpickled",
+                expected="model.safetensors (of diffusers: diffusion_pytorch_model.safetensors), or "
+                "model.safetensors.index.json and the files that it names: nothing is ever unpickled",
                 found=", ".join(others[:_SHOWN]) or "none",
                 cure="save the model with save_pretrained(safe_serialization=True)",
             )
@@ -350,23 +405,25 @@ def _order(
     return (None if begins else order), whole.shape
 
 
-def _dtype_keyword() -> str:
+def dtype_keyword() -> str:
+    """Return how transformers calls what `from_pretrained` is told of the dtype: the name changed."""
     import transformers
 
-    # The name changed.
     return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
 
 
 def class_of(directory: str, config: Any) -> Any:
-    """Return the class of transformers that a configuration names, or the one that writes text."""
-    import transformers
-
+    """Return the class of transformers that a configuration names, or the one that writes text; or that of
+    diffusers."""
+    if isinstance(config, dict):
+        return _class_of_diffusers(directory, config)
+    base = imported("transformers", "PreTrainedModel")
     names = [n for n in getattr(config, "architectures", None) or () if isinstance(n, str)]
     for name in names:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        found = imported("transformers", name)
+        if isinstance(found, type) and issubclass(found, base):
             return found
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+    for auto in (imported("transformers", f"AutoModelFor{kind}LM") for kind in ("Causal", "Seq2Seq")):
         if not names and type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise DataError(
@@ -378,7 +435,26 @@ def class_of(directory: str, config: Any) -> Any:
     )
 
 
+def _class_of_diffusers(directory: str, config: Mapping[str, Any]) -> Any:
+    name, base = config["_class_name"], imported("diffusers", "ModelMixin")
+    found = imported("diffusers", name) if isinstance(name, str) and name.isidentifier() else None
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    raise DataError(
+        f"diffusers does not have the model in {directory!r}",
+        expected="a model of diffusers as `_class_name`, in config.json; code in the directory is never "
+        "executed",
+        found=repr(name),
+        cure="update diffusers; or build the model yourself: infinity.inference(model, config, weights=…)",
+    )
+
+
 def _unreadable(directory: str, error: Exception) -> DataError:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ImportError):
+            return broken("transformers", error)
+        cause = cause.__cause__ or cause.__context__
     return DataError(
         f"the model in {directory!r} cannot be read",
         expected="config.json and safetensors files of one model that transformers has",

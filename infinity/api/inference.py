@@ -40,10 +40,11 @@ def inference(
 
     Args:
         model: a model, which is taken over as by `wrap`; or a directory: of Hugging Face (config.json and
-            safetensors files), or a checkpoint of `infinity.save` of a model of transformers, or of
-            checkpoints: of these, the one that was completed last. From a directory values go straight to
-            their tiers, without ever being a model in memory, and in the compute dtype.
-        config: budgets, the compute dtype, and the placement of `parameters`.
+            safetensors files; of transformers or diffusers), or a checkpoint of `infinity.save` of such a
+            model, or of checkpoints: of these, the one that was completed last. From a directory values go
+            straight to their tiers, without ever being a model in memory.
+        config: budgets, the compute dtype (None: each parameter keeps that of its file, which for what a
+            checkpoint has trained is fp32), and the placement of `parameters`.
         weights: such a directory, for the values of a model that was built: its own do not count, and its
             parameters may be on the meta device (of `accelerate.init_empty_weights()`), its buffers may not.
             Its parameters are replaced by others then.
@@ -79,7 +80,7 @@ def inference(
                     cure="leave weights out",
                 )
             model, values = _built(path_of(model), config, stack)
-            kept = hugging_face.kept(model, config.compute_dtype)
+            kept = hugging_face.kept(model, config.compute_dtype or hugging_face.dtype_of(model.config))
         if values is not None:
             values.progress = progress
         engine = _stand(model, config, values, kept)
@@ -94,7 +95,7 @@ def _stand(model: nn.Module, config: Config, values: Weights | None, kept: Colle
                 undo.callback(setattr, module, "training", True)
         model.eval()
         if values is not None:
-            _drop_values(model, undo)
+            _drop_values(model, undo, values if config.dtype is None else None)
         trainable = [p for p in model.parameters() if p.requires_grad]
         for param in trainable:
             undo.callback(param.requires_grad_)
@@ -106,16 +107,19 @@ def _stand(model: nn.Module, config: Config, values: Weights | None, kept: Colle
     return engine
 
 
-def _drop_values(model: nn.Module, undo: contextlib.ExitStack) -> None:
+def _drop_values(model: nn.Module, undo: contextlib.ExitStack, values: Weights | None) -> None:
     """Replace parameters by such that have a shape and a dtype, and no memory for it; not on the meta device,
-    from which a parameter cannot be moved."""
+    from which a parameter cannot be moved. The dtype is that which `values` have; None: as it is."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is None or nn.parameter.is_lazy(param):
                 continue
             if param not in made:
-                data = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
+                full = f"{prefix}.{name}" if prefix else name
+                found = param.dtype if values is None else values.dtype_of(full)
+                dtype = found if found.is_floating_point else param.dtype
+                data = torch.empty((), dtype=dtype, device="cpu").expand(param.shape)
                 made[param] = nn.Parameter(data, param.requires_grad)
                 made[param].__class__ = type(param)
                 made[param].__dict__.update(param.__dict__)
@@ -142,7 +146,7 @@ def _built(directory: str, config: Config, stack: contextlib.ExitStack) -> tuple
     """Return the model in a directory, and where its values are; None: they are in it."""
     if hugging_face.is_directory_of_a_model(directory):
         read = hugging_face.read_config(directory)
-        model = hugging_face.structure(directory, read, config.compute_dtype)
+        model = hugging_face.structure(directory, read, config.compute_dtype or hugging_face.dtype_of(read))
         values = _of_hugging_face(directory, model, stack)
         if values is None:
             model = hugging_face.load_whole(directory, read, config)
@@ -158,7 +162,7 @@ def _built(directory: str, config: Config, stack: contextlib.ExitStack) -> tuple
                 f"weights={found.path!r}); `infinity generate` does that for what `infinity train` has saved",
             )
         read = hugging_face.read_config(texts)
-        model = hugging_face.structure(texts, read, config.compute_dtype)
+        model = hugging_face.structure(texts, read, config.compute_dtype or hugging_face.dtype_of(read))
     return model, _of_checkpoint(found, model, stack)
 
 
@@ -187,6 +191,22 @@ def find_model(directory: str) -> Found:
         return find(directory)
     except DirectoryError as error:
         check_not_adapters(directory)
+        if not os.path.exists(directory):
+            raise DataError(
+                f"there is no directory {directory!r}",
+                expected="a directory on this machine: nothing is downloaded",
+                found=error.found or error.what,
+                cure="name a directory that is there; or, of a repository of the Hugging Face Hub, fetch it "
+                f"first: infinity.inference(huggingface_hub.snapshot_download({directory!r}), config)",
+            ) from error
+        if os.path.isfile(os.path.join(directory, "model_index.json")):
+            raise DataError(
+                f"{directory!r} is a whole pipeline of diffusers",
+                expected="the directory of one model",
+                found="model_index.json",
+                cure="name that of the model which is large, such as its folder 'transformer' or 'unet', and "
+                "give that to the pipeline: Pipeline.from_pretrained(directory, transformer=model)",
+            ) from error
         raise DataError(
             f"there is no model in {directory!r}",
             expected="a Hugging Face directory (config.json and *.safetensors), or a checkpoint of "

@@ -79,9 +79,9 @@ def init(config: Config, mesh: object = None) -> Iterator[None]:
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
-        ConfigError: `nvme` has a number of this rank that nobody says.
+        ConfigError: `nvme` has a number of this rank that nobody says; or the mesh is none that `wrap` takes.
     """
-    rank, local_rank = numbers(mesh)
+    rank, local_rank = numbers(mesh, independent=config.independent_replicas)
     if rank:
         with without_values():
             yield
@@ -175,6 +175,7 @@ class ScratchFile:
                 else "name a directory in nvme= that this user may write to",
             ) from error
         self._close = weakref.finalize(self, _close, self.fd)
+        self._close.atexit = False  # extents that go later must not find another file at its number
 
     @property
     def allocated(self) -> int:

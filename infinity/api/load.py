@@ -37,7 +37,7 @@ from .checkpoint import (
 )
 from .engine import Engine, engine_of
 from .random_state import set_random_states
-from .together import agree, guarded, together
+from .together import agree, agree_on_path, guarded, together
 from .user_state import check_named, decode, is_tokenizer
 
 _SHOWN: Final = 20  # names in a message
@@ -60,10 +60,11 @@ def load(
     was saved, and there may be more or fewer ranks. Param groups get the options that were saved; the
     generators of random numbers go on from where they were.
 
-    With several ranks it is collective, and each reads what it has of every tensor. The first rank says which
-    checkpoint it is; `state` and buffers are those that the first one saved. As many ranks as have saved have
-    their random numbers back; of more or fewer the first has, and another one's generator of torch begins
-    with the first rank's seed plus its number, as in `wrap`.
+    With several ranks it is collective, and each reads what it has of every tensor, of one path. The first
+    rank says which checkpoint it is; `state` is what the first one saved. As many ranks as have saved have
+    their buffers and their random numbers back. Of more or fewer all have the first one's buffers, the first
+    has its random numbers, and another one's generator of torch begins with the first rank's seed plus its
+    number, as in `wrap`.
 
     Args:
         optimizer: as `wrap` returned it.
@@ -81,6 +82,7 @@ def load(
         the checkpoint.
 
     Raises:
+        ConfigError: ranks were given different paths.
         DirectoryError: there is no checkpoint, or it cannot be looked at.
         CorruptionError: it is not as it was saved.
         StateDictError: it does not fit. Nothing was changed.
@@ -101,10 +103,11 @@ def load(
 
     name = guarded(comm, _WHAT, begin, make)
     # Where no interrupt leaves a file open; and a change goes on when one ends the wait for it.
-    loading, given = make(
-        lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
-    )
-    make(loading.run)
+    with comm.slowly():
+        loading, given = make(
+            lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
+        )
+        make(loading.run)
 
     def give() -> None:
         for name, thing in (state or {}).items():
@@ -126,7 +129,7 @@ def _prepare(
 ) -> tuple[_Loading, dict[str, Any]]:
     """Return a load of what is at `path`, that fits, with its files open; and what was saved as `state`."""
     comm = engine.comm
-    agree(comm, _WHAT)
+    agree_on_path(comm, _WHAT, os.path.abspath(path))
     for left in reversed(range(_ATTEMPTS)):
         found = _find(comm, path)
         loading = _Loading(engine, found, strict, progress)
@@ -255,6 +258,9 @@ class _Loading:
         missing = [n for s, n in names_of(engine).items() if s not in self._names]
         unexpected = sorted(index["parameters"].keys() - set(self._names.values()))
         self._buffers = self._read_all("buffers")
+        others = decode(index.get("buffers_of_other_ranks", []), self._values, self._found.path)
+        if engine.comm.rank and engine.comm.world == len(others) + 1:
+            self._buffers |= others[engine.comm.rank - 1]
         here = buffers_of(engine)
         missing += [n for n in here if n not in self._buffers]
         unexpected += [n for n in self._buffers if n not in here]

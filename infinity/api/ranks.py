@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DivergenceError
 from infinity.core.sizes import Tier
 from infinity.hardware.ranks import Comm
+from infinity.hardware.watch import by_rank
 from infinity.planning.partition import ParamSpec
 
 #: Settings that may differ between ranks: where a rank has its drives and its devices.
-OWN = ("nvme", "device", "host_memory", "device_memory", "threads")
+OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
+_SHOWN: Final = 3  # differences that an error names
 
 
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
@@ -48,12 +52,26 @@ def check_stage(world: int, config: Config) -> None:
 
 def check_same(comm: Comm, units: Sequence[tuple[str, Sequence[ParamSpec]]], config: Config) -> None:
     """Raise `DivergenceError` unless all ranks have the same model and the same settings."""
-    settings = {
-        name: getattr(config, name) for name in sorted(vars(config)) if name not in (*OWN, "placements")
-    }
-    for what, thing in (("model", units), ("settings", settings)):
-        digest = hashlib.sha256(repr(thing).encode()).hexdigest()[:16]
-        comm.exchange(f"wrap of the {what} {digest}")
+    names = [name for name in sorted(vars(config)) if name not in (*OWN, "placements")]
+    _compare(comm, "settings", {name: repr(getattr(config, name)) for name in names})
+    _compare(comm, "models", {f"{unit}: {s.name}": repr(s) for unit, specs in units for s in specs})
+
+
+def _compare(comm: Comm, what: str, mine: Mapping[str, str]) -> None:
+    """Raise `DivergenceError` unless all ranks have the same values, by name and in one order. Collective."""
+    said = json.dumps(mine).encode()
+    if len({*comm.exchange(f"wrap: the {what}", hashlib.sha256(said).digest())}) == 1:
+        return
+    told = [json.loads(each) for each in comm.exchange(f"wrap: the {what}, which differ", said)]
+    names = [n for n in {n: 0 for each in told for n in each} if len({each.get(n) for each in told}) > 1]
+    found = [f"{n}: {by_rank([str(each.get(n, 'not there')) for each in told])}" for n in names[:_SHOWN]]
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise DivergenceError(
+        f"the ranks have different {what}",
+        expected=f"on all ranks the same; only {', '.join(OWN)} may differ" if what == "settings" else None,
+        found=". ".join(found) + more if names else "the same, in different orders",
+        cure="build the same model, with the same Config, on every rank",
+    )
 
 
 def seed(comm: Comm) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from infinity.core.errors import ConfigError
-from infinity.params.param import ShardedParam
+from infinity.optim.whole import crc_of
 from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Save, is_in
 from infinity.storage.store import Version
@@ -38,7 +38,7 @@ from .checkpoint import (
 )
 from .engine import Engine, engine_of
 from .random_state import of_json, random_state, to_json
-from .together import agree, guarded, together
+from .together import agree, agree_on_path, guarded, together
 from .user_state import check_named, encode, files_of, is_tokenizer
 
 _AT_ONCE: Final = 16 << 20  # bytes that the first rank sends at once
@@ -65,8 +65,9 @@ def save(
     run. An interrupt ends it.
 
     With several ranks it is collective, and each writes what it has of every tensor into files of all.
-    Path, `state`, groups, buffers and `keep_last` are the first rank's; random numbers are each rank's. What
-    else differs between ranks, as positions in their data, give as a list that has it for all of them.
+    The path is the same on all. `state`, groups and `keep_last` are the first rank's; buffers (running
+    statistics are of each rank's data) and random numbers are each rank's. What else differs between ranks,
+    as positions in their data, give as a list that has it for all of them.
 
     Args:
         optimizer: as `wrap` returned it.
@@ -89,6 +90,7 @@ def save(
 
     Raises:
         StateDictError: `state` is no mapping, or something in it cannot be saved. Nothing was written.
+        ConfigError: ranks were given different paths.
         ParameterError: parameters are being edited, in a `gathered(write=True)` block.
         DirectoryError: the directory is itself a checkpoint, cannot be written, has no room for the
             checkpoint, or another save into it is under way.
@@ -158,9 +160,11 @@ class _Saving:
     def run(self, keep_last: int | None) -> str:
         """Save; return the checkpoint's directory."""
         comm, what = self._comm, self._what
+        agree_on_path(comm, what, self._given.root)
         states = agree(comm, what, to_json(self._given.own) if comm.rank else None)
+        others = self._buffers_of_others()
         with self._stack:
-            root: str = together(comm, f"{what}: what it has", lambda: self._begin(states))[0]
+            root: str = together(comm, f"{what}: what it has", lambda: self._begin(states, others))[0]
             makers, mine = self._find_makers(root)
             if len(makers) > 1:
                 self._find_parts(makers, mine)
@@ -173,22 +177,56 @@ class _Saving:
                 together(comm, f"{what}: its index is there", step)
         return os.path.join(root, f"step-{self._engine.optimizer.steps}")
 
-    def _begin(self, states: list[Any]) -> str:
+    def _buffers_of_others(self) -> list[dict[str, torch.Tensor]]:
+        """Return, on the first rank, which buffers of each other rank are not the same as its own: running
+        statistics are of each rank's data."""
+        comm, what = self._comm, f"{self._what}: buffers"
+        if comm.world == 1:
+            return []
+        here = buffers_of(self._engine)
+        specs = {
+            name: [crc_of(t), str(t.dtype).removeprefix("torch."), [*t.shape]] for name, t in here.items()
+        }
+        told = agree(comm, what, specs)
+        others: list[dict[str, torch.Tensor]] = []
+        for rank, of_rank in enumerate(told[1:], 1):
+            others.append({})
+            for name, spec in of_rank.items():
+                if told[0].get(name) == spec:
+                    continue
+                made = (
+                    here[name] if comm.rank == rank else torch.empty(spec[2], dtype=getattr(torch, spec[1]))
+                )
+                flat = made.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                for piece in flat.split(_AT_ONCE) if flat.numel() else ():
+                    came = comm.exchange(what, piece.numpy().tobytes() if comm.rank == rank else b"")[rank]
+                    if comm.rank == 0:
+                        piece.copy_(torch.frombuffer(bytearray(came), dtype=torch.uint8))
+                if comm.rank == 0:
+                    others[-1][name] = made
+        return others
+
+    def _begin(self, states: list[Any], others: list[dict[str, torch.Tensor]]) -> str:
         """Take over edits; find out what is to be written; return the root."""
         engine, given = self._engine, self._given
         settle(engine)
         self._names = names_of(engine)
-        self._newer = _with_front(engine)
+        self._newer = engine.states.with_front()
         self._specs = self._specs_of()
         here = elements_here(engine, own=True)
         sizes = {s: 4 * (1 + len(MOMENTS)) if s.spec.trainable else s.spec.dtype.itemsize for s in here}
         self._total = sum(here[s] * sizes[s] for s in here)
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
+            self._comm.claim(os.path.realpath(given.root))
             self._groups_here = self._groups(given.tensors)
             self._random = [
                 encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")
                 for rank, state in enumerate([given.own, *map(of_json, states[1:])])
+            ]
+            self._others = [
+                encode(of_rank, given.tensors, f"buffers of rank {rank}")
+                for rank, of_rank in enumerate(others, 1)
             ]
             self._small = {"buffers": buffers_of(engine), "values": given.tensors}
         return given.root
@@ -349,6 +387,7 @@ class _Saving:
             "state": given.values,
             "random": self._random[0],
             "random_of_other_ranks": self._random[1:],
+            "buffers_of_other_ranks": self._others,
             **({"apart": apart} if apart else {}),
         }
         self._content = target.index(files, self._counter, content)
@@ -415,18 +454,3 @@ class _Saving:
                 }
             )
         return groups
-
-
-def _with_front(engine: Engine) -> list[ShardedParam]:
-    """Return the parameters whose front is not their newest version."""
-    versions = engine.store.versions
-    found: list[ShardedParam] = []
-    for unit in engine.units if versions.has_two("copy") else ():
-        newer = {
-            s.param
-            for c in unit.layout.trainable_chunks
-            if versions.is_newer(c.id, "copy")
-            for s in c.segments
-        }
-        found += [unit.params[i] for i in sorted(newer)]
-    return found

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.autograd.hooks import Hooks
 from infinity.autograd.phases import Phases
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.stack import frames
 from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim.edits import Edits
-from infinity.optim.misuse import not_for_training
+from infinity.optim.misuse import not_for_training, refuse_alone
 from infinity.optim.state_io import States
 from infinity.optim.whole import agree_on_values
 from infinity.params.given import own as own_storage
@@ -38,8 +39,12 @@ class _Engine(Protocol):
     residency: Residency
     phases: Phases
     shelter: Shelter
+    hooks: Hooks
 
+    def model(self) -> nn.Module | None: ...
     def publish(self) -> None: ...
+
+    def check_not_resumed(self) -> None: ...
 
 
 def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
@@ -77,12 +82,16 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not _is_inside(module, modules):
+            if engine.comm.world > 1 and not all(u.layout.whole for u in engine.residency.units):
+                refuse_alone("state dict of the model")
             engine.residency.use_all()
             engine.edits.given.check()
             given.clear()
             memory.clear()
-            everything = [s for p in module.parameters() if answers(s := engine.params[p], keep_vars)]
-            memory.update(engine.states.make_room(everything))
+            known = [engine.params.get(p) for p in module.parameters()]
+            if None in known and (model := engine.model()) is not None:
+                engine.hooks.guard.check_added(model)
+            memory.update(engine.states.make_room([s for s in known if s and answers(s, keep_vars)]))
         sharded = [s for s in own(module) if answers(s, keep_vars)]
         if not sharded:
             return
@@ -152,6 +161,14 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         engine.phases.check()
         if not engine.phases.trains:
             raise not_for_training("load_state_dict()")
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise ParameterChangedError(
+                "load_state_dict of a wrapped model would exchange its parameters",
+                expected="parameters that stay the same objects",
+                found="torch.__future__.get_swap_module_params_on_conversion() is True",
+                cure="torch.__future__.set_swap_module_params_on_conversion(False)",
+            )
+        engine.check_not_resumed()
         engine.publish()
         loaded = {n: p for n, p in module._parameters.items() if p in engine.params and prefix + n in state}
         values = {prefix + n: state[prefix + n] for n in loaded}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from infinity.core import errors
-from infinity.core.errors import ClosedError, InfinityError, RankError, StorageError
+from infinity.core.errors import ClosedError, ConfigError, InfinityError, RankError, StorageError
 from infinity.hardware.ranks import Comm
 
 _R = TypeVar("_R")
@@ -38,6 +38,23 @@ def agree(comm: Comm, what: str, value: Any = None) -> list[Any]:
         if "value" not in each:
             raise _error_of(rank, each)
     return [each["value"] for each in told]
+
+
+def agree_on_path(comm: Comm, what: str, path: str) -> None:
+    """Have all ranks mean one directory, an absolute path. Collective.
+
+    Raises:
+        ConfigError: they do not; on all ranks.
+        InfinityError: as of `agree`.
+    """
+    told = agree(comm, what, path)
+    if len(set(told)) > 1:
+        raise ConfigError(
+            f"{what}: ranks were given different directories",
+            expected="the same path on all ranks",
+            found="; ".join(f"rank {rank}: {each}" for rank, each in enumerate(told)),
+            cure="name one directory on all ranks: as an absolute path, if they run in different ones",
+        )
 
 
 def guarded(

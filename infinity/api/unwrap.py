@@ -38,7 +38,7 @@ def restore(engine: _Engine) -> None:
         _check_closed(engine)
     else:
         _check_blocks(engine)
-        engine.edits.check_unseen()
+        engine.edits.check_unseen(unwraps=True)
         engine.publish()
         engine.edits.adopt_all()
     _check_room(engine)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config
-from infinity.core.errors import WrapError
+from infinity.core.errors import OptimizerTypeError, WrapError
 from infinity.optim.optimizer import OffloadOptimizer
 
 from .engine import Engine, engine_of
@@ -39,14 +39,16 @@ def wrap(
         mesh: the ranks that train the model together, one dimension; None: those of the default process
             group of `torch.distributed`, which is made where ``WORLD_SIZE`` says that there are several
             (torchrun). `wrap` is called on all ranks then, with the same model and settings; the first rank's
-            values count, and rank r's random numbers go on from the first rank's seed plus r.
+            values count, and rank r's random numbers go on from the first rank's seed plus r. A mesh of fewer
+            ranks than the job has is refused, but with ``Config(independent_replicas=True)``.
 
     Raises:
         WrapError: the model or the optimizer cannot be taken over.
         BudgetError: the run does not fit; nothing has been touched.
         DirectoryError: an NVMe directory cannot be used; nothing has been touched.
         DivergenceError, RankError: the ranks have not the same model or settings; one of them failed.
-        ConfigError, BackendError: a device, units or an I/O backend of `config` are not there.
+        ConfigError, BackendError: a device, units or an I/O backend of `config` are not there; or the mesh is
+            not of one dimension, or without some ranks of the job.
     """
     if not isinstance(config, Config):
         raise WrapError(
@@ -54,6 +56,14 @@ def wrap(
             expected="infinity.Config(...)",
             found=type(config).__name__,
             cure="wrap(model, optimizer, infinity.Config(...))",
+        )
+    if optimizer is None:
+        raise OptimizerTypeError(
+            "wrap takes an optimizer",
+            expected="torch.optim.AdamW or torch.optim.Adam",
+            found="None",
+            cure="torch.optim.AdamW(model.parameters(), ...); for a model that is only used, "
+            "infinity.inference(model, config)",
         )
     with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
         engine = Engine(model, optimizer, config, mesh=mesh)

@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.core.errors import ParameterChangedError
 from infinity.params.discover import Scope
-from infinity.params.param import ShardedParam
+from infinity.params.param import ShardedParam, traced_error
 from infinity.params.unit import ParamUnit
 
 from .saved import autocast_error
@@ -19,8 +19,14 @@ class Guard:
     """Looks at a model's parameters, and at autocast, where forwards begin."""
 
     def __init__(
-        self, scopes: Sequence[Scope], params: Sequence[ShardedParam], units: Sequence[ParamUnit]
+        self,
+        scopes: Sequence[Scope],
+        params: Sequence[ShardedParam],
+        units: Sequence[ParamUnit],
+        *,
+        trains: bool = True,
     ) -> None:
+        self._made = "wrap" if trains else "infinity.inference"  # what the model was given to
         self._params = params
         self._known = {id(s.param) for s in params}
         self._units = units
@@ -40,6 +46,12 @@ class Guard:
         if torch.is_autocast_enabled(self._device_type):
             raise autocast_error(f"a forward of {name or 'the model'}", self._device_type)
 
+    def check_traced(self) -> None:
+        """Raise `ParameterError` where torch records a forward, to repeat it without the engine."""
+        exporting = getattr(torch.compiler, "is_exporting", bool)()  # from torch 2.7 on
+        if exporting or torch._C._get_tracing_state() is not None:
+            raise traced_error("torch.export" if exporting else "torch.jit.trace")
+
     def check_params(self) -> None:
         """Raise `ParameterChangedError` if a parameter was cast, moved (`p.data = t`, but in a block that
         keeps edits) or unfrozen."""
@@ -48,12 +60,26 @@ class Guard:
             sharded.check(None if unit.writers else unit.storage)
             unfrozen = sharded.param.requires_grad and not sharded.spec.trainable
             if unfrozen and torch.is_grad_enabled():  # PEFT unfreezes a reference adapter while it is used
-                raise ParameterChangedError(
-                    f"the parameter {sharded.name!r} was frozen at `wrap` and has no optimizer state",
-                    expected="requires_grad=False",
-                    found="requires_grad=True",
-                    cure="unfreeze it before `wrap`",
-                )
+                raise self._unfrozen(sharded.name)
+
+    def _unfrozen(self, name: str) -> ParameterChangedError:
+        if self._made != "wrap":
+            return ParameterChangedError(
+                f"the parameter {name!r} is to have a gradient, and the model is for inference",
+                expected="requires_grad=False",
+                found="requires_grad=True",
+                cure="`infinity.unwrap(model)`, and `infinity.wrap(model, optimizer, config)` to train it",
+            )
+        return ParameterChangedError(
+            f"the parameter {name!r} was frozen at `wrap` and has no optimizer state",
+            expected="requires_grad=False; what required a gradient at `wrap` may be frozen and unfrozen at "
+            "any time, and keeps its state",
+            found="requires_grad=True",
+            cure="wrap with requires_grad=True and freeze behind it; or now "
+            '`infinity.save(optimizer, "checkpoints")`, `infinity.unwrap(model)`, `wrap` it again with an '
+            "optimizer over all that is trained, and "
+            '`infinity.load(optimizer, "checkpoints", strict=False)`: the others keep their state',
+        )
 
     def check_added(self, model: nn.Module) -> None:
         """Raise `ParameterChangedError` if the model has other parameters than at `wrap`."""
@@ -66,12 +92,12 @@ class Guard:
         added = [n for n, p in model.named_parameters() if id(p) not in known]
         names = added or [s.name for s in self._params if id(s.param) not in set(found)]
         raise ParameterChangedError(
-            f"parameters were {'added or replaced' if added else 'removed'} after `wrap`: "
+            f"parameters were {'added or replaced' if added else 'removed'} after `{self._made}`: "
             f"{', '.join(map(repr, names[:8]))}{' …' * (len(names) > 8)}",
-            expected=f"the {len(known)} parameters that the model had at `wrap`",
+            expected=f"the {len(known)} parameters that the model had at `{self._made}`",
             found=f"{len(found)} parameters",
-            cure="build the whole model, and resize, replace or remove modules, before `wrap`; or "
-            "`infinity.unwrap(model)`, change it, and wrap it again",
+            cure="build the whole model, with its adapters, and resize, replace or remove modules, before "
+            f"`{self._made}`; or `infinity.unwrap(model)`, change it, and give it to `{self._made}` again",
         )
 
     def check_replaced(self, scope: Scope) -> None:

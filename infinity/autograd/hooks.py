@@ -47,7 +47,7 @@ class Hooks:
         gradients: Gradients,
         params: Sequence[ShardedParam],
         *,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
         activations: Activations | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Hooks:
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         self._activations = activations
-        self._guard = Guard(scopes, params, residency.units)
+        self.guard = Guard(scopes, params, residency.units, trains=phases.trains)
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
@@ -68,6 +68,8 @@ class Hooks:
                 self._handles.append(
                     sharded.param.register_post_accumulate_grad_hook(_gradient_hook(self, sharded))
                 )
+                if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
+                    self._handles.append(sharded.param.register_hook(_coming_hook(self)))
         present, use = _weak(self._present), _weak(self._use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
@@ -89,8 +91,8 @@ class Hooks:
 
         @eager
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._guard.check_autocast(scope.name)
-            self._guard.check_replaced(scope)
+            self.guard.check_autocast(scope.name)
+            self.guard.check_replaced(scope)
             forward = phases.enter(scope)
             if scope.looks:
                 self._use(scope.looks, False)
@@ -117,12 +119,13 @@ class Hooks:
     @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
+        self.guard.check_traced()
         phases = self._phases
         outside = phases.enter_root(module, self)
-        self._guard.check_autocast("")
+        self.guard.check_autocast("")
         if outside:
-            self._guard.check_params()
-            self._guard.check_added(module)
+            self.guard.check_params()
+            self.guard.check_added(module)
             phases.begin_forward(self, training=module.training)
         # What is recomputed is used at once.
         offload = self._activations if torch.is_grad_enabled() and not in_backward() else None
@@ -130,7 +133,7 @@ class Hooks:
         given = args, kwargs
         if not phases.trains and torch.is_grad_enabled():
             given = without_gradients(given)
-        if self._compute_dtype is not torch.float32:
+        if self._compute_dtype not in (None, torch.float32):
             given = cast(given, self._compute_dtype)
         return given if given[0] is not args or given[1] is not kwargs else None
 
@@ -158,7 +161,8 @@ class Hooks:
             self._phases.begin_scope_backward(forward)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            # Not a leaf, on which hooks would stay for good: the scope has computed nothing of it.
+            if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begins)
 
     def _keep_version(self, output: Any, newest: bool) -> None:
@@ -226,6 +230,17 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return bound(*args) if bound is not None else False
 
     return call
+
+
+def _coming_hook(hooks: Hooks) -> Callable[[torch.Tensor], None]:
+    weak_hooks = weakref.ref(hooks)
+
+    @eager
+    def begins(grad: torch.Tensor) -> None:
+        if (owner := weak_hooks()) is not None:
+            owner._phases.begin_backward()
+
+    return begins
 
 
 def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tensor], None]:

@@ -26,6 +26,7 @@ from infinity.planning.cures import (
     of_config,
     placement_text,
 )
+from infinity.planning.footprint import room as room_of
 from infinity.planning.footprint import whole_mebibytes
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
@@ -134,9 +135,9 @@ class Case:
             found.append(as_options(fewer))
         if self.run.train.resume:  # its checkpoints are where they are
             short = max(p.needed - p.available for p in plan.problems)
-            return ", or ".join([*found, f"free {whole_mebibytes(short)} more on the drive of {self.place}"])
+            return ", or ".join([*found, f"free {room_of(short)} more on the drive of {self.place}"])
         room = self.checkpoints(self.run.train) * checkpoint_nbytes(self.planner.model, self.config)
-        found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {whole_mebibytes(room)} free)")
+        found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {room_of(room)} free)")
         if self.run.train.output is None and self.run.train.save_every is None:
             found.append(as_options({"save": False}))
         return ", or ".join(found)

@@ -16,6 +16,7 @@ import math
 import os
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -64,6 +65,14 @@ def wide_console() -> Console:
     """Return a console for tables: as wide as the terminal, wide enough where there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def lines_of(text: str, *, hang: int = 0, width: int = 80) -> str:
+    """Return text in lines of at most `width`, those after the first behind `hang` spaces. Words stay whole:
+    a path or a command can be copied."""
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def table_of(*columns: str, title: str | None = None, left: int = 1) -> Table:

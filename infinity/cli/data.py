@@ -28,10 +28,10 @@ from infinity.core.errors import DataError, DirectoryError, InfinityError
 from infinity.core.sizes import format_size
 from infinity.storage.checkpoints import is_checkpoint
 
+from .settings import VALIDATION
+
 #: A file whose first bytes hold a NUL is taken to be binary.
 _HEAD: Final = 8192
-#: The share of the stream, at its end, that is kept for validation.
-VALIDATION: Final = 0.05
 Tokens = npt.NDArray[np.integer[Any]]
 
 

@@ -19,20 +19,26 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from infinity.core.errors import InfinityError
+from infinity.core.errors import DataError, InfinityError
+from infinity.core.optional import optional
 from infinity.core.sizes import GiB, MiB, format_size
 from infinity.hardware import cores, probe
 from infinity.hardware.medium import MEMORY, NETWORK, Medium, medium_of, wear_of
 from infinity.storage.leftovers import arenas
 from infinity.version import __version__
 
-from .console import finish, sizes
+from .console import finish, lines_of, sizes
 from .options import directories_argument, json_option
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 DISTRIBUTION: Final = "infinity-offload"
 _PACKAGES: Final = ("torch", "numpy", "cffi", "safetensors")
-_OPTIONAL: Final = (("transformers", "hf"), ("matplotlib", "plot"))
+#: With the extra of ours that installs each ("": none does), and what of it is imported only when it is used.
+_OPTIONAL: Final = (
+    ("transformers", "hf", ("AutoModelForCausalLM", "AutoTokenizer", "PreTrainedModel")),
+    ("matplotlib", "plot", ()),
+    ("torchvision", "", ()),  # a broken one breaks transformers
+)
 _LEAST_CONTEXTS: Final = 1024  # requests of Linux AIO that a few rings take
 _LEAST_LOCKED: Final = 64 * MiB
 _LEAST_FREE: Final = GiB
@@ -78,10 +84,17 @@ def versions() -> Iterator[Finding]:
             yield Finding(name, ERROR, text, f"pip install --force-reinstall {name}")
         else:
             yield note(name, version)
-    for name, extra in _OPTIONAL:
-        found = importlib.util.find_spec(name) is not None
-        text = "installed" if found else f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')"
-        yield note(name, text)
+    for name, extra, inside in _OPTIONAL:
+        if importlib.util.find_spec(name) is None:
+            if extra:
+                yield note(name, f"not installed (optional: pip install '{DISTRIBUTION}[{extra}]')")
+            continue
+        try:
+            optional(name, extra, *inside)
+        except DataError as error:
+            yield Finding(name, ERROR, f"{error.what}: {error.found}", error.cure)
+        else:
+            yield note(name, _version(name) or "installed")
 
 
 def package() -> Iterator[Finding]:
@@ -441,10 +454,13 @@ def show(findings: Sequence[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     styles = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
     for finding in findings:
-        line = Text(f"{finding.status:8}", style=styles[finding.status])
-        line.append(f"{finding.name}: ", style="bold").append(finding.found, style="none")
+        head = f"{finding.status:8}{finding.name}: "
+        found = " ".join(finding.found.split())
+        line = Text(lines_of(head + found, hang=10))
+        line.stylize(styles[finding.status], 0, 8)
+        line.stylize("bold", 8, len(head) - 1)
         console.print(line)
-        if finding.cure is not None:
+        if finding.cure is not None:  # on one line: it is there to be copied
             console.print(Text(f"        to change: {finding.cure}"))
     counts = {status: sum(f.status == status for f in findings) for status in (OK, WARNING, ERROR)}
     console.print(f"{counts[OK]} ok, {counts[WARNING]} warnings, {counts[ERROR]} errors")

@@ -1,4 +1,4 @@
-"""How a command ends when somebody ends it, and how it speaks on a terminal that has few characters.
+"""How a command ends when somebody ends it.
 
 SIGTERM and SIGHUP end a command as Ctrl-C does: what it has open is closed, and nothing stays behind. Where
 there is something to be saved first (`AfterThis`), SIGHUP and the first SIGTERM only ask for it.
@@ -6,32 +6,25 @@ there is something to be saved first (`AfterThis`), SIGHUP and the first SIGTERM
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import errno
-import io
 import os
-import select
 import signal
 import sys
 import threading
 from types import FrameType
 from typing import Final
 
+from .streams import hang_up
+
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 #: Their names.
 SIGNALS: Final = tuple(number.name for number in _SIGNALS)
 #: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
 SAVED: Final = 75
-#: What stands for the characters that we print, where the terminal has them not.
-_PLAIN: Final = str.maketrans(
-    {"×": "x", "–": "-", "−": "-", "÷": "/", "µ": "u", "≥": ">=", "…": "...", "→": "->", "█": "#", "•": "*"}
-)
 
 
 #: The signal that came: what an import or a library makes of its exception does not tell.
 _came: list[Ended] = []
-_hung_up: list[bool] = []
 
 
 class Ended(KeyboardInterrupt):
@@ -109,34 +102,13 @@ class AfterThis:
             if signal.getsignal(number) == self._ask:
                 late = self.asked and number == signal.SIGHUP  # what is left to say ends soon
                 signal.signal(number, _ignore if late else _end)
-        if _hung_up:
-            leave_terminal()  # for what is said after this
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = self.asked or signal.Signals(number).name
         if number == signal.SIGHUP:
-            _hung_up.append(True)
-            leave_terminal()
+            hang_up()
         else:
             signal.signal(number, _end)
-
-
-def leave_terminal() -> None:
-    """Have stdout and stderr lead nowhere if nobody is behind them any more, where each write fails."""
-    for fd in (1, 2):
-        there = select.poll()
-        there.register(fd, 0)
-        if any(events & select.POLLERR for _, events in there.poll(0)):
-            _nowhere(fd)
-
-
-def survives(error: OSError) -> bool:
-    """Return whether what could not be shown ends no run, for its terminal has gone: then it is left. A pipe
-    (to `tee`, say) counts as one after SIGHUP only."""
-    gone = error.errno == errno.EIO or (error.errno == errno.EPIPE and bool(_hung_up))
-    if gone:
-        leave_terminal()
-    return gone
 
 
 def ended() -> Ended | None:
@@ -158,39 +130,8 @@ def say_ended(error: BaseException | None) -> int:
     return 128 + number
 
 
-def print_anything() -> None:
-    """Let stdout and stderr take every character: what their encoding has not is written in another way."""
-    codecs.register_error("infinity", _in_other_words)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="infinity")
-
-
-def _in_other_words(error: UnicodeError) -> tuple[str | bytes, int]:
-    if isinstance(error, UnicodeEncodeError):
-        words = error.object[error.start : error.end].translate(_PLAIN)
-        return words.encode("ascii", "backslashreplace"), error.end
-    raise error
-
-
-def let_go_of_streams() -> bool:
-    """Write out what stdout and stderr still hold, at the end; return whether that could be done. Where
-    nobody listens any more it is dropped: Python would end with another exit code."""
-    written = True
+def leave_signals() -> None:
+    """Have signals end the process as they do any other: nothing is open any more."""
     for number in (*_SIGNALS, signal.SIGINT):
-        if signal.getsignal(number) in (_end_at_once, _end, _ignore):  # nothing is open any more
+        if signal.getsignal(number) in (_end_at_once, _end, _ignore):
             signal.signal(number, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:  # closed before the start
-                stream.flush()
-        except OSError as error:
-            written = written and isinstance(error, BrokenPipeError)
-            _nowhere(stream.fileno())
-    return written
-
-
-def _nowhere(fd: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, fd)
-    os.close(nowhere)

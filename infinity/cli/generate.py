@@ -15,6 +15,7 @@ import click
 
 from infinity.api.engine import Engine
 from infinity.api.wrap import close
+from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
@@ -83,7 +84,7 @@ def generate_command(
             found="none",
             cure="--prompt TEXT",
         )
-    config = run_of(read_values(config_file, given)).config()
+    config = Config(**run_of(read_values(config_file, given)).engine)
     stream = len(texts) == 1 and not as_json
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as status:
         say = status.enter_context(status_line(quiet=as_json))

@@ -11,7 +11,7 @@ import json
 import signal
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ import torch
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.hardware.comm import Alone, Comm, Ranks, connect
+from infinity.hardware.ranks import PATIENCE
 
 from .ending import Ended, Quiet, ignore_signals
 from .settings import read_values
@@ -40,13 +41,13 @@ class Place(NamedTuple):
 
 class Job:
     """A command on several ranks, or on one. Attributes: `at`: which rank this is; `first`: whether it is the
-    one that shows how the job goes; `last_words`: what is said when the job fails, after the error."""
+    one that shows how the job goes; `last_words`: returns what is said when the job fails."""
 
     def __init__(self, comm: Comm | None = None) -> None:
         self._comm = comm if comm is not None else Alone()
         self.at = Place(self._comm.rank, self._comm.world, self._comm.local_rank, self._comm.local_world)
         self.first = self.at.rank == 0
-        self.last_words = ""
+        self.last_words: Callable[[], str] = str
 
     def __enter__(self) -> Job:
         return self
@@ -56,6 +57,8 @@ class Job:
     ) -> None:
         comm = self._comm
         if not isinstance(comm, Ranks):
+            if error is not None:
+                self._say_last_words()
             return
         if error is not None:
             teller = comm.settle(error)
@@ -68,11 +71,14 @@ class Job:
                 error.what = f"rank {self.at.rank}: {error.what}"
             else:
                 click.echo(f"rank {self.at.rank} of {self.at.world}:", err=True)
-            if self.last_words:
-                click.echo(self.last_words, err=True)
+            self._say_last_words()
         else:
             ignore_signals()
             comm.close()
+
+    def _say_last_words(self) -> None:
+        if words := self.last_words():
+            click.echo(words, err=True)
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks at once that this one ends, before it closes what it has open."""
@@ -137,7 +143,7 @@ def joined(config_file: str | None, given: Mapping[str, Any]) -> Iterator[Job]:
     waits.daemon = True
     waits.start()
     try:
-        comm = connect(device=torch.device("cpu"), timeout=timeout)
+        comm = connect(device=torch.device("cpu"), timeout=timeout, patience=PATIENCE)
     finally:
         waits.cancel()
     with Job(comm) as job:

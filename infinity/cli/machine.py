@@ -24,11 +24,10 @@ from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.arena import Arena
 
+from .options import FIGURE, is_figure
+
 _Lines = Mapping[str, Callable[[Any], Any] | None]
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
-#: Beyond these no figure of a plan would be a number any more.
-_LEAST, _MOST = 1e-6, 1e9
-FIGURE: Final = f"a number from {_LEAST:g} to {_MOST:g}"
 
 
 def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
@@ -185,12 +184,6 @@ def _figure(value: Any) -> float:
     if not is_figure(value):
         raise ConfigError("not a figure", expected=FIGURE)
     return float(value)
-
-
-def is_figure(value: object) -> bool:
-    """Return whether `value` may be a rate of hardware, or what it is rated for: see `FIGURE`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and _LEAST <= value <= _MOST  # type: ignore[operator]
 
 
 #: What reads each line of a section; lines that must be there.

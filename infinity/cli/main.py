@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import importlib
@@ -14,25 +15,19 @@ from typing import Any, Final
 import click
 
 from infinity.core.errors import InfinityError
+from infinity.core.system_errors import name_limit, reason
 from infinity.version import __version__
 
-from .ending import (
-    Quiet,
-    close_on_signals,
-    end_on_signals,
-    ended,
-    let_go_of_streams,
-    print_anything,
-    say_ended,
-)
+from .ending import Quiet, close_on_signals, end_on_signals, ended, leave_signals, say_ended
 from .options import LazyGroup
 from .shown import error_as_dict, show_error
+from .streams import let_go_of_streams
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
-    "train": ("infinity.cli.train", "train_command", "Train a GPT or a Hugging Face model on text."),
+    "train": ("infinity.cli.commands", "train_command", "Train a GPT or a Hugging Face model on text."),
     "generate": ("infinity.cli.generate", "generate_command", "Write text, by a model of any size."),
-    "plan": ("infinity.cli.plan", "plan_command", "Say what a run would take, building nothing."),
+    "plan": ("infinity.cli.commands", "plan_command", "Say what a run would take, building nothing."),
     "bench": (
         "infinity.cli.bench.group",
         "bench_group",
@@ -70,13 +65,13 @@ class _Verbs(LazyGroup):
     """The verbs. An interrupt ends one as an exception that click leaves alone."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a verb; from then on signals close what it has open."""
+        """Import a verb; from then on signals close what it has open (where that imports more: later)."""
         if cmd_name == "generate" and "torch" not in sys.modules:
             # OpenMP reads it as torch is loaded. Threads of torch that spin while they wait for work take the
             # cores that reads need.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         command = super().get_command(ctx, cmd_name)
-        if command is not None:
+        if command is not None and VERBS[cmd_name][0] != "infinity.cli.commands":
             close_on_signals()
         return command
 
@@ -112,9 +107,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except InfinityError as error:
         if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
             importlib.import_module("infinity.cli.option_words").say_in_options(error)
-        if "--json" in arguments:
-            click.echo(json.dumps({"error": error_as_dict(error)}))
+        name_limit(error)
         show_error(error)
+        if "--json" in arguments:
+            with contextlib.suppress(OSError):  # the error is told on stderr
+                click.echo(json.dumps({"error": error_as_dict(error)}))
         return 2
     except Quiet as error:
         return error.code
@@ -125,13 +122,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return say_ended(stopped.__cause__)
     except (click.Abort, KeyboardInterrupt) as error:
         return say_ended(error)
-    except BrokenPipeError:
-        return 141  # whoever read our output has gone; what a shell reports for that
     except Exception as error:
         if (came := ended()) is not None:  # an import, say, has made another error of it
             return say_ended(came)
         if isinstance(error, OSError) and error.errno in _OUTPUT:
-            return _lost(os.strerror(error.errno or 0))
+            return _lost(reason(error.errno))
         raise
 
 
@@ -143,9 +138,12 @@ def _lost(why: str) -> int:
 
 def main() -> None:
     """Run the command line of this process and end it."""
-    print_anything()
     end_on_signals()
     code = run()
+    leave_signals()
     if not let_go_of_streams():
         code = code or _lost("its file or device took no more")
+    if code > 128:  # who ends a command does not wait until Python has taken torch's modules apart
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)

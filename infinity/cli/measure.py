@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import tempfile
@@ -89,4 +90,5 @@ class Peak:
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval):
-            self._most = max(self._most, anonymous_memory())
+            with contextlib.suppress(OSError):  # no descriptor is left for it: the next look may have one
+                self._most = max(self._most, anonymous_memory())

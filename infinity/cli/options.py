@@ -17,6 +17,16 @@ Decorator = Callable[[Any], Any]
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 device_option: Final = click.option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one.")
 
+#: Beyond these no figure of a plan would be a number any more.
+_LEAST, _MOST = 1e-6, 1e9
+FIGURE: Final = f"a number from {_LEAST:g} to {_MOST:g}"
+
+
+def is_figure(value: object) -> bool:
+    """Return whether `value` may be a rate of hardware, or what it is rated for: see `FIGURE`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _LEAST <= value <= _MOST  # type: ignore[operator]
+
 
 def _absolute(_: click.Context, __: click.Parameter, directories: Sequence[str]) -> tuple[str, ...]:
     if not all(directories):  # such as an unset "$DIR"; it would be the current one

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import re
 import secrets
 import shlex
 import time
@@ -19,17 +21,27 @@ from infinity.api.checkpoint import warn_apart
 from infinity.api.this_machine import drive_here
 from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
+from infinity.core.system_errors import reason
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.checkpoints import Found, aside, check_root, find, is_in, list_checkpoints
+from infinity.storage.checkpoints import (
+    Found,
+    aside,
+    check_root,
+    find,
+    is_checkpoint,
+    is_in,
+    list_checkpoints,
+)
 from infinity.storage.folder import Claim
 
 from .job import Job
-from .settings import Run, TrainSettings, Values, read_values, run_of
+from .settings import OPTIONS, Run, TrainSettings, Values, read_values, run_of
 
 #: The folder of directories that nobody named.
 _RUNS: Final = "runs"
-#: What every step depends on, beside the model and the text: a run that goes on has it as it began.
-_FIXED: Final = ("batch", "sequence", "accumulation", "seed", "lr", "schedule", "warmup_steps", "min_lr")
+_STEP: Final = re.compile(r"step-\d{1,15}")
+#: What every step depends on, beside the model, the text and the rate: a run that goes on has it as it began.
+_FIXED: Final = ("batch", "sequence", "accumulation", "seed", "schedule", "warmup_steps", "min_lr")
 _OF_ADAM: Final = ("weight_decay", "beta1", "beta2")
 #: What belongs to one process.
 _OWN: Final = ("output", "resume", "trace", "overwrite")
@@ -152,7 +164,7 @@ def new_directory(path: str) -> str:
                 errno=error.errno,
                 path=path,
                 expected="a directory that this user may write to",
-                found=os.strerror(error.errno or 0),
+                found=reason(error.errno),
                 cure="--output DIR, or --no-save",
             ) from error
         return os.path.join(path, name)
@@ -275,7 +287,7 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
         (name, getattr(ours, name), getattr(theirs, name))
         for ours, theirs, names in (
             (run.model, saved.model, _names(run.model)),
-            (run.data, saved.data, _names(run.data)),
+            (run.data, saved.data, ("validation",)),
             (run.train, saved.train, (*_FIXED, *_OF_ADAM)),
         )
         for name in names
@@ -283,7 +295,7 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
     ]
     if changed:
         name, here, there = changed[0]
-        flag = "--data" if name == "path" else "--" + name.replace("_steps", "").replace("_", "-")
+        flag = "--" + name.replace("_steps", "").replace("_", "-")
         raise ConfigError(
             f"a run that goes on cannot change its {name}",
             expected=f"{there!r}, as in {found.path}",
@@ -291,6 +303,26 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
             cure=f"leave {flag} out; or {anew(found)}",
         )
     check_steps(run.train, found.step)
+
+
+def changes(run: Run, before: Mapping[str, Any]) -> list[str]:
+    """Return what a run that goes on does in another way, as options. `before`: as `Run.as_dict` has it."""
+    now = json.loads(json.dumps(run.as_dict()))
+    found = []
+    for option in OPTIONS:
+        old, new = ((each.get(option.section) or {}).get(option.name) for each in (before, now))
+        if old != new and (option.section != "train" or option.name not in (*_OWN, "json_log", "warmup")):
+            flag = option.flags.split("/")[0]
+            found.append(f"{flag} {'default' if old is None else old} → {'default' if new is None else new}")
+    return found
+
+
+def without_index(root: str) -> list[str]:
+    """Return the directories in `root` that would be checkpoints if they had an index."""
+    with os.scandir(root) as entries:
+        names = [e.name for e in entries if _STEP.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+    paths = [os.path.join(root, name) for name in sorted(names, key=lambda n: int(n.removeprefix("step-")))]
+    return [path for path in paths if not is_checkpoint(path)]
 
 
 def check_steps(train: TrainSettings, made: int) -> None:

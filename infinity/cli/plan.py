@@ -7,25 +7,18 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import click
 from rich.console import Console
 
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, dtype_name, format_size
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
+from .commands import ENDURANCE
 from .console import finish, table_of
 from .job import Place
-from .machine import FIGURE, is_figure, load_machine
-from .options import json_option
+from .machine import load_machine
 from .output import read_run
-from .settings import RunCommand, run_options
-
-#: TB that a drive is rated for where nobody says.
-_ENDURANCE = 600.0
-_MOST_RANKS = 1 << 16
 
 
 def shares_of(machine: Machine) -> list[float]:
@@ -54,11 +47,11 @@ def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
 def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -> Wear:
     """Return what a run means for its drives; the one that wears out first decides. `endurance`: TB that
     each is rated for; None: as the machine is described."""
-    rated = [_ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
+    rated = [ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
     if endurance is not None:
         rated = [endurance] * len(rated)
     written = [s * d.ranks for s, d in zip(shares_of(machine), machine.drives, strict=True)]
-    most = min((r / w for r, w in zip(rated, written, strict=True)), default=_ENDURANCE)
+    most = min((r / w for r, w in zip(rated, written, strict=True)), default=ENDURANCE)
     return wear(plan.traffic, steps=steps, tbw=most, drives=1)
 
 
@@ -76,7 +69,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "zero_stage": config.zero_stage if case.at.world > 1 else None,
         "parameters": plan.parameters,
         "trainable": plan.trainable,
-        "dtype": dtype_name(config.compute_dtype),
+        "dtype": dtype_name(case.workload.dtype(config)),
         "units": plan.units,
         "chunks": plan.chunks,
         "largest_unit": {"name": plan.largest_unit[0], "bytes": plan.largest_unit[1]},
@@ -86,6 +79,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "nvme_durable": dict(plan.durable_nvme),
         "activations": activations._asdict(),
         "checkpoints": case.checkpoints(run.train),
+        "checkpoints_in": case.place,
         "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
         "per_step": {"tokens": tokens * case.at.world, **dataclasses.asdict(plan.traffic)},
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
@@ -95,72 +89,33 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     }
 
 
-def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not is_figure(value):
-        option = parameter.opts[0]
-        raise ConfigError(
-            f"{option} cannot be used",
-            expected=FIGURE,
-            found=repr(value),
-            cure=f"leave {option} out, or give what the hardware does",
-        )
-    return value
-
-
-_figure_option = functools.partial(click.option, type=float, callback=_figure)
-
-
-@click.command("plan", cls=RunCommand)
-@run_options
-@click.option(
-    "--machine",
-    "machine_file",
-    metavar="FILE",
-    help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
-)
-@click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
-@click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
-@click.option(
-    "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
-)
-@_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {_ENDURANCE:.0f}]")
-@_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
-@_figure_option("--nvme-write", help="GB/s of all drives together.")
-@_figure_option("--link", help="GB/s between host and device.")
-@_figure_option("--dram", help="GB/s of host memory.")
-@_figure_option("--tflops", help="TFLOP/s that the device reaches.")
-@_figure_option("--network", help="GB/s that a rank can send to others.")
-@json_option
 def plan_command(
     config_file: str | None,
+    given: Mapping[str, Any],
+    figures: Mapping[str, float | None],
+    *,
     machine_file: str | None,
     ranks: int,
-    ranks_per_node: int | None,
+    here: int,
     fit: bool,
-    endurance_tbw: float | None,
+    endurance: float | None,
     as_json: bool,
-    **given: Any,
 ) -> int:
-    """Say what a run would take on each tier, building nothing.
+    """Plan as the parameters of a command say, and show it; return the exit code.
 
-    Takes the arguments of `infinity train`. With --ranks, bytes are those of each rank: none is started.
-    Exit code 1 when the run does not fit.
+    Args:
+        figures: what the hardware does, by the names of `Bandwidths`.
+        here: ranks of one machine.
     """
-    here = ranks if ranks_per_node is None else ranks_per_node
-    for name, value, most in (("--ranks", ranks, _MOST_RANKS), ("--ranks-per-node", here, ranks)):
-        if not 1 <= value <= most:
-            raise ConfigError(
-                f"{name} cannot be used", expected=f"from 1 to {most}", found=value, cure=f"{name} {most}"
-            )
-    at = Place(world=ranks, local_world=here)
+    said, at = Bandwidths(**figures), Place(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
-    said = Bandwidths(**{f.name: given.pop(f.name) for f in dataclasses.fields(Bandwidths)})
-    case = Case(read_run(config_file, given, ranks), machine, at=at)
+    run = read_run(config_file, given, ranks)
+    case = Case(run, machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:
         case = Case(changed(case.run, found), machine, at=at)
     plan = case.plan()
-    worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
+    worn = wear_of(plan, case.machine, case.run.train.steps, endurance)
     result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
     if found is not None:
         result["command"] = command(case.run)
@@ -173,6 +128,11 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     console.print(
         f"{case.workload.name}: {result['parameters']:,} parameters in {result['units']} units and "
         f"{result['chunks']} chunks, {result['dtype']}"
+    )
+    train = case.run.train
+    console.print(
+        f"{train.batch} sequences of {train.sequence} tokens at once (--batch, --sequence); "
+        f"the model takes up to {case.workload.context}"
     )
     ranks, local = result["ranks"], result["ranks_per_node"]
     title = "Memory and disk"
@@ -197,9 +157,12 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
             table.add_row("disk", what, f"{there['scratch']:,}", format_size(there["scratch"]))
     for there in result["standing"]:
         if there["checkpoints"]:
-            what = f"{result['checkpoints']} checkpoint(s), in {there['directory']}"
+            what = f"{result['checkpoints']} checkpoint(s)"
             table.add_row("disk", what, f"{there['checkpoints']:,}", format_size(there["checkpoints"]))
     console.print(table)
+    if case.place is not None:
+        where = "" if case.run.train.output is not None else "a new directory in "
+        console.print(f"Checkpoints go to {where}{case.place}", markup=False, soft_wrap=True)
     inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
     if case.config.activations == "host" and not inputs:
         console.print("No block is recomputed, so no activation goes to the host (--recompute).")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import click
@@ -17,10 +18,11 @@ from rich.text import Text
 
 from infinity.core.errors import DataError, InfinityError
 from infinity.core.sizes import format_size
+from infinity.core.system_errors import cure, reason
 
 from .console import finite
-from .ending import survives
 from .shown import show_error
+from .streams import lost
 
 
 class Reporter:
@@ -34,17 +36,23 @@ class Reporter:
 
     Attributes:
         incomplete: why files of this run are not complete though it went on; shown at the end.
+
+    It goes on without stdout and stderr, too. What a stream has lost the other one says, and the JSON log.
     """
 
     def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False, quiet: bool = False):
         self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True, quiet=quiet)
-        self._quiet = quiet
+        self._quiet, self._machine = quiet, to_stderr
         self._total = total
         self._every = every
         self.incomplete: list[InfinityError] = []
+        self._shown: list[InfinityError] = []
+        self._kinds: set[tuple[type, int | None]] = set()
+        self._lost: dict[str, str] = {}  # stream → why, as far as it has been told
         self._log: BinaryIO | None = None
         self._logged, self._logged_nbytes = 0, 0  # steps whose lines are in the log, and their bytes
         self._live: Live | None = None
+        self._details: dict[str, str] = {}  # as they were shown last
         self._text = ""  # of the last step
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
@@ -66,7 +74,8 @@ class Reporter:
         self.pause()
         self.end_log()
         for error in self.incomplete if not self._quiet else ():
-            show_error(error)
+            if error not in self._shown:
+                show_error(error)
 
     def open_log(self, path: str, after: int = 0) -> None:
         """Write each step from now on to a file, one JSON object per line. What it holds by now is lost (see
@@ -95,24 +104,23 @@ class Reporter:
     def pause(self) -> None:
         """End the bar; lines still work."""
         if self._live is not None:
-            with _shown():
-                self._live.stop()
+            self._live.stop()
             self._live = None
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Show one line as it is."""
-        with _shown():
-            self.console.print(text, style=style, markup=False)
+        self.console.print(text, style=style, markup=False)
 
     def write(self, text: str) -> None:
         """Show text without ending the line; control characters are left out."""
         kept = "".join(c for c in text if c.isprintable() or c in "\n\t")
-        with _shown():
-            self.console.out(kept, end="", highlight=False)
-            self.console.file.flush()
+        self.console.out(kept, end="", highlight=False)
+        self.console.file.flush()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show one step and write it to the log. A log that cannot be written ends, and the run goes on."""
+        if new := self._newly_lost():
+            record = {**record, "output_lost": new}
         if self._log is not None:
             line = json.dumps({key: finite(value) for key, value in record.items()}).encode() + b"\n"
             written = 0
@@ -125,12 +133,59 @@ class Reporter:
             else:
                 self._logged += 1
                 self._logged_nbytes += len(line)
-        text = self._text = step_text(record)
+        text = step_text(record)
+        self._text = "\n".join([text, *details(record).values()])
         if self._live is not None:
             self._progress.update(self._task, completed=record["step"])
-            self._live.update(Group(self._progress, Text(text)))
+            self._live.update(Group(self._progress, Text(self._text)))
         elif record["step"] % self._every == 0 or record["step"] in (1, self._total):
             self.line(f"step {record['step']}/{self._total}  {text}")
+            for name, value in details(record).items():
+                if self._details.get(name) != value:  # what does not change is not repeated
+                    self._details[name] = value
+                    self.line(f"  {value}")
+
+    def _newly_lost(self) -> dict[str, str]:
+        """Return the streams that take no more since the last call, and why; say so on the other one."""
+        new = {name: why for name, why in lost().items() if name not in self._lost}
+        self._lost |= new
+        for name, why in new.items():
+            text = f"warning: {name} cannot be written any more ({why}): the run goes on without it"
+            if name == "stdout":
+                click.echo(text, err=True)
+            elif not self._machine:
+                self.line(text, style="yellow")
+        return new
+
+    def end_steps(self) -> None:
+        """What is said from now on is the end of a run. It goes to stderr where stdout takes no more."""
+        self.pause()
+        self._newly_lost()
+        if "stdout" in self._lost and not self._machine:
+            self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=self._quiet)
+
+    def fail(self, error: InfinityError) -> None:
+        """Remember why a file of this run is not complete, and show it now. One of a kind is shown, and kept,
+        once: a run of a week may fail each hour in the same way."""
+        kind = (type(error), getattr(error, "errno", None))
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self.incomplete.append(error)
+            self._shown.append(error)
+            if not self._quiet:
+                show_error(error)
+
+    def lost_output(self) -> list[InfinityError]:
+        """Return what a run is told at its end that has gone on without stdout or stderr."""
+        return [
+            DataError(
+                f"{name} of this run is not complete",
+                expected="a reader, or a file with room, until the run ends",
+                found=why,
+                cure="write it to a file that has room (> FILE); --json-log keeps every step",
+            )
+            for name, why in lost().items()
+        ]
 
     def _lose_log(self, log: BinaryIO, error: OSError) -> None:
         """Cut the log back to whole lines, close it, and say so once."""
@@ -139,45 +194,47 @@ class Reporter:
                 os.ftruncate(log.fileno(), self._logged_nbytes)
         with contextlib.suppress(OSError):
             log.close()
-        reason = os.strerror(error.errno or 0)
+        why = reason(error.errno)
         click.echo(
-            f"warning: the log {log.name!r} cannot be written ({reason}): the run goes on without it",
+            f"warning: the log {log.name!r} cannot be written ({why}): the run goes on without it",
             err=True,
         )
         self.incomplete.append(
             DataError(
                 f"the log {log.name!r} is not complete",
                 expected="a line for each step",
-                found=f"{reason}, after {self._logged} steps",
-                cure="make room, or name another file with --json-log",
+                found=f"{why}, after {self._logged} steps",
+                cure=cure(error.errno, "make room") + ", or name another file with --json-log",
             )
         )
 
 
-@contextlib.contextmanager
-def _shown() -> Iterator[None]:
-    """A block that writes to the terminal, if need be one that has hung up."""
-    try:
-        yield
-    except OSError as error:
-        if not survives(error):
-            raise
-
-
 def step_text(record: Mapping[str, Any]) -> str:
-    """Return the figures of a step for a person."""
-    memory = record["memory"]
+    """Return the figures of a step for a person, which no other step has."""
     parts = [
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
-        "memory " + " + ".join(f"{format_size(memory[t])} {t}" for t in ("device", "host", "nvme")),
-        f"read {format_size(record['nvme_read'])}",
-        f"written {format_size(record['nvme_written'])}",
     ]
     if record.get("skipped"):
         parts.append("skipped (overflow)")
     return "  ".join(parts)
+
+
+def details(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return those that most steps share. Bytes that are moved are rounded: an update that is behind makes
+    them differ a little from step to step."""
+    memory = record["memory"]
+    told = (("read", record["nvme_read"]), ("written", record["nvme_written"]))
+    return {
+        "memory": "memory " + " + ".join(f"{format_size(memory[t])} {t}" for t in ("device", "host", "nvme")),
+        "moved": "  ".join(f"{way} {_roughly(nbytes)}" for way, nbytes in told),
+    }
+
+
+def _roughly(nbytes: int) -> str:
+    """Return a size to its leading bit: what differs less is the same."""
+    return "nothing" if not nbytes else f"about {format_size(1 << round(math.log2(nbytes)))}"
 
 
 def _open_log(path: str, after: int) -> tuple[BinaryIO, int]:
@@ -199,6 +256,6 @@ def _open_log(path: str, after: int) -> tuple[BinaryIO, int]:
         raise DataError(
             f"the log {path!r} cannot be written",
             expected="a file in a directory that exists and has room",
-            found=os.strerror(error.errno or 0),
+            found=reason(error.errno),
             cure="change --json-log",
         ) from error

@@ -21,8 +21,10 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
-from .data import VALIDATION
-
+#: The share of the text, at its end, that is kept for validation.
+VALIDATION: Final = 0.05
+#: The dtype of a built-in model, unless a run says otherwise.
+BUILT_IN_DTYPE: Final = "bf16"
 SCHEDULES = ("constant", "cosine")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -169,12 +171,15 @@ class Run:
         return cls(ModelSettings(), DataSettings(), TrainSettings())
 
     def config(self, **changes: Any) -> Config:
-        """Return the engine's configuration.
+        """Return the engine's configuration. A built-in model is in bf16, unless the run says otherwise.
 
         Raises:
             ConfigError: a setting is unknown, or contradicts another.
         """
-        return Config(**{**self.engine, **changes})
+        engine = {**self.engine, **changes}
+        if self.model.init_from is None and engine.get("dtype") is None:
+            engine["dtype"] = BUILT_IN_DTYPE
+        return Config(**engine)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the run as a YAML file would say it."""
@@ -202,7 +207,9 @@ class Option(NamedTuple):
 _PLACE = "device, host, nvme, or shares such as host:0.3,nvme:0.7."
 _ENGINE: Final = (
     Option("engine", "device", "str", "cpu, cuda or cuda:N."),
-    Option("engine", "dtype", "str", "fp32, bf16 or fp16."),
+    Option(
+        "engine", "dtype", "str", "fp32, bf16 or fp16. Without it bf16, of --init-from the checkpoint's own."
+    ),
     Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),
     Option("engine", "optimizer_state", "place", "Where fp32 masters and moments are."),
     Option("engine", "gradients", "place", "Where gradients wait for the update."),

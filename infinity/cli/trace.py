@@ -15,7 +15,7 @@ from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
 
-from .console import check_plot, figure_in, finish, gigabytes, table_of, wide_console
+from .console import check_plot, figure_in, finish, gigabytes, lines_of, table_of, wide_console
 from .options import json_option
 from .roofline import SETTING, analyse, spans_of, union, window_of
 
@@ -88,7 +88,8 @@ def show(result: Mapping[str, Any]) -> None:
         text = ", ".join(f"{unit} {_seconds(waited[unit])}" for unit in worst)
         console.print(f"Stalled most for the units {text}", markup=False)
     console.print(f"Efficiency: {result['efficiency']:.1%} (the largest need by the step)", markup=False)
-    console.print(f"{result['sentence'][:1].upper()}{result['sentence'][1:]}.", markup=False, style="bold")
+    sentence = f"{result['sentence'][:1].upper()}{result['sentence'][1:]}."
+    console.print(lines_of(sentence), markup=False, style="bold")
     _notes(console, result)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +42,20 @@ from .job import Job, joined
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .output import check_unused, claimed, read_run
 from .progress import Reporter
-from .settings import Run, RunCommand, run_options
+from .settings import Run
 from .shown import error_as_dict
+from .streams import going_on, lost
 from .training import PROCESS, Training
 from .workload import Workload, param_groups
 
 
-@click.command("train", cls=RunCommand)
-@run_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; the rest on stderr.")
-def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
-    """Train the built-in GPT, or a Hugging Face model, on text.
-
-    Without arguments: 30 million parameters on the sources of Python's standard library. On several ranks:
-    `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`; --batch is each rank's
-    then, and losses and figures of steps are those of all. What was trained is
-    saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
-    after the step under way; a second SIGTERM, like Ctrl-C, ends at once. Exit code 1 when it was trained but
-    the log, the trace or a checkpoint, on the way or at the end, is not complete (then it says how many steps
-    are lost, and which checkpoint is whole), 75 when SIGTERM or SIGHUP has ended it and all is saved.
-    """
-    with joined(config_file, given) as job:
+def train_command(config_file: str | None, as_json: bool, given: Mapping[str, Any]) -> int:
+    """Train as the parameters of a command say, as one rank of its job; return the exit code."""
+    with going_on(), joined(config_file, given) as job:
         result = train(read_run(config_file, given, job.at.world), to_stderr=as_json, job=job)
         if as_json and job.first:
             click.echo(json.dumps(result))
-        code = 1 if result["incomplete"] else 0
+        code = 1 if result["incomplete"] or (job.first and lost()) else 0
         if result["stopped"] and not result["lost_steps"]:
             code = SAVED
         return job.most("the end of the run", code)
@@ -135,6 +125,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
         model, optimizer = _build(run, config, workload)
         training = Training(run, workload, corpus, model, optimizer, report, root, job)
         try:
+            training.check_descriptors()
             if train.resume:
                 training.resume()
             if train.json_log is not None and job.first:  # not before: a run that is refused writes nothing
@@ -152,7 +143,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
                 report.incomplete.append(error)  # of the trace: what was trained is told all the same
             report.end_log()
             measured = training.measure(plan, peak, on_disk)
-            report.pause()
+            report.end_steps()
             first, last = training.say_losses()
             _table(report, measured)
             text = "" if training.stopped or training.lost else training.sample()
@@ -162,6 +153,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
             raise
         finally:
             close(optimizer)
+    incomplete = [*report.incomplete, *(report.lost_output() if job.first else [])]
     result: dict[str, Any] = finite(
         {
             "run": run.as_dict(),
@@ -179,7 +171,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
             "checkpoint": training.saved,
             "lost_steps": training.lost_steps,
             "stopped": training.stopped,
-            "incomplete": [error_as_dict(error) for error in report.incomplete],
+            "incomplete": [error_as_dict(error) for error in incomplete],
         }
     )
     return result

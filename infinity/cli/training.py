@@ -7,22 +7,33 @@ import contextlib
 import errno
 import itertools
 import math
+import os
+import resource
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from infinity.api.checkpoint import writing_ring
 from infinity.api.engine import engine_of
 from infinity.api.load import load
 from infinity.api.metrics import metrics
 from infinity.api.save import save
-from infinity.core.errors import DataError, DirectoryError, TransferError
+from infinity.core.errors import (
+    BackendError,
+    ConfigError,
+    CorruptionError,
+    DataError,
+    DirectoryError,
+    InfinityError,
+)
 from infinity.core.sizes import GiB, Tier
+from infinity.core.system_errors import cure, name_limit, reason
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
@@ -31,7 +42,7 @@ from .data import Corpus
 from .ending import SIGNALS, AfterThis
 from .job import Job
 from .measure import Peak
-from .output import anew, check_steps, going_on
+from .output import anew, changes, check_steps, going_on, without_index
 from .progress import Reporter
 from .settings import Run
 from .workload import Workload, generate
@@ -39,6 +50,7 @@ from .workload import Workload, generate
 _VALIDATION_BATCHES = 4
 _TURN = 1.0  # seconds from one look at a lock to the next
 _PROMPT = "def "
+_DESCRIPTORS = 12  # that a save has open at once at most, beside its ring
 _DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
 PROCESS = ("process: device + host + activations", "device, with activations", "process: host")
@@ -86,9 +98,11 @@ class Training:
 
     def __post_init__(self) -> None:
         self._by_saves: Counter[str] = Counter()  # bytes
+        self._vanished: set[str] = set()
         self.engine = engine_of(self.optimizer)
         self.device = self.engine.device.torch_device
         self.tokens_per_step = self.run.train.tokens_per_step * self.job.at.world
+        self.job.last_words = self._last_words
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.run.train.lr_factor)
 
     @property
@@ -113,20 +127,65 @@ class Training:
         with going_on(self.root):
             found = find(self.root)
             given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
+        told = given["train"]["run"]
+        moved = self.run.data.path != told["data"]["path"]
         text = self.corpus.fingerprint()
-        if given["train"]["text"] != text:
+        if given["train"]["text"] != text and not moved:
             raise DataError(
                 "the text is not the one that the run began with, so its batches would be others",
                 expected=given["train"]["text"],
                 found=text,
-                cure=f"bring it back as it was (--data); or {anew(found)}",
+                cure="bring it back as it was; or --data with the name of another text, to go on with that; "
+                f"or {anew(found)}",
             )
         self.losses = given["train"]["losses"].tolist()
         check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
         self.begin = len(self.losses)
         self.saved, self.kept = found.path, self.begin
-        self._say_if_it_fails()
+        for name in without_index(self.root):
+            self.report.line(f"left out: {name}, which has no index", style="yellow")
         self.report.line(f"goes on from {found.path}, after {self.begin} steps")
+        before = self._set_rate()
+        for change in changes(self.run, told):
+            self.report.line(f"changed: {change}")
+        if before is not None:
+            self.report.line(f"changed: the learning rate of step {self.begin + 1}, {before}")
+        if given["train"]["text"] != text:
+            self.report.line(f"changed: the text, {given['train']['text']} → {text}")
+
+    def _set_rate(self) -> str | None:
+        """Set the rate of the next step, by the schedule of now; return how it differs, if it does: that of
+        the schedule that the checkpoint was made with is in it."""
+        rate = self.run.train.lr * self.run.train.lr_factor(self.begin)
+        before = self.optimizer.param_groups[0]["lr"]
+        for group in self.optimizer.param_groups:
+            group["lr"], group["initial_lr"] = rate, self.run.train.lr
+        self.scheduler.base_lrs = [self.run.train.lr for _ in self.optimizer.param_groups]
+        self.scheduler._last_lr = [rate for _ in self.optimizer.param_groups]
+        return None if rate == before else f"{before:.6g} → {rate:.6g}"
+
+    def check_descriptors(self) -> None:
+        """Raise `ConfigError` if this process may not open the files of a checkpoint."""
+        if self.root is None:
+            return
+        opened = 0
+        try:
+            with contextlib.ExitStack() as stack:
+                for _ in range(_DESCRIPTORS):
+                    stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                    opened += 1
+                stack.enter_context(writing_ring(self.root))
+        except (OSError, BackendError) as error:
+            number = getattr(error, "errno", None)
+            if number not in (None, errno.EMFILE, errno.ENFILE):
+                return  # a save says it better
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise ConfigError(
+                "this process may not open as many files as a checkpoint takes",
+                expected=f"{_DESCRIPTORS} more, and what I/O takes",
+                found=f"{opened} more" if opened < _DESCRIPTORS else str(error),
+                cure=f"ulimit -n {max(256, 2 * soft)}; or --no-save",
+            ) from error
 
     def save(self) -> None:
         """Save everything that another process needs to go on."""
@@ -150,19 +209,27 @@ class Training:
             self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
         )
         self.kept = len(self.losses)
-        self._say_if_it_fails()
         self._by_saves.update(_bytes(metrics(self.optimizer), before))
         self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
 
-    def _say_if_it_fails(self) -> None:
-        """Have the job say what is whole, should it fail."""
-        if self.root is not None:
-            self.job.last_words = (
-                f"The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
-                f"`infinity train --resume --output {shlex.quote(self.root)}` goes on from it."
-                if self.saved
-                else "There is no checkpoint."
-            )
+    def _last_words(self) -> str:
+        """Return what is lost and what is whole, where this ends before its end."""
+        if self.root is None:
+            return ""
+        gone = len(self.losses) - self.kept
+        words = f"{gone} of the {len(self.losses)} steps are lost. " if gone else ""
+        if not self.saved:
+            return f"{words}There is no checkpoint." if words else ""
+        return (
+            f"{words}The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
+            f"`{self._resume()}` goes on from it."
+        )
+
+    def _resume(self) -> str:
+        """Return the command that goes on."""
+        assert self.root is not None
+        more = "" if self.kept < self.run.train.steps else " --steps N"
+        return f"infinity train --resume --output {shlex.quote(self.root)}{more}"
 
     def _save_after(self, made: int, stop: AfterThis | Agreed) -> None:
         """Save after step `made`, where it is time to. One that fails is told, and the run goes on, or ends
@@ -172,21 +239,53 @@ class Training:
             return
         last = made == train.steps
         if train.save_every and made % train.save_every == 0 and not last and not stop.asked:
-            try:
-                self.save()
+            if (error := self._failed(self.save)) is None:
                 return
-            except (DirectoryError, TransferError) as error:
-                self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
-                self.report.incomplete.append(error)
+            self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
+            self.report.fail(error)
         if last or stop.asked:
-            try:
-                self._save_in_turn()
-            except (DirectoryError, TransferError) as error:
-                self.lost = True
-                error.cure = "make room there, or look after its drive; then " + (
-                    "--resume makes the lost steps again" if self.saved else "train again"
+            if (error := self._failed(self._save_in_turn)) is None:
+                return
+            self.lost = True
+            usual = "make room there, or look after its drive"
+            then = "--resume makes the lost steps again" if self.saved else "train again"
+            error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
+            self.report.incomplete.append(error)
+
+    def _failed(self, save: Callable[[], None]) -> InfinityError | None:
+        """Save; return why that failed, where the system has refused something. What is trained is whole."""
+        assert self.root is not None
+        self._say_what_vanished()
+        try:
+            save()
+        except CorruptionError:
+            raise
+        except (OSError, BackendError) as error:
+            if isinstance(error, InfinityError):
+                name_limit(error)
+                return error
+            return DirectoryError(
+                f"cannot save into {self.root}",
+                errno=error.errno,
+                path=self.root,
+                found=reason(error.errno),
+                cure=cure(error.errno, "check the directory's permissions and the room on its drive"),
+            )
+        return None
+
+    def _say_what_vanished(self) -> None:
+        """Say which directories of this run somebody has removed, or unmounted, each once."""
+        assert self.root is not None
+        kept = [self.saved] if self.saved else []
+        for path in (self.root, *kept, *self.engine.config.directories):
+            if path not in self._vanished and not os.path.isdir(path):
+                self._vanished.add(path)
+                what = (
+                    "the files of this run have no name there, and take its room until the run ends"
+                    if path in self.engine.config.directories
+                    else "what was saved there is gone; it is made again, where its path now leads"
                 )
-                self.report.incomplete.append(error)
+                self.report.line(f"{path} has vanished during the run: {what}", style="yellow")
 
     def _save_in_turn(self) -> None:
         """Save; wait for another process that is saving into the directory."""
@@ -215,9 +314,7 @@ class Training:
             return
         until = f" until step {self.kept}" if self.lost else ""
         self.report.line(f"What was trained{until} is in {self.saved}. To use it:")
-        root = shlex.quote(self.root)
-        more = "" if self.kept < self.run.train.steps else " --steps N"
-        self.report.line(f"  infinity train --resume --output {root}{more}    goes on")
+        self.report.line(f"  {self._resume()}    goes on")
         saved = shlex.quote(self.saved)
         self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
         self.report.line(f"  infinity export {saved} DIR    for others that read safetensors")
@@ -255,7 +352,6 @@ class Training:
 
     def _steps(self, stop: AfterThis) -> None:
         train, optimizer = self.run.train, self.optimizer
-        self._say_if_it_fails()
         try:
             for step in range(self.begin, train.steps):
                 step_began, step_start = time.perf_counter(), metrics(optimizer)
@@ -303,9 +399,7 @@ class Training:
             self.report.pause()
             last = f", last loss {self.losses[-1]:.4f}" if self.losses else ""
             text = f"interrupted after {len(self.losses)} of {train.steps} steps{last}"
-            text += f"; saved: {self.saved}" if self.saved else ""
-            with contextlib.suppress(OSError):  # the terminal may be what has gone
-                self.report.line(text, style="yellow")
+            self.report.line(text, style="yellow")
             raise
 
     def _of_all(

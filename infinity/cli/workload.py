@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from infinity.api.hugging_face import dtype_keyword
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
+from infinity.core.optional import broken, optional
 from infinity.params.discover import discover, param_specs
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
@@ -48,6 +50,10 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def scratch(self) -> list[int]:
         """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
+
+    @abc.abstractmethod
+    def dtype(self, config: Config) -> torch.dtype:
+        """Return the dtype of most parameters, and of activations."""
 
     @abc.abstractmethod
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
@@ -93,7 +99,7 @@ class BuiltIn(Workload):
         if config.units is not None:
             with torch.device("meta"):
                 return planned_from(GPT(self.shape), config)
-        dtype = config.compute_dtype
+        dtype = self.dtype(config)
         units = [
             (name, [ParamSpec(n, s, dtype, True, _group(len(s))) for n, s in params])
             for name, params in units_of(self.shape)
@@ -109,9 +115,13 @@ class BuiltIn(Workload):
             shapes.append((self.shape.vocab, self.shape.width))
         return [math.prod(s) * torch.get_default_dtype().itemsize for s in shapes]
 
+    def dtype(self, config: Config) -> torch.dtype:
+        """See `Workload`."""
+        return config.compute_dtype or torch.get_default_dtype()
+
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; exact without experts (see [Note: activations])."""
-        return activations_of(self.shape, batch, sequence, config.compute_dtype.itemsize, recompute=recompute)
+        return activations_of(self.shape, batch, sequence, self.dtype(config).itemsize, recompute=recompute)
 
     def build(self, recompute: bool) -> nn.Module:
         """See `Workload`."""
@@ -132,15 +142,9 @@ class HuggingFace(Workload):
                 found="no config.json" if path.is_dir() else "no directory",
                 cure="check --init-from",
             )
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        except ImportError as error:
-            raise DataError(
-                "transformers is not installed",
-                expected="the package transformers",
-                found=str(error),
-                cure="pip install 'infinity-offload[hf]'",
-            ) from error
+        AutoConfig, AutoModelForCausalLM, AutoTokenizer = optional(
+            "transformers", "hf", "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
+        )
         self._path = str(path)
         try:
             self.hf_config: Any = AutoConfig.from_pretrained(self._path, local_files_only=True)
@@ -177,14 +181,15 @@ class HuggingFace(Workload):
 
     @functools.cached_property
     def _structure(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
+        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config)
-        except (
-            Exception
-        ) as error:  # whatever a configuration that is not what it should be makes of its model
+                model: nn.Module = AutoModelForCausalLM.from_config(
+                    self.hf_config, **{dtype_keyword(): self._own_dtype}
+                )
+        except Exception as error:  # whatever a configuration that is not what it should be makes of it
+            if isinstance(error, ImportError):
+                raise broken("transformers", error) from error
             raise _unreadable(self._path, error) from error
         return model
 
@@ -194,15 +199,22 @@ class HuggingFace(Workload):
 
     def scratch(self) -> list[int]:
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
-        dtype = getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
-        return [p.numel() * dtype.itemsize for p in self._structure.parameters()]
+        return [p.numel() * self._own_dtype.itemsize for p in self._structure.parameters()]
+
+    @property
+    def _own_dtype(self) -> torch.dtype:
+        return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
+
+    def dtype(self, config: Config) -> torch.dtype:
+        """See `Workload`."""
+        return config.compute_dtype or self._own_dtype
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
         layers, width = self._dimensions
         heads = self._heads if width % (2 * self._heads) == 0 else 1
         shape = GPTShape(layers=layers, width=width, heads=heads, vocab=self.vocab, context=self.context)
-        itemsize = config.compute_dtype.itemsize
+        itemsize = self.dtype(config).itemsize
         base = activations_of(shape, batch, sequence, itemsize, recompute=recompute)
         # The MLP's own width, with the three tensors of a gated one.
         wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
@@ -213,11 +225,9 @@ class HuggingFace(Workload):
         """See `Workload`. Only safetensors are read: nothing is ever unpickled."""
         import transformers
 
-        # The name changed; both take "auto": the dtype that the checkpoint has.
-        name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True, **{name: "auto"}
+                self._path, local_files_only=True, use_safetensors=True, **{dtype_keyword(): "auto"}
             )
         except (OSError, ValueError) as error:
             raise DataError(

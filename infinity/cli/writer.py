@@ -19,10 +19,11 @@ from infinity.api.init import without_values
 from infinity.api.user_state import decode
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, CorruptionError, DataError, InfinityError
+from infinity.core.optional import optional
 from infinity.storage.checkpoints import Found
 from infinity.storage.tensor_file import read_all
 
-from .settings import DataSettings, ModelSettings, Run, TrainSettings
+from .settings import BUILT_IN_DTYPE, DataSettings, ModelSettings, Run, TrainSettings
 from .workload import BuiltIn, Workload, workload_of
 
 #: Is told the next token of each row, as it is made.
@@ -225,14 +226,23 @@ def open_writer(directory: str, config: Config, progress: Progress | None = None
     with texts_of(found) as texts:
         if hugging_face.is_directory_of_a_model(texts):
             return _of_transformers(found.path, texts, config, progress)
-    workload = _workload_of(found)
+    workload, dtype = _workload_of(found)
     with without_values():
         model = workload.build(recompute=False)
+    if config.dtype is None:
+        config = config.replace(dtype=dtype)
     return _BuiltIn(workload, inference(model, config, weights=found.path, progress=progress))
 
 
 def _of_transformers(directory: str, texts: str, config: Config, progress: Progress | None) -> Writer:
     told = hugging_face.read_config(texts)
+    if isinstance(told, dict):
+        raise DataError(
+            f"the model in {directory!r} does not write text",
+            expected="a model of transformers",
+            found=f"the {told.get('_class_name')} of diffusers",
+            cure="name the directory of a causal language model, or of one with an encoder and a decoder",
+        )
     tokenizer = _tokenizer_in(texts)
     if tokenizer is None and int(told.get_text_config().vocab_size) < 256:
         raise DataError(
@@ -254,8 +264,7 @@ def _of_transformers(directory: str, texts: str, config: Config, progress: Progr
 
 def _tokenizer_in(directory: str) -> Any:
     """Return the tokenizer in a directory; None, if there is none."""
-    from transformers import AutoTokenizer
-
+    [AutoTokenizer] = optional("transformers", "hf", "AutoTokenizer")
     names = os.listdir(directory)
     if not any(n.startswith("tokenizer") or n in ("vocab.json", "vocab.txt", "spiece.model") for n in names):
         return None
@@ -270,8 +279,8 @@ def _tokenizer_in(directory: str) -> Any:
         ) from error
 
 
-def _workload_of(found: Found) -> Workload:
-    """Return the built-in model that a checkpoint of `infinity train` is of."""
+def _workload_of(found: Found) -> tuple[Workload, Any]:
+    """Return the built-in model that a checkpoint of `infinity train` is of, and in which dtype it was."""
     content = found.content
     try:
         path = found.file("values")
@@ -281,7 +290,7 @@ def _workload_of(found: Found) -> Workload:
         settings = Run(
             ModelSettings(**run["model"]), DataSettings(), TrainSettings(sequence=run["train"]["sequence"])
         )
-        workload = workload_of(settings)
+        workload, dtype = workload_of(settings), run["engine"].get("dtype") or BUILT_IN_DTYPE
     except (KeyError, TypeError, AttributeError, CorruptionError) as error:
         raise DataError(
             f"the checkpoint {found.path} does not say what its model is",
@@ -296,4 +305,4 @@ def _workload_of(found: Found) -> Workload:
             found="only the directory that it was trained from",
             cure="save it again with this version of infinity",
         )
-    return workload
+    return workload, dtype

@@ -66,8 +66,11 @@ class Config:
         activation_memory: bytes of host memory for ``activations="host"``; what finds no room stays
             on the device. None: a quarter of what `host_memory` leaves after what is placed there
             and the least leases, at most 16 GiB.
-        dtype: compute dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        output_dtype: dtype of the model's floating-point outputs; None leaves them.
+        dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters but those of BatchNorm,
+            which are fp32, and of what the model's forward is given. None: each parameter keeps its own, and
+            inputs are not cast. fp16 parameters are trained with ``"fp16"`` alone, which scales the loss.
+        output_dtype: dtype of the model's floating-point outputs; None leaves them; ``"auto"``: fp32 where
+            `dtype` is given, else as they are.
         max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
         units: names of module classes, or of modules as in `named_modules()`, that are to be
             units; None: found by themselves.
@@ -96,17 +99,22 @@ class Config:
         threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
             its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory, and at least one,
             where the device is not the CPU.
-        check_edits: look for edits of parameters that torch does not count (``p.data.copy_()``, numpy)
+        check_edits: refuse edits of parameters that torch does not count (``p.data.copy_()``, numpy)
             outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
             and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
-            each step, state dict of the optimizer and `unwrap`. For debugging: slow.
+            which are kept else, each step, state dict of the optimizer and `unwrap`. For debugging: slow.
         zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 0:
             nothing; 1: the optimizer state; 2: gradients too; 3: parameters too. Below 3 parameters are
             placed on the device: they are gathered once in a step, and stay. Below 2 each rank adds its
             gradients up, in fp32 from the second backward on, and ranks theirs in `step()`.
         accumulation: backwards in a step; in stages 0 and 1 ranks add their gradients up behind the last of
             them then, and not in `step()`; all use the same layers in that one. None: that is not known.
-        rank_timeout: seconds that a rank waits for the others before it is an error.
+        rank_timeout: seconds that a rank waits for another one that is in a collective, too, or does not
+            answer; three times that in `wrap`, until the first step, and in saves and loads. One that is
+            alive and runs code of its own is waited for without a deadline; both are told, from 30 s on.
+        independent_replicas: whether `mesh` may have fewer ranks than the job: each such group trains a model
+            of its own then, and nothing keeps them in step. Each needs `nvme` directories and paths of
+            checkpoints of its own.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -121,8 +129,8 @@ class Config:
     gradients: str | Mapping[str, float] | None = None
     activations: str = "device"
     activation_memory: int | str | None = None
-    dtype: str | torch.dtype = "bf16"
-    output_dtype: str | torch.dtype | None = "fp32"
+    dtype: str | torch.dtype | None = None
+    output_dtype: str | torch.dtype | None = "auto"
     max_grad_norm: float | None = None
     units: Sequence[str] | None = None
     update: str = "overlap"
@@ -142,7 +150,8 @@ class Config:
     check_edits: bool = False
     zero_stage: int = 3
     accumulation: int | None = None
-    rank_timeout: float = 1800.0
+    rank_timeout: float = 600.0
+    independent_replicas: bool = False
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
@@ -166,8 +175,9 @@ class Config:
             value = getattr(self, name)
             if value is not None or name == "read_ahead_memory":
                 put(self, name, parse_size(value, name))
-        put(self, "dtype", parse_dtype(self.dtype))
-        if self.output_dtype is not None:
+        if self.dtype is not None:
+            put(self, "dtype", parse_dtype(self.dtype))
+        if self.output_dtype not in (None, "auto"):
             put(self, "output_dtype", parse_dtype(self.output_dtype, "output_dtype"))
         unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
         given = {n: getattr(self, n) for n in _PLACED}
@@ -200,7 +210,7 @@ class Config:
                 found=repr(self.update),
                 cure=f'update="{_suggest(str(self.update), UPDATES) or "overlap"}"',
             )
-        for name in ("durable", "check_edits"):
+        for name in ("durable", "check_edits", "independent_replicas"):
             if not isinstance(getattr(self, name), bool):
                 self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
         if self.durable:
@@ -289,9 +299,16 @@ class Config:
         return self.nvme or ()  # type: ignore[return-value]
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """`dtype`, parsed."""
+    def compute_dtype(self) -> torch.dtype | None:
+        """`dtype`, parsed; None: each parameter keeps its own."""
         return self.dtype  # type: ignore[return-value]
+
+    @property
+    def cast_outputs(self) -> torch.dtype | None:
+        """What outputs are cast to; None: they are left as they are."""
+        if self.output_dtype == "auto":
+            return None if self.dtype is None else parse_dtype("fp32")
+        return self.output_dtype  # type: ignore[return-value]
 
     @property
     def elements_per_chunk(self) -> int:

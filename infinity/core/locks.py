@@ -9,7 +9,9 @@ each thread waits for. While `checking` is set, locks made from then on hold the
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
@@ -22,6 +24,16 @@ ORDER: Final = ("residency", "loader", "store", "pool", "heap")
 checking = False
 
 _held = threading.local()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Who held a lock is no thread of this process, and would hold it for good."""
+    for each in list(_locks):
+        each._at_fork_reinit()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class LockOrderError(AssertionError):
@@ -30,7 +42,8 @@ class LockOrderError(AssertionError):
 
 def lock(name: str, *, reentrant: bool = False) -> AbstractContextManager[Any]:
     """Return a lock with a place in `ORDER`."""
-    plain = threading.RLock() if reentrant else threading.Lock()
+    plain: Any = threading.RLock() if reentrant else threading.Lock()
+    _locks.add(plain)
     return _Checked(plain, name, reentrant) if checking else plain
 
 

@@ -9,7 +9,9 @@ is the one way to it.
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -24,6 +26,37 @@ def _from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def user_place() -> str:
+    """Return where the main thread is: the innermost line that is no library's, what is called there, and
+    where in a library that is: "`barrier` at train.py:33 (`_wait` at torch/distributed/x.py:7)"."""
+    innermost = called = None
+    for frame in frames(threading.main_thread().ident):
+        innermost = innermost or frame
+        path = frame.f_code.co_filename
+        if not path.startswith((*_LIBRARIES, "<frozen")) and "-packages/" not in path:
+            name = (called or frame).f_code.co_name
+            within = "" if called in (None, innermost) else f" ({_place(innermost)})"
+            return f"`{name}` at {_line_of(frame)}{within}"
+        called = frame
+    return _place(innermost) if innermost is not None else "no Python code"
+
+
+def _place(frame: FrameType) -> str:
+    return f"`{frame.f_code.co_name}` at {_line_of(frame)}"
+
+
+def _line_of(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    for root in (_BEGUN_IN, *_LIBRARIES):
+        path = path.removeprefix(root + os.sep)
+    return f"{path.rpartition('-packages/')[2]}:{frame.f_lineno}"
+
+
+_BEGUN_IN = os.path.abspath(os.curdir) if os.path.isdir(os.curdir) else os.sep
+#: Where nothing is a user's: Python's library, and this package.
+_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)))
 
 
 def calls_of(module: object) -> int:

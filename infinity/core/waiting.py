@@ -4,16 +4,20 @@ CPython runs Python's signal handlers on the main thread wherever a function beg
 loop goes back, and a handler may raise there. `threading.Condition` and `threading.Event` are written in
 Python: an exception where their lock was just taken leaves it taken, for good. Here every waiter sleeps
 on a lock of its own, which nobody else ever takes, and those who wake only release.
+
+A fork has none of the threads that ring: a wait there, for what its parent has begun, raises ClosedError.
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from . import locks
+from .errors import ClosedError
 
 #: No sleep is longer than this, so that an interrupt arrives (seconds).
 POLL: Final = 0.1
@@ -22,9 +26,10 @@ POLL: Final = 0.1
 class Bell:
     """Wakes all that wait. `ring` takes no lock: finalizers and signal handlers may call it."""
 
-    __slots__ = ("_sleepers",)
+    __slots__ = ("_pid", "_sleepers")
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._sleepers: deque[_thread.LockType] = deque()
 
     def ring(self) -> None:
@@ -38,7 +43,19 @@ class Bell:
             sleeper.release()
 
     def wait(self, until: Callable[[], object], timeout: float = POLL) -> None:
-        """Sleep until somebody rings, `timeout` seconds at most, unless `until` is true already."""
+        """Sleep until somebody rings, `timeout` seconds at most, unless `until` is true already.
+
+        Raises:
+            ClosedError: this process is a fork of the one that made the bell, where nobody rings.
+        """
+        if os.getpid() != self._pid and not until():
+            raise ClosedError(
+                "a wait for what the parent of this process does",
+                expected="a call in the process that wrapped the model",
+                found=f"process {os.getpid()}, a fork of process {self._pid}",
+                cure="wrap a model of its own in this process; or fork where nothing is under way, after "
+                "`infinity.flush`",
+            )
         if locks.checking:
             locks.may_wait()
         sleeper = _thread.allocate_lock()

@@ -44,7 +44,7 @@ class SealedBuffer(Protocol):
         """Return an event of all that was done with it so far."""
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk of it: (chunk.numel,) in its dtype."""
+        """Return the memory of a chunk of it: (chunk.numel,), in its dtype or in fp32."""
 
     def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what has arrived of a chunk: (first element within the chunk, values); the rest is zero."""
@@ -116,6 +116,11 @@ class UnitBuffer:
         """Add `grad` to what has arrived of parameter `index`, in its dtype. Not where pieces are kept."""
         with self.there(), torch.no_grad():
             self.values(index).add_(grad.detach().reshape(-1))
+
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply what has arrived of parameter `index`. Not where pieces are kept."""
+        with self.there(), torch.no_grad():
+            self.values(index).mul_(factor)
 
     def seal(self) -> None:
         """Make zero what did not arrive: nothing is put any more."""

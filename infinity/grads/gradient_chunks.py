@@ -134,11 +134,14 @@ class ChunkGradients:
 
     def _needed(self, chunk: Chunk, leaving: Leaving | None = None) -> int:
         """Return how many leases the I/O of a chunk takes: one for its place where that is on NVMe, and one
-        for what is worked into what is there, or is widened, by the CPU."""
+        for what comes from the device, unless that is the chunk's gradient as it is kept."""
         count = 1 if self.plans[chunk.id].gradient_tier is Tier.NVME else 0
-        if leaving is None or self.entries[chunk.id].dtype is None or self.by_device(chunk):
+        if leaving is None or not self.crosses(chunk, leaving.arrivals):
             return count
-        return count + (self.crosses(chunk, leaving.arrivals) or self.widens(chunk, leaving))
+        assert leaving.buffer is not None
+        kept = torch.float32 if leaving.is_wide else chunk.dtype
+        there = self.entries[chunk.id].dtype is not None
+        return count + (there or leaving.buffer.chunk(chunk).dtype is not kept)
 
     def on_device(self, chunk: Chunk, version: Version | Slot = Version.FRONT) -> torch.Tensor:
         """Return the bytes of a gradient that is placed on the device."""
@@ -199,6 +202,7 @@ class GradientIO:
         self._lease = leases[0] if on_nvme else None
         self._second = leases[-1] if len(leases) > on_nvme else None
         self._source = leaving.buffer if leaving is not None else None
+        self._crossed: torch.Tensor | None = None  # what arrived, in the second lease
         self._reading: Transfer | Reads | None = None
         self._copied: Event | None = None
         if self._lease is not None:
@@ -212,13 +216,14 @@ class GradientIO:
             self._cross(leaving)
 
     def _cross(self, leaving: Leaving) -> None:
-        """Start copying what arrived: to its place, or where something is there already, into a lease."""
+        """Start copying what arrived, as it is: to its place, or where that holds something already, or is to
+        hold it rounded, into a lease."""
         assert self._source is not None
         source, self._source = self._source.chunk(self.chunk), None
         if self._second is None:
-            target = self.buffer(self.chunk.dtype)
+            target = self.buffer(source.dtype)
         else:
-            target = self._second.tensor(self.chunk.dtype, 0, self.chunk.numel)
+            target = self._crossed = self._second.tensor(source.dtype, 0, self.chunk.numel)
         device = self._owner.device
         self._copied = device.d2h(target, source, leaving.after, chunk=self.chunk.id, kept=True)
         leaving.copies.append(self._copied)
@@ -271,18 +276,21 @@ class GradientIO:
         return self._bytes[: self.chunk.numel * dtype.itemsize].view(dtype)
 
     def widen(self) -> None:
-        """Turn the compute dtype into fp32, in place, by way of the second half of a lease."""
-        narrow = self.buffer(self.chunk.dtype)
-        if self._second is None:
-            self.buffer(torch.float32).copy_(narrow.clone())
-        else:
-            held = self._second.tensor(narrow.dtype, narrow.nbytes, narrow.numel())
-            cpu_adam.copy_bytes(held.data_ptr(), narrow.data_ptr(), narrow.nbytes)
-            cpu_adam.convert(self.buffer(torch.float32), held)
+        """Turn the compute dtype into fp32, in place: the later half of what is left, whose place in fp32 is
+        behind all of that, again and again."""
+        narrow, wide = self.buffer(self.chunk.dtype), self.buffer(torch.float32)
+        left = narrow.numel()
+        while left > 1:
+            first = (left + 1) // 2
+            self.put(wide[first:left], narrow[first:left])
+            left = first
+        wide[:left].copy_(narrow[:left].clone())
         self._entry.dtype = torch.float32
 
     def replace(self, target: torch.Tensor) -> None:
         """Have what arrived in `target`, the whole chunk, and zeros beside it."""
+        if self._crossed is not None:
+            self.put(target, self._crossed)
         end = 0
         for begin, source in self._source.pieces(self.chunk) if self._source is not None else ():
             if begin > end:
@@ -293,11 +301,15 @@ class GradientIO:
             target[end:].zero_()
 
     def arrived(self, segment: Segment) -> torch.Tensor:
-        """Return what arrived for a segment, where something was there already."""
+        """Return what arrived for a segment, where something was there already: rounded to the compute dtype
+        if it replaces that."""
         if self._source is not None:
             return self._source.piece(self.chunk, segment)
-        assert self._second is not None
-        return self._second.tensor(self.chunk.dtype, segment.start * self.chunk.dtype.itemsize, segment.numel)
+        assert self._crossed is not None
+        assert self._leaving is not None
+        values = self._crossed[segment.start : segment.start + segment.numel]
+        is_rounded = self._leaving.arrivals[segment.param].fresh and not self._leaving.is_wide
+        return values.to(self.chunk.dtype) if is_rounded else values
 
     def put(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Write `source` over `part`."""

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from infinity.core.errors import GradientError
+from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder
 from infinity.hardware.device import Device
-from infinity.hardware.ranks import Comm
+from infinity.hardware.ranks import Comm, told
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -27,13 +28,14 @@ from infinity.storage.store import Store
 
 from .accumulated import Accumulated, Waiting
 from .buffer import Arrival, SealedBuffer, UnitBuffer
+from .changes import Change, change_of, check_alike, digest_of
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 from .norms import Norms
 from .reducing import Reducing
-from .reduction import agree_on_all, elsewhere
+from .reduction import codes_of_all, elsewhere, of_all
 from .sending import Sending
-from .sharded_grad import ShardedGrad
+from .sharded_grad import ShardedGrad, in_backward
 
 
 class Gradients:
@@ -41,12 +43,14 @@ class Gradients:
 
     Args:
         room: bytes of buffers at a time.
+        spare: host bytes that the budget leaves.
         waits: with several ranks, what arrives is reduced when it is asked for, at the latest by a step
             (ZeRO's stages 0 and 1), and not as its unit's backward ends.
         accumulation: then, too, at the end of each backward that is a multiple of so many since a step.
 
     Attributes:
         scale: the loss scale in use: autograd's gradients are multiplied by it.
+        of_ranks: whether there are several ranks.
         backwards: that have begun; `stepped`: of these, before the last step.
         apart: reductions wait, whatever `accumulation` is (`no_sync`).
     """
@@ -61,6 +65,7 @@ class Gradients:
         comm: Comm,
         *,
         room: int,
+        spare: int = 0,
         waits: bool = False,
         accumulation: int | None = None,
         updates: Updates,
@@ -76,6 +81,7 @@ class Gradients:
         self.sending = Sending(self.chunks, self._work, store.versions, updates, device, recorder)
         self._waiting = Waiting(self.chunks, self.sending, updates, device)
         self._comm = comm
+        self.of_ranks = comm.world > 1
         self._reducing, self._norms = Reducing(comm, device), Norms(units, self.entries, comm)
         self.scale = 1.0
         self.backwards = self.stepped = 0
@@ -83,8 +89,9 @@ class Gradients:
         self._waits, self._accumulation = waits, accumulation
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
+        self._found: list[Change] = []  # what the backward that is under way has found in `p.grad`
         self._device = device
-        self._room = room
+        self._room, self._spare = room, spare
         self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
         self._updates = updates
 
@@ -115,24 +122,41 @@ class Gradients:
         Raises:
             GradientError: it is a view of other shards, or of what they held before.
         """
+        if self._comm.world > 1:
+            self._check_made(sharded)
         self._take_over(sharded, 1.0)
         return sharded.param.grad is not None
+
+    def _check_made(self, sharded: ShardedParam) -> None:
+        """With several ranks: raise `GradientError` unless a backward made what is in `p.grad`."""
+        grad = sharded.param.grad
+        if isinstance(grad, ShardedGrad):
+            grad.check(sharded)
+        elif grad is not None:
+            raise GradientError(
+                f"{sharded.name!r} was given a gradient, and there are several ranks",
+                expected="the gradient that a backward made, or None",
+                found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
+                cure="set `p.grad = None` again; add what you want to the loss, and call its backward",
+            )
 
     def _take_over(self, sharded: ShardedParam, factor: float, *, made: bool = False) -> None:
         grad = sharded.param.grad
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
         elif grad is not None:
-            if self._comm.world > 1 and not made:
+            if grad.layout is not torch.strided:
                 raise GradientError(
-                    f"{sharded.name!r} was given a gradient, and there are several ranks",
-                    expected="the gradient that a backward made, or None",
-                    found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
-                    cure="add what you want to the loss, and call its backward",
+                    f"the gradient of {sharded.name!r} is sparse",
+                    expected="dense gradients",
+                    found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
+                    cure="make it with sparse=False; one of your own, with p.grad.to_dense(). This one goes "
+                    "with `optimizer.zero_grad()`",
                 )
             buffer = self._buffer_for(sharded)
             buffer.put(sharded.index, grad)
             ours = ShardedGrad(sharded, self, factor)
+            ours.has_graph = made and grad.requires_grad
             buffer.arrivals[sharded.index] = Arrival(True)
             sharded.param.grad = ours  # last: after an interrupt it is taken over once more
 
@@ -143,13 +167,41 @@ class Gradients:
         Raises:
             GradientError: one of them is not its parameter's present gradient.
         """
+        if self._comm.world > 1:
+            self._found = self._changes()
         self.backwards += 1
-        ranks = self._comm.world > 1
-        for unit in self.units:
+        for unit in self.units if self._comm.world == 1 else ():
             for sharded in unit.params:
                 grad = sharded.param.grad if sharded.spec.trainable else None
-                if isinstance(grad, ShardedGrad) or (grad is not None and (self.scale != 1.0 or ranks)):
+                if isinstance(grad, ShardedGrad) or (grad is not None and self.scale != 1.0):
                     self.adopt(sharded)
+
+    def _changes(self) -> list[Change]:
+        """With several ranks: return what the user has made of each gradient since the last backward: it has
+        to be the same on all, as `_agree` finds out.
+
+        Raises:
+            GradientError: a gradient is none that a backward made; the others are told.
+        """
+        found = []
+        with told(self._comm):
+            for unit in self.units:
+                buffer = self._filling.get(unit.index)
+                for sharded in unit.params:
+                    if sharded.spec.trainable:
+                        self._check_made(sharded)
+                        arrival = buffer.arrivals.get(sharded.index) if buffer is not None else None
+                        found.append(change_of(sharded, arrival))
+        return found
+
+    def _agree(self, what: str, value: bytes, changes: Sequence[Change]) -> list[bytes]:
+        """Return every rank's `value`; raise `DivergenceError` unless `changes` are the same on all."""
+        digest = digest_of(changes)
+        came = self._comm.exchange(what, digest + value)
+        if len({each[: len(digest)] for each in came}) > 1:
+            names = [s.name for unit in self.units for s in unit.params if s.spec.trainable]
+            check_alike(self._comm, names, changes)
+        return [each[len(digest) :] for each in came]
 
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
@@ -159,7 +211,12 @@ class Gradients:
         buffer = self._buffer_for(sharded)
         waiting = buffer.arrivals.get(index)
         if waiting is not None and not waiting.zero and self._comm.world > 1:
-            buffer.add(index, other)  # it is reduced with the rest of the unit, on all ranks at once
+            # It is reduced with the rest of the unit, on all ranks at once.
+            if (factor := grad.factor * scale) != 1.0:
+                buffer.scale(index, factor)
+                buffer.arrivals[index] = waiting._replace(factor=waiting.factor * factor)
+                grad.factor = inverse
+            buffer.add(index, other)
             return
         if waiting is not None and not waiting.zero:  # that goes first
             self.send(self.units[sharded.unit])
@@ -229,11 +286,18 @@ class Gradients:
 
     @sheltered
     def reduce_waiting(self) -> None:
-        """`reduce` all that waits on any rank; in stages 2 and 3 that is what users added. Collective."""
-        if not self._waits and self._comm.world > 1:
-            added = [i for i, buffer in self._filling.items() if not buffer.is_zero]
-            self._reduce_any("what was added to gradients", added)
+        """`reduce` all that waits on any rank; in stages 2 and 3 that is what users added. Collective.
+
+        Raises:
+            GradientError: a gradient is none that a backward made.
+            DivergenceError: a user has changed one on some ranks, or one that is another's.
+        """
+        if self._comm.world == 1:
+            return
+        changes = self._changes()
         if not self._waits:
+            added = [i for i, buffer in self._filling.items() if not buffer.is_zero]
+            self._reduce_any("what was added to gradients", added, changes)
             return
         for index in list(self._filling):
             self._waiting.add(self.units[index], self._filling.pop(index))
@@ -242,13 +306,13 @@ class Gradients:
             for sharded in self.units[index].params:
                 if not self._is_ours(sharded):  # p.grad = None
                     waiting.drop(sharded.index)
-        self._reduce_any("the gradients that wait", self._waiting.units)
+        self._reduce_any("the gradients that wait", self._waiting.units, changes)
 
-    def _reduce_any(self, what: str, here: Collection[int]) -> None:
+    def _reduce_any(self, what: str, here: Collection[int], changes: Sequence[Change]) -> None:
         """Reduce the units of which any rank has something."""
-        told = self._comm.exchange(what, bytes(i in here for i in range(len(self.units))))
+        came = self._agree(what, bytes(i in here for i in range(len(self.units))), changes)
         for unit in self.units:
-            if any(units[unit.index] for units in told):
+            if any(units[unit.index] for units in came):
                 self._reduce(unit, self._waiting.units.pop(unit.index, None))
         self._finish_reduced()
 
@@ -275,19 +339,21 @@ class Gradients:
             self.send_all()
             return
         if not self._waits:
-            self._reduce_any("the end of a backward", self._filling)
+            self._reduce_any("the end of a backward", self._filling, self._found)
             return
         for index in list(self._filling):
             self._waiting.add(self.units[index], self._filling.pop(index))
         came, self._waiting.came = self._waiting.came, {}
         if self._is_last:
-            self._reduce_any("the end of a backward", self._waiting.units)
+            self._reduce_any("the end of a backward", self._waiting.units, self._found)
         else:
             self._join(came)
 
     def _join(self, came: Mapping[int, Mapping[int, Arrival]]) -> None:
         """Have what arrived in a backward on any rank as this one's, too, so that all see the same."""
-        for index, arrivals in agree_on_all(self._comm, [u.layout for u in self.units], came).items():
+        layouts = [unit.layout for unit in self.units]
+        told = self._agree("the end of a backward", codes_of_all(layouts, came), self._found)
+        for index, arrivals in of_all(layouts, came, told).items():
             unit = self.units[index]
             for i in elsewhere(came.get(index, {}), arrivals):
                 self._waiting.join(unit, i, self._arrived_elsewhere(unit.params[i], arrivals[i]))
@@ -412,6 +478,34 @@ class Gradients:
         if grad.factor != 1.0:
             out.mul_(grad.factor)
         return out.view(sharded.spec.shape)
+
+    def read(self, grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
+        """Return gradients that the shards hold as `p.grad` shows them: in the dtype and on the device of
+        their parameters, unscaled, with their factors. Collective, with several ranks.
+
+        Raises:
+            GradientError: they do not fit the host memory that the budget leaves, and are not gathered; or a
+                backward of several ranks is under way.
+        """
+        first = grads[0].sharded.name
+        if in_backward() and self._comm.world > 1:
+            raise GradientError(
+                f"the gradient of {first!r} is not added up yet",
+                expected="a look at gradients behind the backward, where there are several ranks",
+                found=f"one inside of it, on rank {self._comm.rank}",
+                cure="read it when the backward has returned",
+            )
+        apart = [g for g in grads if not self.units[g.sharded.unit].keepers]
+        nbytes = sum(g.numel() * (4 + g.itemsize * (g.dtype is not torch.float32)) for g in apart)
+        if nbytes > self._spare:
+            raise GradientError(
+                f"the whole gradient of {first!r} does not fit the host memory that is left",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes), to be read as one tensor",
+                found=f"{format_size(self._spare)} ({self._spare} bytes) left of host_memory",
+                cure="read it inside `with infinity.gathered(p):`, or `infinity.gradient(p)`, which take "
+                "memory beside the budget; or raise host_memory",
+            )
+        return [self.full(g).to(g.device, g.dtype) for g in grads]
 
     def norm(self, grads: Iterable[ShardedGrad]) -> float:
         """Return the 2-norm of several gradients, which are complete, with their factors: [Note: norms]."""

@@ -49,16 +49,19 @@ def agree(
     return _together(layout, arrivals, [codes[1:] for codes in told]), any(codes[0] for codes in told)
 
 
-def agree_on_all(
-    comm: Comm, layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]]
+def codes_of_all(layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]]) -> bytes:
+    """Return what has arrived of each unit in a backward, for `of_all`."""
+    return b"".join(bytes(_codes(u, arrivals.get(u.index, {}))) for u in layouts)
+
+
+def of_all(
+    layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]], told: Sequence[bytes]
 ) -> dict[int, dict[int, Arrival]]:
-    """Return what has arrived of each unit on any rank in a backward, by unit. Collective.
+    """Return what has arrived of each unit on any rank in a backward, by unit; `told`: `codes_of_all` of all.
 
     Raises:
-        DivergenceError, RankError: as of `agree`.
+        DivergenceError: as of `agree`.
     """
-    mine = b"".join(bytes(_codes(u, arrivals.get(u.index, {}))) for u in layouts)
-    told = comm.exchange("the end of a backward", mine)
     together, begin = {}, 0
     for unit in layouts:
         end = begin + len(unit.params)
@@ -151,8 +154,8 @@ class ReducedBuffer:
             return self._device.mark()
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk: (chunk.numel,) in its dtype."""
-        return self._chunks[chunk.id].to(chunk.dtype)
+        """Return a chunk as it is: (chunk.numel,), fp32 or in its dtype."""
+        return self._chunks[chunk.id]
 
     def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the chunk as one: (first element, values, (chunk.numel,))."""

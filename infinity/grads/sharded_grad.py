@@ -3,19 +3,21 @@
 It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
 the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
 that the update applies. So does `clip_grad_value_`: the shards are clamped. Adding a tensor
-accumulates, which is also how autograd delivers a second backward. Everything else raises
-`GradientError`.
+accumulates, which is also how autograd delivers a second backward. An operator that only reads is given
+the whole gradient, unscaled, for the time of that operator. Every other edit raises `GradientError`.
 
 [Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
 parameter. When they get another gradient it has nothing to show any more, and says so, also when it
-is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns.
+is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns. A view of it
+(`p.grad.view(-1)`, `p.grad[0]`) is one, too, and its values are read when they are used: an edit of a view
+would be lost, and raises.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +42,9 @@ class GradientSource(Protocol):
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return it as one fp32 host tensor: unscaled, with its factor."""
 
+    def read(self, grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
+        """Return what each shows: whole, unscaled, with its factor, in its dtype, on its device."""
+
     def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the 2-norm of each, unscaled, with its factor."""
 
@@ -50,16 +55,115 @@ class GradientSource(Protocol):
         """Limit its elements, unscaled, to `low` … `high`, which have zero between them."""
 
 
-class ShardedGrad(torch.Tensor):
+class _Step(NamedTuple):
+    """An operator that makes a view: of several views the one that is `which`."""
+
+    func: Any
+    more: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    which: int | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return its view of `tensor`."""
+        made = self.func(tensor, *self.more, **self.kwargs)
+        return made if self.which is None else made[self.which]  # type: ignore[no-any-return]
+
+
+class _Shown(torch.Tensor):
+    """What shows a gradient, or a part of it: [Note: a gradient is a view]."""
+
+    steps: tuple[_Step, ...] = ()  # from the whole gradient to what this shows
+
+    @property
+    def of(self) -> ShardedGrad:
+        """The gradient."""
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer from the shards, or by their values."""
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        found = [a for a in _flat((*args, *kwargs.values())) if isinstance(a, _Shown)]
+        if handler is not _same:
+            for shown in found:
+                shown.of.check()
+            _check_graph(func, found)
+        answer = NotImplemented
+        if handler is not None and any(isinstance(shown, ShardedGrad) for shown in found):
+            answer = handler(*args, **kwargs)
+        for general in (_view, _read):
+            if answer is NotImplemented:
+                answer = general(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        if "_amp_" in str(func):
+            raise PrecisionError(
+                "torch's GradScaler cannot unscale gradients that are in shards",
+                expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
+                found=str(func),
+                cure="drop the GradScaler: the optimizer scales, unscales and checks for overflow",
+            )
+        raise GradientError(
+            f"the gradient of {found[0].of.sharded.name!r} is in shards",
+            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
+            "tensor, zero_(), metadata, or what only reads it",
+            found=str(func),
+            cure="edit the values of `g = infinity.gradient(p)`, and put them there with "
+            "`p.grad = g.to(p.device, p.dtype)`",
+        )
+
+    def show(self) -> torch.Tensor:
+        """Return the values that it shows now, a tensor of their own. Collective, with several ranks."""
+        self.of.check()
+        return _through(self, self.of.source.read([self.of])[0])
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return its values as an array that cannot be edited: in torch an edit would be one of `p.grad`."""
+        array = self.show().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return its values as numbers in lists."""
+        return self.show().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refused: who gets its memory may edit it, and it has none."""
+        raise GradientError(
+            f"the gradient of {self.of.sharded.name!r} is in shards and has no memory to share",
+            expected="`infinity.gradient(parameter)`",
+            found="an exchange of memory by DLPack",
+            cure="share what `infinity.gradient(parameter)` returns",
+        )
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.dim() else format(self.item(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.show()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.show().__reduce_ex__(protocol)
+
+
+class ShardedGrad(_Shown):
     """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
     the loss scale that they came with, times what the user made of it. `limits`: those that its elements were
-    clamped to, one after the other. `is_zero`: it was made zero, and nothing was added since."""
+    clamped to, one after the other. `is_zero`: it was made zero, and nothing was added since. `has_graph`: a
+    backward with ``create_graph=True`` made a part of it, and of the graph nothing is kept."""
 
     sharded: ShardedParam
     source: GradientSource
     factor: float
     limits: tuple[tuple[float, float], ...]
     is_zero: bool
+    has_graph: bool
     number: int
 
     @staticmethod
@@ -75,9 +179,14 @@ class ShardedGrad(torch.Tensor):
         grad.source = source
         grad.factor = factor
         grad.limits = ()
-        grad.is_zero = False
+        grad.is_zero = grad.has_graph = False
         grad.number = source.begin(sharded)
         return grad
+
+    @property
+    def of(self) -> ShardedGrad:
+        """Itself."""
+        return self
 
     def check(self, owner: ShardedParam | None = None) -> None:
         """Raise `GradientError` unless the shards still hold it; and, where it was found in the `grad` of
@@ -100,42 +209,8 @@ class ShardedGrad(torch.Tensor):
                 "put them back with `p.grad = g.to(p.device, p.dtype)`",
             )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer the few operators that shards can answer."""
-        handler = _HANDLERS.get(func)
-        found = [a for a in _flat(args) if isinstance(a, ShardedGrad)]
-        first = found[0] if found else None
-        if handler is not _same:
-            for grad in found:
-                grad.check()
-        if handler is not None and first is not None:
-            answer = handler(*args, **(kwargs or {}))
-            if answer is not NotImplemented:
-                return answer
-        name = first.sharded.name if first is not None else "?"
-        if "_amp_" in str(func):
-            raise PrecisionError(
-                "torch's GradScaler cannot unscale gradients that are in shards",
-                expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
-                found=str(func),
-                cure="drop the GradScaler: the optimizer scales, unscales and checks for overflow",
-            )
-        raise GradientError(
-            f"the gradient of {name!r} is in shards",
-            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
-            "tensor, zero_(), or metadata",
-            found=str(func),
-            cure="read it whole with `infinity.gradient(p)`; put another one there with "
-            "`p.grad = g.to(p.device, p.dtype)`",
-        )
 
     def share_memory_(self) -> Any:
         """Refused: there is no storage to share."""
@@ -146,44 +221,122 @@ class ShardedGrad(torch.Tensor):
             cure="call optimizer.zero_grad() first; share what `infinity.gradient(parameter)` returns",
         )
 
-    def __deepcopy__(self, memo: object) -> Any:
-        raise GradientError(
-            f"the gradient of {self.sharded.name!r} is in shards and cannot be copied",
-            expected="`infinity.gradient(parameter)`",
-            found="deepcopy",
-            cure="copy models before `wrap`",
+
+class GradientView(_Shown):
+    """A view of a `ShardedGrad`, or of another view: read only."""
+
+    _of: ShardedGrad
+
+    @staticmethod
+    def __new__(cls, of: _Shown, step: _Step) -> GradientView:
+        """Make the view that `step` makes of what `of` shows."""
+        meta = step.of(_like(of))
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), dtype=meta.dtype, device=of.device
         )
+        view._of, view.steps = of.of, (*of.steps, step)
+        return view
+
+    @property
+    def of(self) -> ShardedGrad:
+        """The gradient that it is a view of."""
+        return self._of
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"GradientView({self.of.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
     return [x for a in args for x in (_flat(tuple(a)) if isinstance(a, (list, tuple)) else [a])]
 
 
+def _check_graph(func: Any, found: Sequence[_Shown]) -> None:
+    """Raise `GradientError` where torch's result would have a graph, and ours has none."""
+    graphs = [shown.of for shown in found if shown.of.has_graph]
+    if not graphs or not torch.is_grad_enabled() or func._schema.is_mutable or func.is_view or in_backward():
+        return
+    raise GradientError(
+        f"the gradient of {graphs[0].sharded.name!r} was made with create_graph=True, and has no graph here",
+        expected="a look at its values inside `with torch.no_grad():`",
+        found=f"{func} where grad mode is on",
+        cure="for gradients with a graph write `torch.autograd.grad(loss, parameters, create_graph=True)`",
+    )
+
+
+def _like(shown: _Shown) -> torch.Tensor:
+    """Return a tensor without values that is laid out as what `shown` shows."""
+    return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device="meta")
+
+
+def _through(shown: _Shown, whole: torch.Tensor) -> torch.Tensor:
+    for step in shown.steps:
+        whole = step.of(whole)
+    return whole
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a view of what `args` begins with: nothing is read."""
+    if not func.is_view or not isinstance(args[0], _Shown):
+        return NotImplemented
+    shown, step = args[0], _Step(func, args[1:], kwargs)
+    made = step.of(_like(shown))
+    if isinstance(made, torch.Tensor):
+        return GradientView(shown, step)
+    return [GradientView(shown, step._replace(which=i)) for i in range(len(made))]
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an operator the values in place of what shows them, unless it edits these."""
+    declared = func._schema.arguments
+    named = (*zip((a.name for a in declared), args, strict=False), *kwargs.items())
+    edited = {a.name for a in declared if a.alias_info is not None and a.alias_info.is_write}
+    if _accumulates() and func is aten.add.Tensor:
+        return NotImplemented  # what autograd adds is scaled, and what is read is not
+    if any(isinstance(s, _Shown) for name, value in named if name in edited for s in _flat((value,))):
+        return NotImplemented
+    shown = [a for a in _flat((*args, *kwargs.values())) if isinstance(a, _Shown)]
+    grads = list({id(s.of): s.of for s in shown}.values())
+    values = dict(zip(map(id, grads), grads[0].source.read(grads), strict=True))
+
+    def valued(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(valued(a) for a in arg)
+        return _through(arg, values[id(arg.of)]) if isinstance(arg, _Shown) else arg
+
+    return func(*valued(args), **{name: valued(value) for name, value in kwargs.items()})
+
+
 def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor) or alpha != 1:
         return NotImplemented
-    if isinstance(other, ShardedGrad) or other.shape != grad.shape:
+    if isinstance(other, _Shown) or other.shape != grad.shape:
         return NotImplemented
     # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
     grad.source.add(grad, other, scaled=in_backward())
+    grad.has_graph |= other.requires_grad
     return grad
 
 
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     # How autograd accumulates with create_graph=True, which is grad mode in a backward: the sum is another
     # tensor, and the one before it is gone. Nobody else gets one.
-    accumulates = in_backward() and torch.is_grad_enabled()
-    if not accumulates or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
+    if not _accumulates() or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
         return NotImplemented
-    return ShardedGrad(grad.sharded, grad.source, grad.factor)
+    made = ShardedGrad(grad.sharded, grad.source, grad.factor)
+    made.has_graph = grad.has_graph
+    return made
 
 
 def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _accumulates() -> bool:
+    return in_backward() and torch.is_grad_enabled()
+
+
 def _mul(grad: Any, other: Any) -> Any:
-    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+    if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
         other = float(other)
     if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
         return NotImplemented
@@ -192,7 +345,7 @@ def _mul(grad: Any, other: Any) -> Any:
 
 
 def _div(grad: Any, other: Any) -> Any:
-    if isinstance(other, torch.Tensor) and not isinstance(other, ShardedGrad) and other.numel() == 1:
+    if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
         other = float(other)
     return _mul(grad, 1.0 / other) if isinstance(other, (int, float)) and other else NotImplemented
 

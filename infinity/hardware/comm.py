@@ -14,12 +14,12 @@ that made it anew might reach the store of the one that rank 0 is about to close
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
 import math
 import os
+import socket
 import struct
 import sys
 import time
@@ -35,13 +35,28 @@ import torch
 import torch.distributed as dist
 
 from infinity.core import locks
-from infinity.core.errors import ClosedError, ConfigError, RankError
+from infinity.core.at_exit import arm, at_end
+from infinity.core.errors import ClosedError, ConfigError, DivergenceError, RankError
 from infinity.core.sizes import MiB
+from infinity.version import __version__
 
-from .launch import among, launched, this_node
+from .launch import Launch, among, launched, this_node
 from .ranks import Alone, Comm, mean
 from .streams import POLL, HostStream, Task
-from .watch import Watch, diverged, hosts, until
+from .watch import (
+    ASK_SECONDS,
+    NOTICE_SECONDS,
+    Watch,
+    by_rank,
+    check_early,
+    diverged,
+    early_heard,
+    gone_early,
+    hosts,
+    not_come,
+    say_early,
+    until,
+)
 
 __all__ = ["Alone", "Comm", "Ranks", "connect", "numbers"]
 
@@ -53,62 +68,113 @@ _CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once
 _NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
 _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
+_FOR_EVER: Final = timedelta(days=100)
+_LINGER_SECONDS: Final = 10.0  # for a rank that failed before it made an engine to tell the others
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
 _made_here: dist.ProcessGroup | None = None  # the default group, if `connect` has made it
 _made: Counter[tuple[int, ...]] = Counter()  # ranks of a group → how often `connect` was called with it
+_is_fork = False  # of a rank
 
 
-def connect(mesh: Any = None, *, device: torch.device, timeout: float = 1800.0) -> Comm:
+def connect(
+    mesh: Any = None,
+    *,
+    device: torch.device,
+    timeout: float = 600.0,
+    patience: float = 1.0,
+    notice: float = NOTICE_SECONDS,
+    independent: bool = False,
+) -> Comm:
     """Return the ranks to train with: those of `mesh` (a 1-D DeviceMesh), else of the default process group,
     else those that torchrun or srun has started, for which the default group is initialised; else this
     process alone. Collective.
 
     Args:
         device: what is gathered and reduced lies on; gloo for the CPU, NCCL for CUDA.
-        timeout: seconds that any wait for another rank may take.
+        timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; for
+            one that is alive and outside there is no deadline ([Note: alive and outside], `watch.py`).
+        patience: how many times that all may take, until it is set otherwise on what is returned.
+        notice: seconds after which a wait is told, on the rank that waits and on the one that it waits for.
+        independent: whether the mesh may have fewer ranks than the job.
 
     Raises:
-        ConfigError: the mesh is not 1-D or without this rank, or the environment lacks a variable.
+        ConfigError: the mesh is not 1-D, without this rank or without others, or the environment lacks a
+            variable.
         RankError: a rank has not come in time, failed or is gone.
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
-    if (group := _group(mesh, device, timeout)) is None or dist.get_world_size(group) == 1:
-        return Alone()
-    return Ranks(group, device, timeout)
+    group = _group(device, timeout * patience) if mesh is None else _group_of(mesh, independent)
+    if group is None or dist.get_world_size(group) == 1:
+        return Alone() if group is None or dist.get_world_size() == 1 else _AloneOfSeveral(group)
+    return Ranks(group, device, timeout, patience, notice)
 
 
-def numbers(mesh: Any = None) -> tuple[int, int | None]:
+def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | None]:
     """Return the number that `connect` would give this rank, and that on its node, as far as they are known:
-    nothing is made, and nobody is asked."""
+    nothing is made, and nobody is asked.
+
+    Raises:
+        ConfigError: as `connect`, of the mesh.
+    """
     known = dist.is_available() and dist.is_initialized()
     if mesh is None and not known:
         launch = launched()
         return (launch.rank, launch.local_rank) if launch is not None else (0, 0)
     said = os.environ.get("LOCAL_RANK", "")
-    rank = dist.get_rank() if mesh is None else int(mesh.get_local_rank())
+    rank = dist.get_rank(None if mesh is None else _group_of(mesh, independent))
     return rank, int(said) if said.isdecimal() else None
 
 
-def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup | None:
+def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
+    """Return the group of a mesh."""
+    if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_group"):
+        found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
+        raise ConfigError(
+            "the mesh has to be a DeviceMesh of one dimension",
+            expected="a mesh of all ranks of the job; shards that are replicated come later",
+            found=found,
+            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`',
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            "this rank is not in the mesh",
+            cure="call this on the ranks of the mesh only",
+        )
+    group: dist.ProcessGroup = mesh.get_group()
+    ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
+    if len(ranks) < world and not independent:
+        raise ConfigError(
+            "the mesh does not have all ranks of the job: the others would train copies of the model that "
+            "nothing keeps in step with this one",
+            expected=f"a mesh of {world} ranks; shards that are replicated come later",
+            found=f"one of {len(ranks)}: {', '.join(map(str, ranks))}",
+            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a model of its own '
+            "on each such mesh, Config(independent_replicas=True)",
+        )
+    return group
+
+
+def _claim(ranks: Sequence[int], path: str) -> None:
+    """Have `path` be that of these ranks, unless they are all of the job."""
+    if len(ranks) == dist.get_world_size():
+        return
+    mine = ", ".join(map(str, ranks))
+    store = dist.distributed_c10d._get_default_store()
+    owner = store.compare_set(f"infinity/path/{path}", "", mine).decode()
+    if owner != mine:
+        raise ConfigError(
+            f"{path} is where another replica of the job is saved",
+            expected="a path of its own for each replica, with Config(independent_replicas=True)",
+            found=f"that of ranks {owner}, on ranks {mine}",
+            cure="name it with the number of the replica, as checkpoints/0 and checkpoints/1",
+        )
+
+
+def _group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
     """Return the group whose ranks are meant: the default one is made, where there is none; None: alone."""
     global _made_here
-    if mesh is not None:
-        if getattr(mesh, "ndim", None) != 1:
-            found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
-            raise ConfigError(
-                "the mesh has to be a DeviceMesh of one dimension",
-                found=found,
-                cure='pass one of its dimensions, as mesh["shard"]',
-            )
-        if mesh.get_coordinate() is None:
-            raise ConfigError(
-                "this rank is not in the mesh",
-                cure="call this on the ranks of the mesh only",
-            )
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     if not dist.is_available() or (launch := launched()) is None:
@@ -116,30 +182,108 @@ def _group(mesh: Any, device: torch.device, timeout: float) -> dist.ProcessGroup
     ends = timedelta(seconds=timeout)
     where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world, "timeout": ends}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-    def make() -> None:
-        if launch.by == "torchrun":  # its own store has that port, and what ranks before a restart have said
-            store, *_ = next(dist.rendezvous("env://", **where))  # type: ignore[attr-defined]
-            attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-            store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, **where)
-        else:
-            os.environ["MASTER_ADDR"] = launch.address  # for `hosts`
-            address = f"[{launch.address}]" if ":" in launch.address else launch.address
-            dist.init_process_group(backend, f"tcp://{address}:{launch.port}", **where)
-
+    if launch.by != "torchrun":
+        os.environ["MASTER_ADDR"] = launch.address  # for `hosts`
+    at = f"{launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
     try:
-        _interruptible(make, seconds=timeout + 1)  # torch's own error says more; but it may begin anew
+        store = _meeting(launch, timeout)
+        _wait_for_all(launch, store, timeout)
+        make = functools.partial(dist.init_process_group, backend, store=store, **where)
+        _interruptible(make, seconds=timeout + 1)  # torch's own error says more
     except (RuntimeError, ValueError) as error:
+        if isinstance(error, RankError):
+            raise
         raise RankError(
             f"the process group of {launch.world} ranks cannot be initialised",
             found=str(error).partition("\n")[0],  # what follows are frames of C++
-            cure=f"see that all ranks run and reach rank 0 at {launch.address}:{launch.port} (MASTER_ADDR, "
-            "MASTER_PORT)",
+            cure=f"see that all ranks run and reach rank 0 at {at}",
         ) from error
     _made_here = dist.group.WORLD
-    atexit.register(_end_made_here)  # engines, which register later, are closed before
     return _made_here
+
+
+def _meeting(launch: Launch, seconds: float) -> Any:
+    """Return the store in which the ranks of a job meet: torchrun's, or one that rank 0 has in its process.
+
+    Until rank 0 is reached this waits in Python: a thread that waits in torch's store while the interpreter
+    ends would abort the process.
+    """
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    first, end = launch.rank == 0 and not agents, time.monotonic() + seconds
+    while not first:
+        try:
+            socket.create_connection((launch.address, launch.port), timeout=5.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RankError(
+                    f"rank 0 has not come within {seconds:g} s to connect",
+                    found=f"{launch.address}:{launch.port}: {error}",
+                    cure="see that rank 0 runs, and that MASTER_ADDR names its machine on all ranks",
+                ) from error
+        time.sleep(0.05)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        *(launch.address, launch.port, launch.world, first),
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    # It may be the one of the ranks before a restart.
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    return dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+
+
+def _wait_for_all(launch: Launch, store: Any, seconds: float) -> None:
+    """Wait until all ranks have come to the meeting; raise `RankError` if one does not."""
+    end, pause = time.monotonic() + seconds, 0.001
+    keys = {rank: f"infinity/here/{rank}" for rank in range(launch.world)}
+    store.set(keys[launch.rank], "")
+    try:
+        while not store.check([*keys.values()]):
+            _look(store, range(launch.world), first=launch.rank == 0)
+            if time.monotonic() > end:
+                raise not_come([r for r, key in keys.items() if not store.check([key])], seconds)
+            time.sleep(pause := min(2 * pause, 0.1))
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise gone_early(error) from error
+
+
+def tell_early_end() -> None:
+    """At the end of a process: if an exception ends this rank before it has made an engine, tell those that
+    wait for it. Where torchrun has no store for them it gives them `_LINGER_SECONDS` to hear of it."""
+    error = getattr(sys, "last_value", None)
+    if error is None or _made or _is_fork:
+        return
+    with contextlib.suppress(RuntimeError, OSError, ConfigError):  # there is nobody to tell
+        if dist.is_available() and dist.is_initialized():
+            rank, world = dist.get_rank(), dist.get_world_size()
+            store = dist.distributed_c10d._get_default_store()
+        elif (launch := launched()) is not None:
+            rank, world = launch.rank, launch.world
+            store = _meeting(launch, _LINGER_SECONDS)
+        else:
+            return
+        say_early(store, rank, error)
+        if rank == 0:
+            _linger(store, world)
+
+
+def _look(store: Any, ranks: Sequence[int], *, first: bool) -> None:
+    """Raise RankError if one of `ranks` has ended before it came. `first`: this is rank 0."""
+    try:
+        check_early(store, ranks)
+    except RankError:
+        if first:
+            _linger(store, len(ranks))
+        raise
+
+
+def _linger(store: Any, world: int) -> None:
+    """Before rank 0 ends: let all hear why, if the store is in its process."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        until(lambda: early_heard(store) >= world, _LINGER_SECONDS)
 
 
 class Ranks(Comm):
@@ -147,10 +291,18 @@ class Ranks(Comm):
     for data of `device`. Use `connect`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        patience: float = 1.0,
+        notice: float = NOTICE_SECONDS,
+    ) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
-        self._timeout = timeout
+        self._timeout, self.patience = timeout, patience
+        self._waits = ""  # in which collective, in words
         self._groups: list[dist.ProcessGroup] = []
         self._number = 0  # collectives that were begun
         self._came = torch.empty(0, dtype=torch.uint8)
@@ -159,23 +311,31 @@ class Ranks(Comm):
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
         self._closed = False
         ranks = dist.get_process_group_ranks(group)
+        self._ranks = ranks
         key = f"infinity/{'-'.join(map(str, ranks))}/{_made[tuple(ranks)]}"
         _made[tuple(ranks)] += 1
         store = dist.distributed_c10d._get_default_store()
         try:
-            self._watch = Watch(self.rank, self.world, store, key, hosts(ranks[0] == 0), timeout)
-            # gloo's own deadline comes after ours, which says more.
-            settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout + 60)}
+            look = functools.partial(_check_others, store, ranks)
+            most = timeout * patience
+            self._watch = Watch(
+                *(self.rank, self.world, store, key, hosts(ranks[0] == 0), most, look),
+                notice=notice,
+                inside=_inside,
+            )
+            # The deadlines are ours: gloo's own would end a wait for a rank that is alive and outside.
+            settings: dict[str, Any] = {"timeout": _FOR_EVER}
             if len(ranks) < dist.get_world_size():
                 settings |= {"ranks": ranks, "use_local_synchronization": True}
             self._nccl = device.type == "cuda"
             try:
                 for backend in ("gloo", "nccl" if self._nccl else "gloo"):
                     make = functools.partial(dist.new_group, backend=backend, **settings)
-                    self._groups.append(_interruptible(make, self._watch.check))
+                    self._groups.append(_interruptible(make, self._watch.check, most + 60))
             except (RuntimeError, ValueError) as error:
                 raise self._broken("the groups are made", error) from error
             self._control, self._data = self._groups
+            self._check_versions()
             self.local_rank, self.local_world = among(self.exchange("this node", this_node()), self.rank)
         except BaseException:
             self.close()
@@ -183,8 +343,8 @@ class Ranks(Comm):
         self._hooked = sys.excepthook
         self._hook: Callable[..., object] = self._excepthook  # one object, to know it again
         sys.excepthook = self._hook
-        atexit.register(self.close)
         _open.add(self)
+        arm()  # this process may be a fork of the one that imported this file
 
     # -- collectives
 
@@ -272,6 +432,22 @@ class Ranks(Comm):
                 continue
             self._begun.popleft().wait()
 
+    def _check_versions(self) -> None:
+        """Raise `DivergenceError` unless all ranks run the same software."""
+        versions = f"infinity {__version__}, torch {torch.__version__}"
+        told = [each.decode() for each in self.exchange("the versions", versions.encode())]
+        if len({*told}) > 1:
+            raise DivergenceError(
+                "the ranks run different versions",
+                expected="the same infinity and the same torch on all ranks",
+                found=by_rank(told),
+                cure="install the same versions in the environment of every node",
+            )
+
+    def claim(self, path: str) -> None:
+        if not self._closed:
+            _claim(self._ranks, path)
+
     # -- errors
 
     def post(self, error: BaseException) -> None:
@@ -300,7 +476,6 @@ class Ranks(Comm):
                 self.finish()
         self._closed = True
         global _made_here
-        atexit.unregister(self.close)
         if hasattr(self, "_hook") and sys.excepthook is self._hook:
             sys.excepthook = self._hooked
         stuck = self._error is not None
@@ -363,26 +538,38 @@ class Ranks(Comm):
         begun = time.monotonic()
         looks, said = 0, False
         say_after = min(_SAY_SECONDS, self._timeout / 4)
+        ask_after = min(ASK_SECONDS, self._timeout / 4, self._watch.notice)
+        asked = begun
         ended_after = None  # when a rank was first seen to have said goodbye
-        for work in works:
-            while not work.is_completed():
-                looks += 1
-                if looks < 20:
-                    time.sleep(0)
-                    continue
-                elapsed = time.monotonic() - begun
-                time.sleep(min(max(elapsed / 16, 2e-5), _LONGEST_PAUSE))
-                self._usable()
-                if elapsed > say_after and not said:
-                    said = True
-                    self._watch.waiting(self._number, what)
-                if elapsed > self._timeout:
-                    self._raise(self._watch.late(self._number, what, self._timeout))
-                if self._watch.left:
-                    ended_after = elapsed if ended_after is None else ended_after
-                    if elapsed - ended_after > _NEWS_SECONDS:
-                        self._raise(self._watch.ended(what))
-            work.wait()  # is over: raises its error; on CUDA the current stream waits for it
+        self._waits = what
+        try:
+            for work in works:
+                while not work.is_completed():
+                    looks += 1
+                    if looks < 20:
+                        time.sleep(0)
+                        continue
+                    now = time.monotonic()
+                    elapsed = now - begun
+                    time.sleep(min(max(elapsed / 16, 2e-5), _LONGEST_PAUSE))
+                    self._usable()
+                    if elapsed > say_after and not said:
+                        said = True
+                        self._watch.waiting(self._number, what)
+                    if said and now - asked > ask_after:
+                        asked = now
+                        self._watch.ask(self._number, what, elapsed, ask_after)
+                    if elapsed > (most := self._timeout * self.patience):
+                        since = max(begun, self._watch.excused(self._number, what))
+                        if now - since > most:
+                            self._raise(self._watch.late(self._number, what, most))
+                    if self._watch.left:
+                        ended_after = elapsed if ended_after is None else ended_after
+                        if elapsed - ended_after > _NEWS_SECONDS:
+                            self._raise(self._watch.ended(what))
+                work.wait()  # is over: raises its error; on CUDA the current stream waits for it
+        finally:
+            self._waits = ""
 
     def _raise(self, error: RankError) -> NoReturn:
         self.post(error)  # this rank ends next
@@ -400,6 +587,28 @@ class Ranks(Comm):
         broken = self._watch.ended(what) if self._watch.left else RankError(f"{what} failed", found=error)
         self.post(broken)
         return broken
+
+
+def _inside() -> str:
+    """Return the collective, of any engine, that this process waits in, in words; "" for none."""
+    return next((comm._waits for comm in list(_open) if comm._waits), "")
+
+
+def _check_others(store: Any, ranks: Sequence[int]) -> None:
+    """Raise RankError if another rank has ended, as the store or an engine that is open knows."""
+    for comm in list(_open):
+        comm.check()
+    _look(store, ranks, first=dist.get_rank() == 0)
+
+
+class _AloneOfSeveral(Alone):
+    """A rank that trains a model by itself, while others of the job train theirs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def claim(self, path: str) -> None:
+        _claim(self._ranks, path)
 
 
 def _interruptible(
@@ -427,15 +636,19 @@ def _keep(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _end_made_here() -> None:
-    """Destroy the default group that `connect` made, unless somebody else has, or it is stuck."""
+def _end() -> None:
+    """The program ends, and engines are closed: say goodbye, and destroy the default group that `connect`
+    made, unless somebody else has, or it is stuck."""
+    for comm in list(_open):
+        comm.close()
     if _made_here is not None and _made_here is dist.group.WORLD:
         dist.destroy_process_group()
 
 
 def _after_fork() -> None:
     """A fork of a rank, as a worker that loads data, is no rank: it has none of the threads."""
-    global _made_here
+    global _made_here, _is_fork
+    _is_fork = bool(_made) or "WORLD_SIZE" in os.environ
     if _made_here is not None:
         _keep(_made_here)
         _made_here = None
@@ -448,3 +661,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+at_end(_end, last=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno as numbers
 import fcntl
 import os
-import weakref
 from collections.abc import Callable
 
 from infinity.core.errors import (
@@ -14,8 +13,7 @@ from infinity.core.errors import (
 )
 
 from .aio_native import ffi, lib
-
-_open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
+from .descriptor import Descriptor
 
 
 class DirectFile:
@@ -27,7 +25,7 @@ class DirectFile:
 
     Args:
         path: of the file; for messages, and to open the second descriptor if /proc is missing.
-        fd: an open descriptor of it; stays the caller's to close, unless `owned`.
+        fd: an open descriptor of it; stays the caller's to close, unless `owned` or a `Descriptor`.
         direct: whether `fd` is O_DIRECT. Default: looked up.
         owned: whether `close` closes `fd`.
 
@@ -35,18 +33,17 @@ class DirectFile:
         DirectoryError: the file at `path` is not the one behind `fd`.
     """
 
-    def __init__(self, path: str, fd: int, *, direct: bool | None = None, owned: bool = False) -> None:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        self.path = os.fspath(path)
-        self.fd = fd
-        self.direct = bool(flags & os.O_DIRECT) if direct is None else direct
-        self.plain_fd = fd
-        self._owned = owned
+    def __init__(
+        self, path: str, fd: int | Descriptor, *, direct: bool | None = None, owned: bool = False
+    ) -> None:
+        self._file = self._plain = fd if isinstance(fd, Descriptor) else Descriptor(fd, owned=owned)
         self._pid = os.getpid()
         self._on_close: list[Callable[[int], object]] = []
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        self.path = os.fspath(path)
+        self.direct = bool(flags & os.O_DIRECT) if direct is None else direct
         if self.direct:
-            self.plain_fd = _reopen(self.path, fd, flags & os.O_ACCMODE)
-        _open_files.add(self)
+            self._plain = Descriptor(lambda: _reopen(self.path, self.fd, flags & os.O_ACCMODE))
 
     @classmethod
     def open(cls, path: str, flags: int = os.O_RDWR, mode: int = 0o600) -> DirectFile:
@@ -56,13 +53,17 @@ class DirectFile:
             DirectoryError: it cannot be opened; `errno` says why.
         """
         flags |= os.O_CLOEXEC
-        try:
+
+        def opened() -> int:
             try:
-                fd = os.open(path, flags | os.O_DIRECT, mode)
+                return os.open(path, flags | os.O_DIRECT, mode)
             except OSError as error:
                 if error.errno != numbers.EINVAL:  # this file system has no O_DIRECT
                     raise
-                fd = os.open(path, flags, mode)
+                return os.open(path, flags, mode)
+
+        try:
+            file = Descriptor(opened)
         except OSError as error:
             raise DirectoryError(
                 f"cannot open {path}",
@@ -72,12 +73,23 @@ class DirectFile:
                 cure="check that the path exists and that its permissions let this user in",
             ) from error
         try:
+            fd = file.number
             if dio_offset_align(fd) not in (None, *(1 << k for k in range(13))):
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return cls(path, file)
         except BaseException:
-            os.close(fd)
+            file.close()
             raise
-        return cls(path, fd, owned=True)  # from here on it is the one that closes, also if this raises
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 when it is closed, and in a fork."""
+        return self._file.number
+
+    @property
+    def plain_fd(self) -> int:
+        """One of the same file without O_DIRECT; `fd`, where that has none."""
+        return self._plain.number
 
     @property
     def size(self) -> int:
@@ -108,18 +120,19 @@ class DirectFile:
 
     def close(self) -> None:
         """Close what this object opened. Transfers must be complete."""
-        for forget in self._on_close:
+        for forget in self._on_close if self.fd >= 0 else ():
             forget(self.fd)
         self._on_close = []
-        _open_files.discard(self)
-        self._drop(self._owned)
+        self._drop()
 
-    def _drop(self, owned: bool) -> None:
-        fd, plain_fd, self.fd, self.plain_fd = self.fd, self.plain_fd, -1, -1
-        if plain_fd not in (-1, fd):
-            os.close(plain_fd)
-        if owned and fd >= 0:
-            os.close(fd)
+    def keep(self) -> None:
+        """Forget the descriptors, which stay open until the process ends."""
+        self._plain.forget()
+        self._file.forget()
+
+    def _drop(self) -> None:
+        self._plain.close()
+        self._file.close()
 
     def __enter__(self) -> DirectFile:
         return self
@@ -128,8 +141,8 @@ class DirectFile:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "plain_fd", -1) >= 0 and self._pid == os.getpid():
-            self._drop(self._owned)
+        if hasattr(self, "_plain"):
+            self._drop()
 
     def __repr__(self) -> str:
         return f"DirectFile({self.path!r}, fd={self.fd}, direct={self.direct})"
@@ -159,13 +172,3 @@ def _reopen(path: str, fd: int, access: int) -> int:
             cure="do not rename files below a run's directory",
         )
     return plain_fd
-
-
-def _close_in_child() -> None:
-    """After a fork: close the child's copies, so that the parent's locks end with the parent."""
-    for file in list(_open_files):
-        file._on_close = []
-        file._drop(file._owned)
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -8,21 +8,26 @@ collective comes next waits for it first: so their order is still that of the pr
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
+from infinity.core.errors import ClosedError, InfinityError, RankError, StorageError
+
 from .streams import Task
 
+#: How many times its timeout a rank is waited for in `wrap`, until the first step, and in saves and loads.
+PATIENCE: Final = 3.0
 _SUMMED: Final = 1 << 16  # elements that `mean` converts at once
 
 
 class Comm:
     """The ranks that train one model. `rank` is this one's number, of `world`; `local_rank` its number among
     the `local_world` ranks of its node. `sent`: bytes that this rank has sent in gathers and reductions, on
-    average over ranks.
+    average over ranks. `patience`: how many times the timeout a wait may take now.
     """
 
     rank: int
@@ -30,6 +35,17 @@ class Comm:
     local_rank: int
     local_world: int
     sent = 0
+    tells = False  # whether `told` is under way
+    patience = 1.0
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """A block in which a rank may take long by itself: waits in it have more patience."""
+        before, self.patience = self.patience, PATIENCE
+        try:
+            yield
+        finally:
+            self.patience = before
 
     def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
         """Return every rank's `value`, by rank. Collective.
@@ -72,6 +88,13 @@ class Comm:
     def finish(self, last: Task | None = None) -> None:
         """Wait for what was begun, up to `last` or all; raise what one of these raised, once."""
 
+    def claim(self, path: str) -> None:
+        """Have `path`, where this model is saved, be that of no other group of ranks of the job.
+
+        Raises:
+            ConfigError: it is one's.
+        """
+
     def total(self, value: float) -> float:
         """Return the sum of all ranks' values, added in the order of the ranks. Collective."""
         values = (struct.unpack("<d", v)[0] for v in self.exchange("a sum", struct.pack("<d", value)))
@@ -88,6 +111,26 @@ class Comm:
 
     def close(self) -> None:
         """Say goodbye: a rank that has is not gone. Not collective; never hangs; idempotent."""
+
+
+@contextlib.contextmanager
+def told(comm: Comm) -> Iterator[None]:
+    """Have all ranks raise where this one does, each in the collective that it makes next: what it raises
+    comes of what its program has done, and the others would wait for it. Errors of drives are not told so:
+    they may come between two collectives."""
+    if comm.tells:
+        yield
+        return
+    comm.tells = True
+    try:
+        yield
+    except InfinityError as error:
+        if not isinstance(error, (RankError, ClosedError, StorageError)):
+            with contextlib.suppress(RankError, ClosedError):  # that all raise is what it is for
+                comm.exchange(f"{type(error).__name__}: {error.what}")
+        raise
+    finally:
+        comm.tells = False
 
 
 class Alone(Comm):

@@ -58,6 +58,7 @@ class Shelter:
         self._thread.start()
         # The thread holds the queue, not the shelter, so a forgotten one ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False  # the user's own handlers may save
 
     def run(self, call: Callable[[], _R], *, hold: float = 0.0, turn: bool = True) -> _R:
         """Return what `call` returns, or raise what it raises; an exception from a signal handler comes

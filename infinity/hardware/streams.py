@@ -113,6 +113,7 @@ class HostStream:
         self._thread.start()
         # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False  # `close` does it, or it goes with the process
 
     def submit(self, call: Callable[[], Any]) -> Task:
         """Queue `call`; return its task.

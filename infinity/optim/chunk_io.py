@@ -57,8 +57,9 @@ class Tiers:
 class ChunkIO:
     """One chunk at work: `read`, then `wait`, then work on the tensors, then `write`, then `close`.
 
-    `master`, `exp_avg` and `exp_avg_sq` are fp32, `copy` has the chunk's compute dtype (None when
-    the copy is the master), `grad` the dtype in which it is kept; all flat, of `chunk.numel`.
+    The master and the moments are fp32, `copy` has the chunk's compute dtype, `grad` the dtype in which it is
+    kept; all flat, of `chunk.numel`. `copy` has the values that count, and may be changed in part; an update
+    puts all of a new one into what `make_copy` returns.
     """
 
     def __init__(self, tiers: Tiers, chunk: Chunk, lease: Lease | None) -> None:
@@ -71,6 +72,7 @@ class ChunkIO:
         self._events: list[Event] = []
         self._begun = False
         self._delayed = False
+        self._made: torch.Tensor | None = None  # a copy in the lease, for the device
         self._priority = Priority.NORMAL
         self._gradient: Slot | Version = Version.FRONT
 
@@ -159,16 +161,26 @@ class ChunkIO:
 
     @property
     def copy(self) -> torch.Tensor:
-        """The copy in the compute dtype."""
+        """The copy in the compute dtype: its values, after they were read if it is on NVMe."""
         chunk, store = self.chunk, self._tiers.store
-        if store.tier(chunk.id, "copy", self.copy_version) is Tier.HOST:
+        tier = store.tier(chunk.id, "copy", self.copy_version)
+        if tier is Tier.HOST:
             return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.copy_version)
+        if tier is Tier.DEVICE:
+            return self._device_copy
         leased = self._leased("copy", chunk.dtype, chunk.numel)
-        return self.device_copy if leased is None else leased
+        assert leased is not None
+        return leased
+
+    def make_copy(self) -> torch.Tensor:
+        """Return where an update makes a copy, all of it. For a device with memory of its own that is the
+        lease, which has no values from before, and from which `write` takes the whole to the device."""
+        if self._plan.copy_tier is Tier.DEVICE and not self._delayed:
+            self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
+        return self.copy if self._made is None else self._made
 
     @property
-    def device_copy(self) -> torch.Tensor:
-        """The copy in the storage of a unit on the device."""
+    def _device_copy(self) -> torch.Tensor:
         return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
     def _sections(self) -> tuple[torch.Tensor, ...]:
@@ -192,10 +204,7 @@ class ChunkIO:
     @property
     def master(self) -> torch.Tensor:
         """The fp32 weights."""
-        if self._plan.copy_is_master:
-            # State and copy share a tier, so a device copy needs no staging.
-            return self.device_copy if self._plan.copy_tier is Tier.DEVICE else self.copy
-        return self._sections()[0]
+        return self.copy if self._plan.copy_is_master else self._sections()[0]
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -239,7 +248,7 @@ class ChunkIO:
         self._tiers.store.versions.made(self.chunk.id, "copy", version, generation)
 
     def write(self, *, state: bool, copy: bool) -> None:
-        """Start sending back what changed; `close` waits for it."""
+        """Start sending back what was not changed where it lies; `close` waits for it."""
         plan, store, lease = self._plan, self._tiers.store, self._lease
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
@@ -250,10 +259,9 @@ class ChunkIO:
                 self._transfers.append(
                     store.write(self.chunk.id, name, lease, offset, version=version, priority=self._priority)
                 )
-            source = self._leased("copy", self.chunk.dtype, self.chunk.numel)
-            if copy and plan.copy_tier is Tier.DEVICE and source is not None and not self._delayed:
-                device = self._tiers.device
-                self._events.append(device.h2d(self.device_copy, source, device.mark(), chunk=self.chunk.id))
+            if copy and self._made is not None:
+                device, target = self._tiers.device, self._device_copy
+                self._events.append(device.h2d(target, self._made, device.mark(), chunk=self.chunk.id))
 
     def wait_copied(self) -> None:
         """Block until what the update made for the device is there: the user's stream does not wait

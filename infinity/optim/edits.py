@@ -1,10 +1,19 @@
-"""Edits of parameters by users: which are found, which become the values that count, which are refused."""
+"""Edits of parameters by users: which are found, which become the values that count, which are refused.
+
+[Note: edits] Where a parameter is placed on the device and its master elsewhere, the next update writes the
+parameter anew, from the master. An edit that torch counts shows in the parameter's version. One that it does
+not count (`p.data.mul_()`, numpy) shows in the values alone: a checksum is taken when an update, a load or a
+known edit has made them, and compared before the next update, save or state dict. The master takes over both
+kinds; but while an update is delayed, newer values are about to replace those that were edited, and it is an
+error, as with ``Config(check_edits=True)``. Where the copy is the master there is nothing to take over.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from infinity.core.errors import ParameterChangedError
 from infinity.hardware.ranks import Comm
@@ -21,6 +30,13 @@ from .state_io import States, bump
 _EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
 
 
+class _Block(NamedTuple):
+    """What edits a unit on several ranks: the rank whose edits count, and checksums of what there was."""
+
+    source: int
+    sums: list[int]
+
+
 class Edits:
     """Finds edits, and makes them the values that count: in the copy and, where they differ, in the master.
 
@@ -34,6 +50,7 @@ class Edits:
         self._tiers = tiers
         self._states = states
         self.given = Given(staged=tiers.device.staged)
+        self._blocks: dict[int, list[_Block]] = {}  # of several ranks, by unit, innermost last
 
     def check_delayed(self) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
@@ -51,27 +68,39 @@ class Edits:
                 )
 
     def found(self) -> list[ShardedParam]:
-        """Return the parameters on the device that were edited, as far as torch counts it."""
+        """Return the parameters on the device that were edited."""
         return [unit.params[i] for unit in self._tiers.units if unit.on_device for i in sorted(_edited(unit))]
 
     @sheltered
-    def check_unseen(self) -> None:
+    def check_unseen(self, *, unwraps: bool = False) -> None:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
-        master, without the edit. Most are found only with ``Config(check_edits=True)``. Or if a copy was
-        that a state dict gave out."""
+        master, without the edit. Where it is not placed on the device, edits that torch does not count are
+        found only with ``Config(check_edits=True)``. Or if a copy was that a state dict gave out. `unwraps`:
+        data of another shape, as of a resized layer, is no edit: the cure for it is to unwrap the model."""
         self.given.check()
         for unit in self._tiers.units:
+            if unit.on_device and not unit.writers:
+                for sharded in unit.params:
+                    if not unwraps or sharded.param.shape == sharded.spec.shape:
+                        sharded.check(unit.storage)
             unit.check_edited(newer=self._tiers.publisher.is_newer(unit))
 
     @sheltered
-    def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:
-        """Take over edits of parameters on the device, of all units or of `units`: those that torch counts
-        (their version tells), and all so far of a block that keeps them."""
+    def adopt_all(
+        self, units: Collection[ParamUnit] | None = None, found: Iterable[ShardedParam] | None = None
+    ) -> None:
+        """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
+        that keeps them. `found`: those that were edited; None: they are looked for."""
+        known: dict[int, set[int]] = {}
+        for sharded in found or ():
+            known.setdefault(sharded.unit, set()).add(sharded.index)
         for unit in self._tiers.units if units is None else units:
             if unit.on_device and unit.writers:
                 self._take(unit, {p.index for p in unit.params})
-            elif unit.on_device and (edited := _edited(unit)):
-                self.adopt(unit, edited)
+            elif unit.on_device:
+                edited = _edited(unit) if found is None else known.get(unit.index)
+                if edited:
+                    self.adopt(unit, edited)
 
     @sheltered
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
@@ -94,24 +123,22 @@ class Edits:
         self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
 
-    def _take(self, unit: ParamUnit, named: set[int], source: int = 0) -> None:
+    def _take(self, unit: ParamUnit, named: set[int]) -> None:
         """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
-        edited; with several ranks, those of `source`. Raise `ParameterChangedError` after that if data have
-        another shape."""
+        edited; with several ranks, those of the block's source. Raise `ParameterChangedError` after that if
+        data have another shape, or another rank has edited what the source has not."""
         units = tuple(_EDITED.values())
         written = {u.storage._cdata for u in units}
         for each in units:
             each.own_data(written)
         moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
         refused = unit.rebind()
-        edited = _edited(unit) | moved | named
+        edited = _edited(unit) | moved
+        lost = None
         if self._comm.world > 1:
-            mine = bytes(i in edited for i in range(len(unit.params)))
-            told = self._comm.exchange(f"the edits of unit {unit.layout.name!r}", mine)
-            edited = {i for i, changed in enumerate(told[source]) if changed}
-            self._comm.broadcast(unit.view(0, unit.layout.gathered_nbytes), source)
-            bump([p for p in unit.params if p.index in edited])
-        self.adopt(unit, edited)
+            named, lost = self._agree(unit, edited, named)
+            edited = set()
+        self.adopt(unit, edited | named)
         if refused:
             raise ParameterChangedError(
                 f"the parameter {refused[0].name!r} was given data that do not fit it",
@@ -120,6 +147,35 @@ class Edits:
                 cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
                 "`infinity.unwrap(model)`, change it, and wrap it again",
             )
+        if lost is not None:
+            raise lost
+
+    def _agree(
+        self, unit: ParamUnit, edited: set[int], named: set[int]
+    ) -> tuple[set[int], ParameterChangedError | None]:
+        """Give all ranks the values of the innermost block's source. Return the parameters to adopt; and
+        an error, if another rank has changed one that the source has not edited. Collective."""
+        blocks = self._blocks[unit.index]
+        source, before = blocks[-1]
+        changed = {i for i, (a, b) in enumerate(zip(before, _sums(unit), strict=True)) if a != b}
+        kinds = named, edited | changed, changed
+        mine = bytes(sum((i in kind) << bit for bit, kind in enumerate(kinds)) for i in range(len(before)))
+        told = self._comm.exchange(f"the edits of unit {unit.layout.name!r}", mine)
+        found = {i for i, of in enumerate(told[source]) if of}
+        self._comm.broadcast(unit.view(0, unit.layout.gathered_nbytes), source)
+        bump([p for p in unit.params if p.index in found])
+        blocks[-1] = _Block(source, _sums(unit))
+        for rank, of_rank in enumerate(told):
+            for index, of in enumerate(of_rank):
+                if of & 4 and not told[source][index] & 2:
+                    return found, ParameterChangedError(
+                        f"the parameter {unit.params[index].name!r} was edited on rank {rank} alone, in a "
+                        f"block that keeps the edits of rank {source}",
+                        expected=f"edits that rank {source} makes, too: all ranks have its values",
+                        found=f"other values on rank {rank}; they are gone, and those of rank {source} stay",
+                        cure=f"edit on rank {source}, or `gathered(params, write=True, source={rank})`",
+                    )
+        return found, None
 
     @contextmanager
     def editing(self, unit: ParamUnit, named: set[int], owner: object, source: int = 0) -> Iterator[None]:
@@ -131,17 +187,30 @@ class Edits:
         """
         assert unit.state is UnitState.UNSHARDED
         block = object()
+        if self._comm.world > 1:
+            self._blocks.setdefault(unit.index, []).append(_Block(source, _sums(unit)))
         _EDITED[block] = unit
         unit.writers.add(owner)
         try:
             yield
         finally:
             try:
-                self._take(unit, named, source)
+                self._take(unit, named)
             finally:
+                if self._comm.world > 1:
+                    self._blocks[unit.index].pop()
                 _EDITED.pop(block, None)
                 unit.writers.discard(owner)
 
 
+def _sums(unit: ParamUnit) -> list[int]:
+    """Return a checksum of each of a unit's parameters."""
+    return [int(total) for total in unit.checksums(range(len(unit.params))).values()]
+
+
 def _edited(unit: ParamUnit) -> set[int]:
-    return {p.index for p in unit.params if p.param._version != p.version}
+    """Return which parameters were edited: those whose version tells, and on the device those whose values
+    do, unless that is an error ([Note: edits])."""
+    counted = {p.index for p in unit.params if p.param._version != p.version}
+    takes_all = unit.on_device and not unit.look
+    return counted | {p.index for p in unit.edited()} if takes_all else counted

@@ -52,6 +52,14 @@ def check_optimizer(optimizer: object) -> bool:
     Raises:
         OptimizerTypeError: not one of these two, or with an option that is not supported.
     """
+    if isinstance(optimizer, (list, tuple, dict, set)):
+        raise OptimizerTypeError(
+            "wrap takes one optimizer",
+            expected="one torch.optim.AdamW or torch.optim.Adam over all trainable parameters",
+            found=f"a {type(optimizer).__name__} of {len(optimizer)}",
+            cure="one optimizer with a param group for each, which may have options of its own: "
+            'torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}])',
+        )
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise OptimizerTypeError(
             "this optimizer cannot be offloaded",
@@ -132,7 +140,7 @@ def match(
     for index, param in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
-        for key in (*MOMENTS, "master"):
+        for key in (*MOMENTS, "master", "front"):
             value = values.get(key)
             if value is not None and tuple(value.shape) != sharded.spec.shape:
                 raise StateDictError(

@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from infinity.core.errors import ParameterError, PrecisionError, ReleasedParameterError, WrapError
+from infinity.core.errors import (
+    DivergenceError,
+    ParameterChangedError,
+    ParameterError,
+    PrecisionError,
+    ReleasedParameterError,
+    WrapError,
+)
+from infinity.core.stack import frames
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
@@ -58,9 +66,29 @@ def refuse_copies(name: str, *_: Any) -> NoReturn:
         f"a {name} that is wrapped cannot be copied or pickled: its values are not in it",
         expected="`state_dict()`, which has them",
         found="copy.deepcopy, pickle or torch.save of the object itself",
-        cure="save or copy its `state_dict()` and load that into one that is built anew; or make the model "
-        "plain again, `infinity.unwrap(model)`, and copy that",
+        cure="for an average of weights (EMA, SWA) copy the model before `wrap`, and later its newest values "
+        "into that copy, `infinity.copy_to(model, plain)`; or save or copy its `state_dict()` and load that "
+        "into one that is built anew; or make the model plain again, `infinity.unwrap(model)`, and copy that",
     )
+
+
+#: Functions of transformers.Trainer that it calls on one rank of all, or of a node.
+_OF_ONE_RANK = ("_save", "_save_optimizer_and_scheduler")
+
+
+def refuse_alone(what: str) -> None:
+    """Raise `DivergenceError` if transformers.Trainer asks one rank alone for what needs all ranks: that
+    rank would wait for the others, which go on to the next step."""
+    for frame in frames():
+        name = frame.f_code.co_name
+        if name in _OF_ONE_RANK and frame.f_globals.get("__name__") == "transformers.trainer":
+            raise DivergenceError(
+                f"transformers.Trainer asks for the {what} on one rank alone",
+                expected="with several ranks, state dicts that all ranks ask for: each has a part of them",
+                found=f"Trainer.{name}, which other ranks do not call",
+                cure='TrainingArguments(save_strategy="no"), and a TrainerCallback whose on_step_end calls '
+                "infinity.save(optimizer, directory) on all ranks (docs/ranks.md has it in full)",
+            )
 
 
 def not_for_training(found: str) -> ParameterError:
@@ -148,6 +176,13 @@ def _to(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         said = isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("cpu:"))
         return torch.device("cpu") if said and torch.device(value).type == "cpu" else value
 
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise ParameterChangedError(
+            "to() of a wrapped model would exchange its parameters",
+            expected="parameters that stay the same objects",
+            found="torch.__future__.get_swap_module_params_on_conversion() is True",
+            cure="torch.__future__.set_swap_module_params_on_conversion(False)",
+        )
     return type(model).to(model, *map(plain, args), **{name: plain(v) for name, v in kwargs.items()})
 
 

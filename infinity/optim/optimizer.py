@@ -13,11 +13,12 @@ from torch import nn
 from infinity.core.errors import (
     GradientError,
     PrecisionError,
+    StateDictError,
     WrapError,
 )
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.ranks import Comm
+from infinity.hardware.ranks import Comm, told
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
@@ -26,13 +27,15 @@ from infinity.params.residency import Residency
 from .chunk_io import Tiers
 from .edits import Edits
 from .loading import OURS, NoState, check_options, counts_of, hooked, match
-from .misuse import refuse_copies
+from .misuse import refuse_alone, refuse_copies
 from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 from .whole import agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
+#: What of a state dict changes the copies.
+_COPIED: Final = ("master", "front")
 
 
 def _clip(limit: float, norm: float) -> float:
@@ -79,7 +82,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params: Mapping[nn.Parameter, ShardedParam],
         decoupled: bool,
         max_grad_norm: float | None,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         loss_scale: float,
         loss_scale_window: int,
         seams: Seams,
@@ -112,6 +115,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self._steps = 0
+        self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
 
     # -- what a user calls ------------------------------------------------------------------
 
@@ -176,22 +180,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._residency.prefetch()
 
     def _start_update(self) -> None:
-        for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
-            check_options(group, f"param group {index}")
-        present = self._present()
+        with told(self._comm):
+            present = self._check_step()
         changing = {s.unit for s in present}
-        self._residency.check_blocks(changing)
-        self._edits.check_unseen()
-        new = self._gradients.backwards != self._gradients.stepped
-        if self._fp16 and present and not self._scaled and new:
-            raise PrecisionError(
-                "fp16 gradients of a loss that was not scaled",
-                expected="`optimizer.scale(loss).backward()`",
-                found="`loss.backward()`",
-                cure="scale the loss, or train in bf16",
-            )
         self._scaled, self._gradients.stepped = False, self._gradients.backwards
-        agree_on_step(self._comm, present, self._edits.found(), self.param_groups)
+        edited = self._edits.found()
+        agree_on_step(self._comm, present, edited, self.param_groups)
         norm = self._norm(present)
         self.grad_norm = norm
         self._edits.check_delayed()
@@ -203,7 +197,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             return
         clip = 1.0 if self._max_grad_norm is None else _clip(self._max_grad_norm, norm)
-        self._edits.adopt_all()
+        self._edits.adopt_all(found=edited)
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
@@ -226,6 +220,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if self._good_steps >= self._window:
                 self._good_steps = 0
                 self._gradients.scale = min(self._gradients.scale * 2, 2.0**24)
+
+    def _check_step(self) -> list[ShardedParam]:
+        """Return the parameters that have a gradient; raise where a step cannot be made."""
+        for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
+            check_options(group, f"param group {index}")
+        present = self._present()
+        self._residency.check_blocks({s.unit for s in present})
+        self._edits.check_unseen()
+        new = self._gradients.backwards != self._gradients.stepped
+        if self._fp16 and present and not self._scaled and new:
+            raise PrecisionError(
+                "fp16 gradients of a loss that was not scaled",
+                expected="`optimizer.scale(loss).backward()`",
+                found="`loss.backward()`",
+                cure="scale the loss, or train in bf16",
+            )
+        return present
 
     @property
     def delaying(self) -> bool:
@@ -376,8 +387,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
         host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
-        for parameters that were never updated. ``infinity`` has what torch has no place for: the number of
-        steps, those skipped, and with fp16 the loss scale and the steps since it changed.
+        for parameters that were never updated. With delayed updates ``front``, in the compute dtype: the
+        values that the next forward uses, where they may not be the newest. ``infinity`` has what torch has
+        no place for: the number of steps, those skipped, and with fp16 the loss scale and the steps since it
+        changed.
 
         Raises:
             BudgetError: it does not fit what `host_memory` leaves.
@@ -387,6 +400,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
+        if self._comm.world > 1 and not all(u.layout.whole for u in self._residency.units):
+            refuse_alone("state dict of the optimizer")
         self._seams.finish()
         self._states.check_room()
         self._edits.check_unseen()
@@ -394,7 +409,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.adopt_all()
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
-            kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32]
+            two = {*self._states.with_front()}
+            kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32 or s in two]
             for sharded, values in self._states.read(kept).items():
                 dict.__setitem__(self.state, sharded.param, values)
             state = super().state_dict()
@@ -420,7 +436,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
-        has masters, the parameters follow them.
+        has masters, the parameters follow them. Where it has a ``front``, and updates are delayed here, the
+        next forward uses that: load the model's state dict before, with the newest values.
 
         Raises:
             StateDictError: the groups or shapes do not fit; nothing has been changed then.
@@ -441,9 +458,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
         agree_on_values(self._comm, "optimizer.load_state_dict", values)
         self.publish()
         self._edits.adopt_all()
-        self._residency.reshard_all({s.unit for s, values in pairs if values.get("master") is not None})
+        written = [s for s, of_one in pairs if any(of_one.get(kind) is not None for kind in _COPIED)]
+        self._residency.reshard_all({s.unit for s in written})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self._states.write(pairs)
         self._residency.refresh()
         self.set_counts(counts)
+        self._resumed = self._steps
+
+    def check_not_resumed(self) -> None:
+        """Raise `StateDictError` if a load of the model would drop the older version that a state dict of the
+        optimizer has just brought. No update may be under way."""
+        if self._resumed == self._steps and self._states.with_front():
+            raise StateDictError(
+                "the optimizer has loaded the values that the next forward is to use, with delayed updates",
+                expected="model.load_state_dict(…) first, then optimizer.load_state_dict(…)",
+                found="model.load_state_dict(…) after it, and no step between them",
+                cure="load the model first; or, to begin with what you load now, call "
+                "`infinity.flush(optimizer)` before that",
+            )

@@ -102,9 +102,22 @@ class States:
 
     # -- state dicts ------------------------------------------------------------------------
 
+    @sheltered
+    def with_front(self) -> list[ShardedParam]:
+        """Return the parameters whose front may differ from their newest version: [Note: two versions]. No
+        update may be under way."""
+        versions = self._tiers.store.versions
+        found: list[ShardedParam] = []
+        for unit in self._tiers.units if versions.has_two("copy") else ():
+            chunks = [c for c in unit.layout.trainable_chunks if versions.is_newer(c.id, "copy")]
+            found += [unit.params[i] for i in sorted({s.param for c in chunks for s in c.segments})]
+        return found
+
     def check_room(self) -> None:
-        """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves."""
+        """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves. No update
+        may be under way."""
         nbytes = sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None)
+        nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.with_front())
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
 
@@ -277,8 +290,7 @@ class States:
                         now.popleft(),
                         under_way.take(),
                         state=any(kind != "copy" and kind in tensors for kind in written),
-                        # What is on the device was written there; a lease has nothing for it.
-                        copy="copy" in written and (back or not self._on_device(chunk)),
+                        copy="copy" in written,
                         back=number if back else None,
                     )
                 )
@@ -300,15 +312,12 @@ class States:
     def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}
         if "copy" in kinds:
-            tensors["copy"] = io.device_copy if self._on_device(io.chunk) else io.copy
+            tensors["copy"] = io.copy
         if io.chunk.trainable:
             if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
             tensors.update(zip(MOMENTS, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
-
-    def _on_device(self, chunk: Chunk) -> bool:
-        return self._tiers.units[chunk.unit].on_device
 
     @contextmanager
     def _copy(self, chunk: Chunk, version: Version) -> Iterator[torch.Tensor]:
@@ -333,10 +342,13 @@ class States:
 
     @sheltered
     def read(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, dict[str, torch.Tensor]]:
-        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32) of each."""
+        """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32; and master and
+        front, where that may not be the newest version: the two go together) of each."""
+        self.quiesce()
+        fronts = {*self.with_front()}
         values: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for sharded in params:
-            more = ("master",) if sharded.spec.dtype is not torch.float32 else ()
+            more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()
             shape = sharded.spec.shape
             values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*MOMENTS, *more)}
         for sharded, segment, tensors in self.segments((*MOMENTS, "master"), params):
@@ -349,19 +361,29 @@ class States:
                 kind,
                 {s: v[kind].view(-1) for s, v in values.items() if kind in v},
             )
+        for sharded in fronts & values.keys():
+            values[sharded]["front"] = torch.empty(sharded.spec.shape, dtype=sharded.spec.dtype)
+        for sharded, segment, tensors in self.segments(
+            ("copy",), fronts & values.keys(), version=Version.FRONT
+        ):
+            part_of(values[sharded]["front"].view(-1), segment).copy_(tensors["copy"])
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
 
     @sheltered
     def write(self, pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]]) -> None:
         """Write step, moments (and master, where given) of parameters; no values: zeros. Copies follow the
-        masters. A unit that is not placed on the device must be off the device."""
+        masters. Where a front is given, and there are two versions, it is the one in front then. A unit that
+        is not placed on the device must be off the device, and no back newer than its front."""
         given: dict[ShardedParam, dict[str, torch.Tensor]] = {}
+        fronts: dict[ShardedParam, torch.Tensor] = {}
         for sharded, values in pairs:
             sharded.step = int(values.get("step", 0))
             if not sharded.spec.trainable:
                 continue  # it has no state, whatever the optimizer that was saved had
             named = {k: v for k in (*MOMENTS, "master") if (v := values.get(k)) is not None}
             given[sharded] = named
+            if values.get("front") is not None:
+                fronts[sharded] = values["front"]
         changed: dict[ShardedParam, None] = {}
         masters = [s for s, values in given.items() if "master" in values]
         for kinds, params in ((_KINDS, masters), (MOMENTS, [s for s in given if s not in {*masters}])):
@@ -385,6 +407,25 @@ class States:
             if unit.on_device:
                 unit.looked({sharded.index})
         bump(list(changed))
+        if fronts and self._residency.has_two_versions:
+            self._set_fronts(fronts)
+
+    def _set_fronts(self, fronts: Mapping[ShardedParam, torch.Tensor]) -> None:
+        """Put other values in front of the newest. They are written where the next version is made, and then
+        the slots change their roles: so the newest is never read."""
+        units = [self._tiers.units[i] for i in sorted({s.unit for s in fronts})]
+        params = [s for unit in units for s in unit.params if s.spec.trainable]
+        values = {**self.copies_of([s for s in params if s not in fronts]), **fronts}
+        flat, of = torch.empty(0), None
+        try:
+            for sharded, segment, tensors in self.segments(
+                ("copy",), params, written=("copy",), fresh=True, version=Version.BACK
+            ):
+                if sharded is not of:
+                    of, flat = sharded, values[sharded].detach().reshape(-1)
+                tensors["copy"].copy_(part_of(flat, segment))
+        finally:  # where it raised, too: what is in a back is the older version
+            self._residency.change_roles(units)
 
     @sheltered
     def copies_of(

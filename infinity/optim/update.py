@@ -279,7 +279,7 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
-    out = None if io.copy_is_master else io.copy
+    out = None if io.copy_is_master else io.make_copy()
     if out is not None and len(segments) < len(update.chunk.segments):
         # The copy of a segment that this update skips is its master, rounded.
         cpu_adam.convert(out, io.master)
@@ -300,7 +300,7 @@ def _compute_on_device(
     in_place = tiers.plans[chunk.id].copy_tier is Tier.DEVICE and not delayed
     made: torch.Tensor | None = None
     if not io.copy_is_master:
-        made = io.device_copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
+        made = io.copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
 
     def work() -> None:
         master, exp_avg, exp_avg_sq = io.state

@@ -60,6 +60,7 @@ def agree_on_step(
         crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
         edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
         comm.exchange(f"a step of {len(present)} parameters {crcs}{edits}")
+        comm.patience = 1.0  # all have begun
 
 
 def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None:
@@ -72,7 +73,7 @@ def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None
     if comm.world == 1:
         return
     names = zlib.crc32(repr([*values]).encode())
-    mine = b"".join(_crc(value).to_bytes(4, "little") for value in values.values())
+    mine = b"".join(crc_of(value).to_bytes(4, "little") for value in values.values())
     told = comm.exchange(
         f"{what} of {len(values)} values from {min(values, default='')!r}, {names:08x}", mine
     )
@@ -88,7 +89,8 @@ def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None
             )
 
 
-def _crc(value: object) -> int:
+def crc_of(value: object) -> int:
+    """Return a checksum of a value: of a tensor with its dtype and shape."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return zlib.crc32(repr(value if isinstance(value, (int, float)) else type(value)).encode())
     flat = value.detach().cpu().reshape(-1).view(torch.uint8)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.core.errors import ConfigError
-from infinity.planning.partition import ParamSpec
+from infinity.core.errors import ConfigError, PrecisionError
+from infinity.planning.partition import COPY_DTYPES, ParamSpec
 
 
 @dataclass
@@ -184,10 +184,16 @@ def param_specs(
     model: nn.Module,
     members: Iterable[UnitMembers],
     groups: Mapping[int, int],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     kept: Collection[str] = (),
 ) -> list[list[ParamSpec]]:
-    """Return the spec of each unit's parameters; `kept`: names of those that stay fp32."""
+    """Return the spec of each unit's parameters, in `dtype`; None: each in its own. `kept`: names of those
+    that are fp32 whatever `dtype` is.
+
+    Raises:
+        PrecisionError: a parameter has a dtype that it cannot be offloaded in, or that needs a loss scale.
+    """
+    trains = any(id(p) in groups and p.requires_grad for member in members for p in member.params.values())
     # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
     keep = {
         id(p)
@@ -195,12 +201,18 @@ def param_specs(
         if isinstance(m, nn.modules.batchnorm._BatchNorm)
         for p in m.parameters(recurse=False)
     }
+
+    def dtype_of(name: str, param: nn.Parameter) -> torch.dtype:
+        if name in kept or (dtype is not None and id(param) in keep):
+            return torch.float32
+        return _own_dtype(name, param, trains) if dtype is None else dtype
+
     return [
         [
             ParamSpec(
                 name,
                 tuple(p.shape),
-                torch.float32 if id(p) in keep or name in kept else dtype,
+                dtype_of(name, p),
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
             )
@@ -208,3 +220,21 @@ def param_specs(
         ]
         for member in members
     ]
+
+
+def _own_dtype(name: str, param: nn.Parameter, trains: bool) -> torch.dtype:
+    if param.dtype not in COPY_DTYPES:
+        raise PrecisionError(
+            f"the parameter {name!r} is {str(param.dtype).removeprefix('torch.')}",
+            expected="fp32, bf16 or fp16",
+            found=param.dtype,
+            cure='Config(dtype="fp32"), which computes in fp32; or cast it before `wrap`: model.float()',
+        )
+    if trains and param.dtype is torch.float16:
+        raise PrecisionError(
+            f"the parameter {name!r} is fp16, in which gradients of an unscaled loss vanish",
+            expected='Config(dtype="fp16"), with which `optimizer.scale(loss).backward()` scales the loss',
+            found="dtype=None, and a parameter that is torch.float16",
+            cure='Config(dtype="fp16") and `optimizer.scale(loss).backward()`; or Config(dtype="bf16")',
+        )
+    return param.dtype

@@ -14,7 +14,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _REASON = (
     "the engine looks at what is there now, at every call. With fullgraph=True: if a parameter of another "
     "module is given to the function, call it inside `with infinity.gathered(parameter):`; else leave "
-    "fullgraph out"
+    "fullgraph out. torch.export takes what infinity.unwrap(model) returns"
 )
 
 

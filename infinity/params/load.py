@@ -113,6 +113,7 @@ class Loader:
         self._thread = threading.Thread(target=self._worker.run, name="infinity-load", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
+        self._finalizer.atexit = False  # the user's own handlers may save
 
     def start(self, load: Load, *, urgent: bool = False) -> None:
         """Queue a load; an urgent one goes before those that are only expected to be needed. A second
@@ -133,7 +134,8 @@ class Loader:
 
     def close(self) -> None:
         """Finish what is under way and end the thread."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._worker.stop()
         while self._thread.is_alive():
             self._thread.join(POLL)
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.core.errors import ParameterChangedError, ReleasedParameterError
+from infinity.core.errors import ParameterChangedError, ParameterError, ReleasedParameterError
+from infinity.core.stack import frames
 from infinity.planning.partition import ParamSpec
 
 from . import subclass
@@ -72,9 +73,19 @@ _METADATA: set[Any] = {
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = (
     "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it or merge "
-    "adapters into it after `infinity.unwrap(model)`; wrappers of whole models (DistributedDataParallel, "
-    "FSDP) cannot have a wrapped one: train it as it is"
+    "adapters into it after `infinity.unwrap(model)`"
 )
+
+
+def traced_error(found: str) -> ParameterError:
+    """Return the error of what records a forward of a wrapped model."""
+    return ParameterError(
+        "a wrapped model cannot be recorded: its parameters come and go, and in a recorded forward they stay",
+        expected="a plain model",
+        found=found,
+        cure="record what `infinity.unwrap(model)` returns, or a model that is built anew and has loaded "
+        "`model.state_dict()`",
+    )
 
 
 class ReleasedParameter(nn.Parameter):
@@ -103,6 +114,8 @@ class ReleasedParameter(nn.Parameter):
         released = [p for p in used if isinstance(p, ReleasedParameter)]
         if _use(used, released, func is _T.data_ptr):
             return func(*args, **kwargs)  # all are there, and have their classes
+        if any(str(f.f_globals.get("__name__")).startswith("torch.export.") for f in frames()):
+            raise traced_error("torch.export")
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
@@ -118,7 +131,8 @@ class ReleasedParameter(nn.Parameter):
             f"the parameter {name_of(self)!r} cannot be copied",
             expected="a parameter that belongs to no engine",
             found="deepcopy of a released parameter",
-            cure="copy the model before `wrap`, or copy its `state_dict()`",
+            cure="copy the model before `wrap`, and later its newest values into that copy, "
+            "`infinity.copy_to(model, plain)`; or copy its `state_dict()`",
         )
 
     def __reduce_ex__(self, proto: object) -> Any:

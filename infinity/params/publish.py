@@ -74,6 +74,14 @@ class Publisher:
             events.append(event)
         return events
 
+    def change_roles(self, unit: ParamUnit) -> None:
+        """Of chunks whose back has just been written with what is *older* than the front: have it in front,
+        and the front be the newest. No bytes move, so a unit on the device shows the newest then."""
+        for chunk in unit.layout.trainable_chunks:
+            if self._versions.is_newer(chunk.id, "copy"):
+                self._versions.exchanged(chunk.id, "copy")
+                unit.newest = unit.on_device
+
     def swap(self, unit: ParamUnit) -> None:
         """Exchange front and back of those of the chunks of a unit on the device whose back is newer."""
         device = self._device

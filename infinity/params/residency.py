@@ -306,6 +306,13 @@ class Residency:
         self._updates.wait_unit(unit.index)
         return self._publisher.is_newer(unit)
 
+    @sheltered
+    def change_roles(self, units: Iterable[ParamUnit]) -> None:
+        """Have what was written to the backs of units, off the device or placed there, be the front, and the
+        front the newest."""
+        for unit in units:
+            self._publisher.change_roles(unit)
+
     def _wait_on_device(self, events: Sequence[Event]) -> None:
         wait = self._recorder.waits()
         for event in events:

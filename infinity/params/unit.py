@@ -64,7 +64,8 @@ class ParamUnit(UnitMemory):
         on_device: placed on the device: the copy's place is the storage.
         kept_apart, in_place: this rank's shard is placed on the device: see `UnitMemory`.
         persistent: not released after use; what is placed on the device always is.
-        look: notice edits that torch does not count, by a checksum at every use.
+        look: an edit that torch does not count is an error.
+        watched: the parameters, by index, of which such edits are noticed, by a checksum of their values.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ParamUnit(UnitMemory):
         in_place: bool = False,
         persistent: bool = False,
         look: bool = False,
+        watched: Collection[int] = (),
     ) -> None:
         super().__init__(layout, params, device, kept_apart=kept_apart, in_place=in_place or on_device)
         self.on_device = on_device
@@ -97,8 +99,10 @@ class ParamUnit(UnitMemory):
         self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
         self._warned = False
-        self._look = look
-        self._sums: list[int] | None = None  # of the parameters; None while the engine changes the values
+        self.look = look
+        self._watched = frozenset(watched)
+        #: of parameters, by index; None while the engine changes the values
+        self._sums: dict[int, int | torch.Tensor] | None = None
         self._owners: tuple[int, int, list[int]] | None = None
 
     @property
@@ -259,22 +263,36 @@ class ParamUnit(UnitMemory):
 
     def edited(self) -> list[ShardedParam]:
         """Return the parameters that were edited outside of a block that keeps edits: where torch counts it,
-        unless the unit is placed here, as its next update takes those over; and elsewhere, if that is looked
-        for."""
+        unless the unit is placed here, as its next update takes those over; and elsewhere, of those that are
+        watched."""
         if self.writers:
             return []
         counted = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
-        if self._sums is None:
-            return [] if self.on_device else counted
-        unseen = [p for p, s, t in zip(self.params, self._sums, self.checksums(), strict=True) if s != t]
-        return [p for p in unseen if p not in counted] if self.on_device else counted or unseen
+        if self.on_device:
+            return [p for p in self._unseen() if p not in counted]
+        return counted or self._unseen()
+
+    def _unseen(self) -> list[ShardedParam]:
+        if not self._sums:
+            return []
+        known, now = self._sums, self.checksums(self._sums)
+        indices = list(known)
+        if self._staged:  # one look at the device for all of them
+            both = [torch.stack([sums[i] for i in indices]) for sums in (known, now)]  # type: ignore[misc]
+            differ = (both[0] != both[1]).tolist()
+        else:
+            differ = [known[i] != now[i] for i in indices]
+        return [self.params[i] for i, changed in zip(indices, differ, strict=True) if changed]
 
     def check_edited(self, *, newer: bool = False) -> None:
-        """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later. The
-        edits of a unit that is not placed here are gone then. `newer`: values of a newer version wait."""
+        """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later, or
+        placed here: then the next update takes it over, but with `look`, or where a newer version is about to
+        replace it, `newer`. The edits of a unit that is not placed here are gone then."""
         if not self.on_device:
             if self.state in IDLE_STATES and self.edited():
                 self.invalidate()
+            return
+        if not (self.look or newer):
             return
         cure = "edit inside such a block; to keep this edit, enter one with the parameter and leave it"
         if newer:
@@ -340,10 +358,10 @@ class ParamUnit(UnitMemory):
 
     def looked(self, indices: Collection[int] | None = None) -> None:
         """Note that the values of the parameters with these `indices`, or of all, are right as they are."""
-        if self._look:
-            now = self.checksums()
-            known = self._sums if self._sums is not None and indices is not None else now
-            self._sums = [now[i] if i in (indices or ()) else known[i] for i in range(len(now))]
+        if self._sums is None or indices is None:
+            self._sums = self.checksums(sorted(self._watched))
+        else:
+            self._sums.update(self.checksums(sorted(self._watched.intersection(indices))))
 
     def _forget_edits(self) -> None:
         """What was edited is not to be used any more."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import zlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from infinity.core.sizes import SEGMENT_ELEMENTS, ceil_to
+from infinity.hardware.aio import crc32c
 from infinity.hardware.device import Device
 from infinity.planning.partition import Chunk, UnitLayout
 
@@ -36,6 +38,7 @@ class UnitMemory:
         self.layout = layout
         self.params = tuple(params)
         self.in_place = in_place
+        self._staged = device.staged
         self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
         self._shard = device.zeros(layout.shard_nbytes) if kept_apart else None
@@ -56,11 +59,20 @@ class UnitMemory:
         """Return the unit's runs, as bytes."""
         return [self.view(run.begin, run.nbytes) for run in self.layout.runs]
 
-    def checksums(self) -> list[int]:
-        """Return the CRC-32 of each parameter's values in the storage."""
-        places = zip(self.layout.byte_offsets, self.params, strict=True)
-        views = (self.view(at, p.spec.numel * p.spec.dtype.itemsize) for at, p in places)
-        return [zlib.crc32(view.cpu().numpy().tobytes()) for view in views]
+    def checksums(self, indices: Iterable[int]) -> dict[int, int | torch.Tensor]:
+        """Return a checksum of the values in the storage of each of the parameters with these `indices`. On a
+        device of its own it is still being made there when this returns."""
+        sums: dict[int, int | torch.Tensor] = {}
+        for index in indices:
+            spec, at = self.params[index].spec, self.layout.byte_offsets[index]
+            if self._staged:
+                # With what follows it up to the next parameter, which changes only where a chunk does.
+                nbytes = ceil_to(spec.numel, SEGMENT_ELEMENTS) * spec.dtype.itemsize
+                sums[index] = _digest(self.view(at, nbytes, torch.int64))
+            else:
+                nbytes = spec.numel * spec.dtype.itemsize
+                sums[index] = crc32c(self.view(at, nbytes).data_ptr(), nbytes)
+        return sums
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the memory on the device where a chunk's copy is placed, in its compute dtype."""
@@ -89,3 +101,20 @@ class UnitMemory:
     def param_at(self, offset: int) -> ShardedParam:
         """Return the parameter that lies at byte `offset` of the storage."""
         return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
+
+
+def _digest(words: torch.Tensor) -> torch.Tensor:
+    """Return a number that depends on each of the 64-bit `words` and on its place: the sum of odd multiples
+    of the sums of rows and of columns, modulo 2^64. Nothing as large as `words` is made for it."""
+    if not words.numel():
+        return words.new_zeros(())
+    square = words.view(-1, math.gcd(words.numel(), 1024))
+    made = words.new_zeros(())
+    for number, sums in enumerate((square.sum(0), square.sum(1))):
+        places = torch.arange(len(sums), dtype=torch.int64, device=words.device)
+        made += (sums * (places * _ODD[number] * 2 + 1)).sum()
+    return made
+
+
+#: Multipliers without a pattern: of the golden ratio, and of the square root of 2, in 62 bits.
+_ODD = 0x278DDE6E5FD29E37, 0x1A827999FCEF3242

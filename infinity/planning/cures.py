@@ -15,7 +15,7 @@ from typing import Any, Final
 from infinity.core.config import Config
 from infinity.core.sizes import NORM_BLOCK, MiB, Tier, format_size
 
-from .footprint import whole_mebibytes
+from .footprint import room, whole_mebibytes
 from .planner import KINDS, Plan, Problem
 
 Change = Mapping[str, Any]
@@ -149,7 +149,7 @@ def cure(
     if not found or any(p.tier is Tier.NVME for p in problems):
         more = _first(elsewhere, judge, budgets_too=True)
         if more is not None:
-            found.append(f"{speak(more)} (DIR with {whole_mebibytes(room_needed(more))} free)")
+            found.append(f"{speak(more)} (DIR with {room(room_needed(more))} free)")
     return ", or ".join(found) if found else _hopeless(changes, judge, speak)
 
 

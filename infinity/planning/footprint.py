@@ -175,6 +175,11 @@ def whole_mebibytes(nbytes: int) -> str:
     return f"{-(-nbytes // MiB)}MiB"
 
 
+def room(nbytes: int) -> str:
+    """Return a size for a person who has to make room: whole GiB from ten on, no fewer than `nbytes`."""
+    return whole_mebibytes(nbytes) if nbytes < 10 * GiB else f"{-(-nbytes // GiB)}GiB"
+
+
 def footprint(
     layouts: Sequence[UnitLayout],
     plans: Sequence[ChunkParts],

@@ -26,6 +26,9 @@ import torch
 
 from infinity.core.sizes import NORM_BLOCK, SEGMENT_ELEMENTS, ceil_to
 
+#: What the copy of a parameter may be in: the dtypes that the kernels of the update have.
+COPY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `dtype` is that of its copy; `group` is the index of

@@ -293,9 +293,10 @@ def _standing(there: Standing, checkpoints: int) -> str:
 
 def checkpoint_nbytes(model: Model, config: Config) -> int:
     """Return the bytes of a checkpoint's parameters and moments, with both versions where there are two."""
-    frozen = sum(p.numel * p.dtype.itemsize for _, params in model.units for p in params if not p.trainable)
-    front = config.compute_dtype.itemsize if config.update == "delayed" else 0
-    return model.trainable * (4 * (1 + len(MOMENTS)) + front) + frozen
+    saved = model.trainable * 4 * (1 + len(MOMENTS))
+    for param in (p for _, params in model.units for p in params):
+        saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
+    return saved
 
 
 def wear(traffic: Traffic, *, steps: int, tbw: float, drives: int) -> Wear:

@@ -30,13 +30,13 @@ import stat
 import struct
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Final
 
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.hardware.aio import DirectFile
+from infinity.hardware.descriptor import Descriptor
 
 from .leftovers import MARK_NBYTES, SUBDIRECTORY, arenas, mark, why_foreign
 
@@ -46,7 +46,6 @@ _AT_EMPTY_PATH: Final = 0x1000
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 _LOCK_SECONDS: Final = 2.0
 
 
@@ -69,10 +68,10 @@ class Arena:
 
     def __init__(self, directory: str, nbytes: int, *, rank: int = 0) -> None:
         self._name(directory, nbytes, rank)
-        self.fd = -1
         self.direct = True
         self._pid = os.getpid()
-        self._folder = -1
+        self._file: Descriptor | None = None
+        self._folder: Descriptor | None = None
         self._ours = False  # locked, and seen to be an arena or empty
         try:
             self._check_directory()
@@ -88,7 +87,11 @@ class Arena:
         except BaseException:
             self._abandon()
             raise
-        _arenas.add(self)
+
+    @property
+    def fd(self) -> int:
+        """The arena's descriptor; -1 when it is closed, and in a fork."""
+        return -1 if self._file is None else self._file.number
 
     def _name(self, directory: str, nbytes: int, rank: int) -> None:
         self.directory = os.path.abspath(directory)
@@ -103,7 +106,7 @@ class Arena:
         arena = cls.__new__(cls)
         arena._name(directory, 0, rank)
         try:
-            os.close(arena._look_into_folder())
+            arena._look_into_folder().close()
             there = [each for each in arenas(directory) if each.path == arena.path]
         except FileNotFoundError:
             return
@@ -134,37 +137,39 @@ class Arena:
             )
         self._check_space(self.directory, 0)
 
-    def _open_folder(self) -> int:
+    def _open_folder(self) -> Descriptor:
         folder = os.path.join(self.directory, SUBDIRECTORY)
         with contextlib.suppress(FileExistsError):  # of an earlier run, or of another rank
             os.mkdir(folder, 0o700)
         return self._look_into_folder()
 
-    def _look_into_folder(self) -> int:
+    def _look_into_folder(self) -> Descriptor:
         folder = os.path.dirname(self.path)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened = Descriptor(lambda: os.open(folder, flags))
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise self._in_the_way(folder, "a directory of our own", error.errno) from error
             raise
-        found = os.fstat(fd)
+        found = os.fstat(opened.number)
         if found.st_uid != os.geteuid():
-            os.close(fd)
+            opened.close()
             raise self._in_the_way(folder, "a directory of our own", errno.EPERM, "another user's directory")
-        return fd
+        return opened
 
     def _open_locked(self) -> None:
         """Open the arena and lock it; see [Note: one run per arena]."""
+        assert self._folder is not None
         for _ in range(_ATTEMPTS):
-            self.fd = self._open_file()
+            self._file = Descriptor(self._open_file)
             held = os.fstat(self.fd)
             if not stat.S_ISREG(held.st_mode):
                 raise self._in_the_way(self.path, "a regular file of our own", errno.EEXIST)
             self._lock()
             held = os.fstat(self.fd)
             try:
-                there = os.stat(self.name, dir_fd=self._folder, follow_symlinks=False)
+                there = os.stat(self.name, dir_fd=self._folder.number, follow_symlinks=False)
             except FileNotFoundError:
                 there = None
             if there is not None and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
@@ -174,8 +179,7 @@ class Arena:
                     raise self._in_the_way(self.path, "an arena of ours, or nothing", errno.EEXIST, why)
                 self._ours = True
                 return
-            os.close(self.fd)
-            self.fd = -1
+            self._file.close()
         raise self._in_use()
 
     def _lock(self) -> None:
@@ -192,15 +196,17 @@ class Arena:
                 return
 
     def _open_file(self) -> int:
+        assert self._folder is not None
+        folder = self._folder.number
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(self.name, flags | os.O_DIRECT, 0o600, dir_fd=self._folder)
+            fd = os.open(self.name, flags | os.O_DIRECT, 0o600, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise self._in_the_way(self.path, "a regular file of our own", error.errno) from error
             if error.errno != errno.EINVAL:
                 raise
-            fd = os.open(self.name, flags, 0o600, dir_fd=self._folder)
+            fd = os.open(self.name, flags, 0o600, dir_fd=folder)
             self.direct = False
             return fd
         alignment = _direct_alignment(fd)
@@ -220,7 +226,8 @@ class Arena:
 
     def _allocate(self) -> None:
         """Take the space. What was there is gone before: a fresh extent reads as zeros."""
-        self._check_space(self._folder, os.fstat(self.fd).st_blocks * 512)
+        assert self._folder is not None
+        self._check_space(self._folder.number, os.fstat(self.fd).st_blocks * 512)
         os.ftruncate(self.fd, 0)
         with self._buffered():
             left = memoryview(mark(self.nbytes))
@@ -304,7 +311,15 @@ class Arena:
 
     def _refused(self, error: OSError) -> DirectoryError:
         """Return the system's refusal as an error with a cure."""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            return self._error(
+                "cannot hold a file of this size",
+                errno.EFBIG,
+                expected=f"{self.nbytes + MARK_NBYTES} bytes in one file",
+                found="a smaller limit on the size of a file: `ulimit -f`, or the file system's own",
+                cure="raise the limit (ulimit -f unlimited), or name a directory on another file system",
+            )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             system = os.statvfs(self.directory)
             return self._full(system.f_bavail * system.f_frsize)
         if error.errno == errno.EROFS:
@@ -349,8 +364,9 @@ class Arena:
         self._close_descriptors()
 
     def _unlink(self) -> None:
+        assert self._folder is not None
         with contextlib.suppress(FileNotFoundError):  # someone removed it already
-            os.unlink(self.name, dir_fd=self._folder)
+            os.unlink(self.name, dir_fd=self._folder.number)
 
     def close(self, *, in_flight: bool = False) -> None:
         """Unlink the arena and let its lock go; see [Note: no arena is left behind].
@@ -367,7 +383,10 @@ class Arena:
         """
         if self.fd >= 0 and self._pid == os.getpid():
             if in_flight:
-                self.file.fd = self.file.plain_fd = self.fd = self._folder = -1
+                self.file.keep()
+                for descriptor in (self._file, self._folder):
+                    assert descriptor is not None
+                    descriptor.forget()
                 return
             try:
                 self._unlink()
@@ -385,18 +404,9 @@ class Arena:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        for fd in (self.fd, self._folder):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._folder = -1
-
-
-def _close_in_child() -> None:
-    for arena in list(_arenas):
-        arena._close_descriptors()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+        for descriptor in (self._file, self._folder):
+            if descriptor is not None:
+                descriptor.close()
 
 
 def _fallocate(fd: int, nbytes: int) -> int:

@@ -32,8 +32,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import crc32c
+from infinity.hardware.descriptor import Descriptor
 
-from .folder import failed, lock_directory, pwrite, sync
+from .folder import failed, lock_directory, pwrite, sync, unlock
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
@@ -268,7 +269,7 @@ class Save:
         self.mark = f"incomplete-{self._word}"
         self._temporary = os.path.join(self.path, f"index-{self._word}.tmp")
         self._stays = False  # all of it, whatever comes
-        self._lock = -1
+        self._lock: Descriptor | None = None
 
     def __enter__(self) -> Save:
         """Take the root for this save, and remove what killed ones have left in it.
@@ -379,9 +380,7 @@ class Save:
             self._end()
 
     def _end(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        unlock(self._lock)
 
     def _clear(self) -> None:
         for name in _listing(self.root):

@@ -19,6 +19,7 @@ import shutil
 from typing import Final
 
 from infinity.core.errors import DirectoryError
+from infinity.hardware.descriptor import Descriptor
 
 _LEFT: Final = re.compile(r".*\.[0-9a-f]{8}\.incomplete", re.DOTALL)
 _CLAIM: Final = ".run.lock"
@@ -34,7 +35,7 @@ class Folder:
         self.word = word or secrets.token_hex(4)
         self._files: dict[str, str] = {}  # name → where it is written; in the order of the renames
         self._made: list[str] = []  # directories, the outer ones first
-        self._lock = -1
+        self._lock: Descriptor | None = None
         self._done = False
 
     def __enter__(self) -> Folder:
@@ -134,9 +135,7 @@ class Folder:
     def _end(self) -> None:
         if not self._done:
             _remove(self._made)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        unlock(self._lock)
 
 
 class Claim:
@@ -150,7 +149,7 @@ class Claim:
         self.path = path
         self._file = os.path.join(path, _CLAIM)
         self._made: list[str] = []
-        self._fd = -1
+        self._lock: Descriptor | None = None
 
     def __enter__(self) -> Claim:
         """Take the directory.
@@ -159,14 +158,14 @@ class Claim:
             DirectoryError: another run has it, or it cannot be made or written.
         """
         try:
-            while self._fd < 0:
+            while self._lock is None:
                 _make(self.path, self._made)
-                fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                _lock(fd, self.path, "run")
-                if _is_at(fd, self._file):
-                    self._fd = fd
+                opened = Descriptor(self._open)
+                _lock(opened, self.path, "run")
+                if _is_at(opened.number, self._file):
+                    self._lock = opened
                 else:  # whoever had it has just removed it
-                    os.close(fd)
+                    opened.close()
         except OSError as error:
             _remove(self._made)
             if isinstance(error, DirectoryError):
@@ -174,10 +173,13 @@ class Claim:
             raise failed("write", self.path, error) from error
         return self
 
+    def _open(self) -> int:
+        return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._file)
-        os.close(self._fd)
+        unlock(self._lock)
         _remove(self._made)
 
 
@@ -203,25 +205,25 @@ def _is_at(fd: int, path: str) -> bool:
         return False
 
 
-def lock_directory(path: str, what: str) -> int:
-    """Return a descriptor of a directory, which has its lock for as long as it is open.
+def lock_directory(path: str, what: str) -> Descriptor:
+    """Return a descriptor of a directory, which has its lock for as long as it is open; no fork keeps it.
 
     Raises:
         DirectoryError: another one has it: a `what` is under way.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _lock(fd, path, what)
-    return fd
+    opened = Descriptor(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    _lock(opened, path, what)
+    return opened
 
 
-def _lock(fd: int, path: str, what: str) -> None:
-    """Lock `fd`, or close it and raise."""
+def _lock(opened: Descriptor, path: str, what: str) -> None:
+    """Lock what is `opened`, or close it and raise."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            os.close(fd)
+            opened.close()
             raise DirectoryError(
                 f"another {what} into {path} is under way",
                 errno=error.errno,
@@ -230,6 +232,14 @@ def _lock(fd: int, path: str, what: str) -> None:
                 found="one that holds its lock",
                 cure="wait for it, or give each a directory of its own",
             ) from error
+
+
+def unlock(opened: Descriptor | None) -> None:
+    """Let go of a lock, also where a fork that has just begun still has a copy of its descriptor."""
+    if opened is not None and opened.number >= 0:
+        with contextlib.suppress(OSError):  # of a file system that has none
+            fcntl.flock(opened.number, fcntl.LOCK_UN)
+        opened.close()
 
 
 def sync(path: str) -> None:
@@ -256,6 +266,7 @@ _OF_PATHS: Final = {
     errno.ENOTDIR: "name a directory: a file has this name, or that of a folder above",
     errno.ELOOP: "name a directory, not links that lead in a circle",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f unlimited), or write elsewhere",
     errno.ENOSPC: "make room on the drive, or write elsewhere",
 }
 

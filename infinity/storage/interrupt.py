@@ -6,11 +6,12 @@ allows. Where an interrupt is ending the program there is nothing left to wait f
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
+
+from infinity.core.at_exit import at_end
 
 #: Seconds that a drive has after an interrupt that ends the process.
 GRACE: Final = 0.5
@@ -28,7 +29,7 @@ _last: list[Callable[[], None]] = []
 
 
 def give_up_on_interrupt(thing: GivesUp) -> None:
-    """Have `thing.give_up` called, before anything else at exit, if an interrupt ended the program."""
+    """Have `thing.give_up` called, before `before_exit`'s calls, if an interrupt ended the program."""
     _watched.add(thing)
 
 
@@ -38,7 +39,7 @@ def interrupted() -> bool:
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Have `call`, which closes what was not closed, called at exit: after `give_up`, before finalizers."""
+    """Have `call`, which closes what was not closed, called at exit: after users' handlers and `give_up`."""
     _last.append(call)
 
 
@@ -60,7 +61,4 @@ def _give_up() -> None:
         thing.give_up(GRACE)
 
 
-# What is registered last is called first. A finalizer has weakref register its own function, which
-# calls those that are left, before this one.
-weakref.finalize(_at_exit, int)
-atexit.register(_at_exit)
+at_end(_at_exit)

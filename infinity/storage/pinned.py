@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -210,8 +210,22 @@ def _neighbours(indices: list[int]) -> list[list[int]]:
     return [indices[i:j] for i, j in zip(begins, [*begins[1:], len(indices)], strict=True)]
 
 
-def _go_home(returned: deque[list[int]], run: list[int], mapping: HostMapping) -> None:
-    returned.append(run)
+#: What watches memory that was lent without a lease. A `weakref.finalize` would do nothing once handlers at
+#: exit run, some of which save.
+_away: dict[int, weakref.ref[Any]] = {}
+
+
+def _return_when_gone(
+    owner: object, returned: deque[list[int]], run: list[int], mapping: HostMapping
+) -> None:
+    """Have `run` put into `returned` when `owner` is garbage; `mapping` stays until then."""
+
+    def home(gone: weakref.ref[Any], mapping: HostMapping = mapping) -> None:
+        returned.append(run)
+        del _away[id(gone)]
+
+    reference = weakref.ref(owner, home)
+    _away[id(reference)] = reference
 
 
 class PinnedPool:
@@ -360,8 +374,7 @@ class PinnedPool:
                         quota.mapping.address + run[0] * quota.stride
                     )
                     # A finalizer only signals: the next lease takes them home. It keeps the mapping, too.
-                    home = weakref.finalize(owner, _go_home, quota.returned, run, quota.mapping)
-                    home.atexit = False
+                    _return_when_gone(owner, quota.returned, run, quota.mapping)
                     runs.append(torch.frombuffer(owner, dtype=torch.uint8))
         return runs
 

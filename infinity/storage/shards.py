@@ -28,6 +28,7 @@ class Shards:
         stem: the files are <stem>.safetensors, or <stem>-00001-of-00002.safetensors and so on.
         limit: None: one file.
         tied: names that belong to other tensors, too: name → the tensor. They are noted in the files.
+        metadata: more for the headers of the files.
         told: called with how many bytes were written.
         rank: of several ranks, each of which writes a part of the tensors: the first one calls `make` before
             any begins. None: there is one.
@@ -42,6 +43,7 @@ class Shards:
         *,
         limit: int | None = None,
         tied: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
         told: Callable[[int], None] = lambda nbytes: None,
         rank: int | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class Shards:
         self._folder = folder
         self._told = told
         self._tied = dict(tied or {})
+        self._metadata = {**(metadata or {}), **_METADATA}
         self._tensors: list[dict[str, Spec]] = [{}]  # of each file
         self._left = [0]  # bytes of each that have not come yet
         for name, spec in tensors.items():
@@ -100,7 +103,7 @@ class Shards:
     def _opened(self, index: int, how: Callable[..., TensorFile]) -> TensorFile:
         tensors = self._tensors[index]
         tied = {name: kept for name, kept in self._tied.items() if kept in tensors}
-        return how(self.paths[index], tensors, self._ring, {**tied, **_METADATA})
+        return how(self.paths[index], tensors, self._ring, {**tied, **self._metadata})
 
     def _end(self, index: int) -> None:
         file = self._open[index]

@@ -6,6 +6,7 @@ what their files have as a list (the experts of a mixture).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,10 @@ class Weights:
         self._left: dict[str, None] = {}  # the parameters of which elements stay where they are
         once = {id(parts): parts for parts in pieces.values()}  # a parameter may have several names
         self._total = sum(_nbytes(p, p.numel) for parts in once.values() for p in parts)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter in its files; of several tensors, one that holds all."""
+        return functools.reduce(torch.promote_types, (piece.dtype for piece in self.pieces[name]))
 
     def read(self, name: str, first: int, out: torch.Tensor) -> None:
         """Read the elements of a parameter from element `first` on into `out`, flat, of whichever dtype and

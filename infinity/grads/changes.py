@@ -1,0 +1,76 @@
+"""What a program makes of gradients between its backwards, which has to be the same on all ranks.
+
+[Note: changes are compared] Behind a backward every rank has a gradient of what any rank has used, so all see
+the same. What a program does to it next (`zero_grad()`, `p.grad = None`, a factor) each rank only knows of
+itself: where one alone drops its gradients, the others would go on with theirs, and the sum would be neither.
+So ranks compare what they find where a backward begins, and where gradients are asked for. The former goes
+along with the end of that backward, before anybody sees what it has made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from infinity.core.errors import DivergenceError
+from infinity.hardware.ranks import Comm
+from infinity.params.param import ShardedParam
+
+from .buffer import Arrival
+from .sharded_grad import ShardedGrad
+
+#: Of one parameter: whether it requires gradients, whether it has one, the factor of that (None: it is zero),
+#: and the limits that it was clamped to.
+Change = tuple[bool, bool, float | None, tuple[tuple[float, float], ...]]
+
+
+def change_of(sharded: ShardedParam, arrival: Arrival | None) -> Change:
+    """Return what has become of a parameter's gradient. `arrival`: what was added to it on this rank alone,
+    which may be: it is undone here."""
+    grad, learns = sharded.param.grad, sharded.param.requires_grad
+    if not isinstance(grad, ShardedGrad):
+        return learns, False, None, ()
+    if grad.is_zero or (arrival is not None and arrival.fresh):
+        return learns, True, None, grad.limits
+    return learns, True, grad.factor * (1.0 if arrival is None else arrival.factor), grad.limits
+
+
+def digest_of(changes: Sequence[Change]) -> bytes:
+    """Return what tells whether all ranks have the same `changes`: 16 bytes."""
+    return hashlib.blake2b(repr(changes).encode(), digest_size=16).digest()
+
+
+def check_alike(comm: Comm, names: Sequence[str], changes: Sequence[Change]) -> None:
+    """Raise `DivergenceError` for the first parameter whose change differs between ranks. Collective."""
+    told = comm.exchange("what became of gradients", json.dumps(changes).encode())
+    came = [json.loads(each) for each in told]
+    for name, *of_ranks in zip(names, *came, strict=True):
+        said = [_said(*change) for change in of_ranks]
+        if len(set(said)) == 1:
+            continue
+        found = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        if len({learns for learns, *_ in of_ranks}) > 1:
+            raise DivergenceError(
+                f"{name!r} is frozen on some ranks, and not on others",
+                expected="the same `requires_grad` on all ranks",
+                found=found,
+                cure=f"call `requires_grad_()` of {name!r} on all ranks alike",
+            )
+        raise DivergenceError(
+            f"the gradient of {name!r} was changed on some ranks, and not on others",
+            expected="zero_grad(), `p.grad = None`, and what else is done to gradients behind a backward, on "
+            "all ranks alike",
+            found=found,
+            cure="have all ranks decide it together, as by an all_reduce of whether a batch is skipped; a "
+            "rank whose batch does not count multiplies its loss by 0. To go on: `zero_grad()` on all ranks",
+        )
+    raise AssertionError("what differs has no name")
+
+
+def _said(learns: bool, is_there: bool, factor: float | None, limits: Sequence[Sequence[float]]) -> str:
+    frozen = "" if learns else "frozen, with "
+    if not is_there:
+        return f"{frozen}no gradient"
+    times = "zeros" if factor is None else f"a gradient times {factor!r}"
+    return f"{frozen}{times}" + "".join(f", clamped to {low!r} … {high!r}" for low, high in limits)

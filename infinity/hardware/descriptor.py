@@ -1,0 +1,94 @@
+"""Descriptors that are closed once, by the process that opened them, and by each fork of it at its start.
+
+[Note: forget, then close] The system gives a number that was closed to the next file that is opened, which
+may be anybody's. So a descriptor is forgotten before it is closed: whoever looks, a second `close` or a fork,
+never closes a number twice. A fork waits for what opens or closes one at that moment, so that it gets no copy
+that nobody knows: a copy would keep the lock of a parent that died. Nobody waits longer than `_PATIENCE`, for
+a drive may never answer; then the fork keeps that one copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final
+
+#: Seconds that a fork, or another descriptor, waits for one that is being opened or closed.
+_PATIENCE: Final = 1.0
+
+
+class Descriptor:
+    """An open descriptor.
+
+    Args:
+        opened: calls what opens it (`os.open`, for one) and returns its number; or a number.
+        owned: whether `close`, and a fork, close it. Else both only forget it.
+
+    Attributes:
+        number: what the system knows it by; -1 when it was closed, and in a fork.
+    """
+
+    __slots__ = ("__weakref__", "_owned", "number")
+
+    def __init__(self, opened: Callable[[], int] | int, *, owned: bool = True) -> None:
+        self.number = -1
+        self._owned = owned
+        with _alone():
+            _descriptors.add(self)
+            self.number = opened if isinstance(opened, int) else opened()
+
+    def forget(self) -> int:
+        """Return the number, which is the caller's to close from here on."""
+        number, self.number = self.number, -1
+        return number
+
+    def close(self) -> None:
+        """Close it. A second call does nothing, nor does one in a fork.
+
+        Raises:
+            OSError: the system reported an error; it is closed.
+        """
+        with _alone():
+            number, self.number = self.number, -1
+            if number >= 0 and self._owned:
+                os.close(number)
+
+
+_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
+_changing = threading.RLock()  # reentrant: a signal handler may open a file, or fork
+_held: list[bool] = []
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    lock = _changing
+    taken = lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if taken:
+            lock.release()
+
+
+def _before_fork() -> None:
+    _held.append(_changing.acquire(timeout=_PATIENCE))
+
+
+def _after_in_parent() -> None:
+    if _held and _held.pop():
+        _changing.release()
+
+
+def _after_in_child() -> None:
+    global _changing
+    _changing = threading.RLock()
+    _held.clear()
+    for descriptor in list(_descriptors):
+        with contextlib.suppress(OSError):  # what the system says of it is the parent's to hear
+            descriptor.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

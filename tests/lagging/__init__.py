@@ -1,0 +1,1 @@
+"""CUDA over the CPU's memory, late: see world.py."""

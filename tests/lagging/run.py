@@ -1,0 +1,175 @@
+"""Trains a small model on the lagging device and on the CPU, and compares every bit.
+
+python -m tests.lagging.run [--schedule late|eager|random] [--seed N] [--without NAME] CASE …
+Prints what nothing orders and what differs, and ends with 1 then. `--without` takes one wait out of the
+engine: the run is then expected to find that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.hardware import cuda_device
+from infinity.hardware.cuda_device import CudaDevice
+
+from .cuda import lagging_cuda, make_known
+from .world import Finding
+
+#: Where parameters, optimizer state and gradients are, and what else is set.
+CASES: dict[str, dict[str, Any]] = {
+    f"{parameters}-{state}-{gradients}": {
+        "parameters": parameters,
+        "optimizer_state": state,
+        "gradients": gradients,
+    }
+    for parameters in ("device", "host", "nvme")
+    for state in ("device", "host", "nvme")
+    for gradients in ("device", "host", "nvme")
+}
+CASES |= {
+    "overlap-fp32": {"update": "overlap", "dtype": "fp32", "parameters": "host"},
+    "delayed-device": {"update": "delayed", "delay_warmup_steps": 1, "parameters": "device"},
+    "delayed-host": {"update": "delayed", "delay_warmup_steps": 1, "parameters": "host"},
+    "delayed-nvme": {
+        "update": "delayed",
+        "delay_warmup_steps": 1,
+        "parameters": "nvme",
+        "optimizer_state": "nvme",
+        "gradients": "nvme",
+    },
+    "activations": {"activations": "host", "parameters": "host", "optimizer_state": "host"},
+    "fp16": {"dtype": "fp16", "parameters": "host", "optimizer_state": "nvme"},
+}
+
+
+class Block(nn.Module):
+    """A residual block. x: (batch, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Four blocks, recomputed or not."""
+
+    def __init__(self, width: int = 64, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 8)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def train(case: dict[str, Any], nvme: str, device: str, steps: int = 4) -> list[torch.Tensor]:
+    """Return losses and final values; both on the CPU."""
+    settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", **case}
+    config = infinity.Config(
+        device="cpu",
+        nvme=nvme,
+        device_memory="64MiB",
+        host_memory="256MiB",
+        threads=1,
+        units=["Block", "head"],
+        **settings,
+    )
+    torch.manual_seed(0)
+    model = Net(recompute=config.activations == "host")
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap(model, adam, config)
+    losses = []
+    for step in range(steps):
+        for _ in range(2):
+            x, y = torch.randn(512, 64).to(device), torch.randint(0, 8, (512,)).to(device)
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+            (optimizer.scale(loss) if settings["dtype"] == "fp16" else loss).backward()
+        optimizer.step()
+        if step == 2:  # an edit, and what sees it
+            with infinity.gathered(model.head.bias, write=True), torch.no_grad():
+                model.head.bias.add_(0.125)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    made = [loss.cpu() for loss in losses]
+    made += [value.detach().cpu().clone() for value in model.state_dict().values()]
+    infinity.close(model)
+    return made
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+#: Waits that the engine is tried without.
+WITHOUT: dict[str, Any] = {
+    "wait_on_device": lambda: mock.patch.object(CudaDevice, "wait_on_device", _nothing),
+    "after": lambda: mock.patch.object(cuda_device, "_wait", _nothing),
+    "mark": lambda: mock.patch.object(CudaDevice, "mark", _nothing),
+    "host_wait": lambda: mock.patch.object(cuda_device._CudaEvent, "wait", _nothing),
+    "synchronize": lambda: mock.patch.object(CudaDevice, "synchronize", _nothing),
+}
+
+
+@contextlib.contextmanager
+def quiet_end() -> Iterator[None]:
+    """An engine that lacks a wait may end with an error of any kind: that is a finding, too."""
+    try:
+        yield
+    except Finding:
+        raise
+    except Exception as error:
+        raise Finding(f"{type(error).__name__}: {error}") from error
+
+
+def main() -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedule", default="late", choices=("late", "eager", "random"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", choices=sorted(WITHOUT))
+    parser.add_argument("cases", nargs="+", choices=sorted(CASES))
+    given = parser.parse_args()
+    make_known()
+    torch.set_num_threads(1)
+    failed = False
+    for name in given.cases:
+        with tempfile.TemporaryDirectory() as nvme:
+            case = CASES[name]
+            wanted = train(case, nvme, "cpu")
+            without = WITHOUT[given.without]() if given.without else contextlib.nullcontext()
+            try:
+                with without, lagging_cuda(given.schedule, given.seed) as world, quiet_end():
+                    got = train(case, nvme, "lagging")
+                differ = sum(not torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+                found = f"{differ} of {len(wanted)} tensors differ" if differ else ""
+            except Finding as error:
+                found = str(error)
+            failed = failed or bool(found)
+            counts = {key: n for key, n in sorted(world.counts.items()) if "wait" in key}
+            sys.stdout.write(f"{name}: {found or 'same'}  {json.dumps(counts)}\n")
+            sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Edits of parameters on the device that torch does not count, `p.data.mul_()` and numpy, and swaps,
+`p.data = t`: the next update takes them over, or somebody is told. `check_edits` is not on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.core.errors import ParameterChangedError
+
+from .offloaded import config_for
+from .quick import covering, quick
+from .ranks import all_well, run_ranks
+
+WIDTH = 24
+STATE = ("host", "nvme", "device")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)  # of an odd number of elements
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def wrapped(folder: Path, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    given = {"parameters": "device", "optimizer_state": "host", "gradients": "host", "output_dtype": None}
+    folder.mkdir(exist_ok=True)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return infinity.wrap(model, adam, config_for(folder, **{**given, **settings}))
+
+
+def step(model: Any, optimizer: Any, between: Callable[[], None] = lambda: None) -> None:
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    x = x.to(engine_of(model).device.torch_device)
+    model(x).float().square().mean().backward()
+    between()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_data(param: Any) -> None:
+    param.data.mul_(-2)
+
+
+def by_numpy(param: Any) -> None:
+    param.data.view(torch.int16).numpy()[0] ^= 0x4000  # of bf16 and fp32: whatever that makes of one element
+    param.data.nan_to_num_(1.0)
+
+
+def one_element(param: Any) -> None:
+    param.data.view(-1)[-1] = 7.0
+
+
+def exchanged(param: Any) -> None:
+    param.data.copy_(param.data.flip(0))
+
+
+EDITS = (by_data, by_numpy, one_element, exchanged)
+
+
+@covering
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("state", STATE)
+@pytest.mark.parametrize("when", ["before a forward", "before step"])
+def test_an_edit_is_kept_as_a_counted_one_is(
+    when: str, state: str, update: str, dtype: str, edit: Any, tmp_path: Path
+) -> None:
+    """Bit for bit as if it had been made in a block."""
+    found = []
+    for block in (False, True):
+        model, optimizer = wrapped(
+            tmp_path / str(block), optimizer_state=state, update=update, dtype=dtype, delay_warmup_steps=9
+        )
+        for number in range(4):
+
+            def change(model: Any = model, block: bool = block) -> None:
+                for param in (model.blocks[1].weight, model.head.bias):
+                    if block:
+                        with infinity.gathered(param, write=True):
+                            edit(param)
+                    else:
+                        edit(param)
+
+            if number == 2 and when == "before a forward":
+                change()
+            step(model, optimizer, change if number == 2 and when == "before step" else lambda: None)
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    assert all(torch.equal(v, found[1][0][n]) for n, v in found[0][0].items())
+    assert all(torch.equal(v, found[1][1][i][k]) for i, s in found[0][1].items() for k, v in s.items())
+    model.state_dict()
+
+
+@pytest.mark.parametrize("edit", quick(EDITS, [by_data]))
+def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(edit: Any, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, update="delayed", delay_warmup_steps=1, dtype="bf16")
+    for _ in range(3):
+        step(model, optimizer)
+    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited") as error:
+        step(model, optimizer, lambda: edit(model.head.bias))
+    assert "flush" in str(error.value.cure)
+    infinity.flush(optimizer)
+    model.head.bias.data.fill_(3)  # there is one version now
+    optimizer.step()
+    optimizer.zero_grad()
+    infinity.flush(optimizer)
+    assert float((model.head.bias.detach() - 3).abs().max()) < 0.1
+    infinity.close(model)
+
+
+def test_it_is_in_what_is_saved_and_given_out(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype="bf16")
+    step(model, optimizer)
+    model.head.bias.data.fill_(5)
+    assert torch.equal(optimizer.state_dict()["state"][7]["master"], torch.full((5,), 5.0))
+    model.head.bias.data.fill_(6)
+    path = infinity.save(optimizer, tmp_path / "saved")
+    model.head.bias.data.fill_(7)
+    infinity.export(model, tmp_path / "out", dtype="fp32")
+    model.head.bias.data.fill_(8)
+    infinity.unwrap(model)
+    assert torch.equal(model.head.bias, torch.full((5,), 8.0))
+    other, again = wrapped(tmp_path, 1, dtype="bf16")
+    infinity.load(again, path)
+    assert torch.equal(other.head.bias.detach().float(), torch.full((5,), 6.0))
+    infinity.close(other)
+
+
+def test_an_alias_that_is_kept_is_edited_whenever(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype="bf16")
+    alias = model.head.bias.data
+    for number in range(4):
+        alias.fill_(number)
+        step(model, optimizer)
+        alias.add_(8)  # the update that is under way has made it
+        with torch.no_grad():
+            assert float((alias.float() - number - 8).abs().max()) < 0.1
+    optimizer.step()
+    step(model, optimizer)
+    assert float((model.head.bias.detach() - 11).abs().max()) < 0.2
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_data_are_told(dtype: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype=dtype)
+    step(model, optimizer)
+
+    def swap() -> None:
+        model.head.bias.data = torch.full_like(model.head.bias.data, 3)
+
+    with pytest.raises(ParameterChangedError, match=r"head\.bias") as error:
+        step(model, optimizer, swap)
+    refused = (lambda: infinity.save(optimizer, tmp_path / "saved"), optimizer.state_dict)
+    for call in (*refused, lambda: infinity.unwrap(model)):
+        with pytest.raises(ParameterChangedError, match=r"head\.bias"):
+            call()
+    assert "gathered(params, write=True)" in str(error.value.cure)
+    with infinity.gathered(model.head.bias, write=True):
+        pass
+    optimizer.step()
+    optimizer.zero_grad()
+    assert float((model.head.bias.detach() - 3).abs().max()) < 0.1
+    infinity.close(model)
+
+
+def test_what_is_swapped_back_was_no_edit(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype="bf16")
+    step(model, optimizer)
+    data = model.head.bias.data
+    model.head.bias.data = torch.zeros_like(data)
+    model.head.bias.data = data
+    step(model, optimizer)
+    infinity.close(model)
+
+
+def test_nothing_is_looked_at_where_the_copy_is_the_master(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, dtype="fp32", optimizer_state="device")
+    step(model, optimizer)
+    assert not any(unit._watched for unit in engine_of(model).units)
+    model.head.bias.data.fill_(math.pi)
+    assert torch.equal(optimizer.state_dict() and model.head.bias, torch.full((5,), math.pi))
+    infinity.close(model)
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+import infinity
+from infinity.core.errors import ParameterChangedError
+from tests.test_data_edits import step, wrapped
+torch.set_num_threads(1)
+stage = int(sys.argv[2])
+given = {} if stage == 2 else {"gradients": None}
+model, optimizer = wrapped(Path(sys.argv[1]), dtype="bf16", zero_stage=stage, threads=1, **given)
+step(model, optimizer)
+try:
+    step(model, optimizer, lambda: model.head.bias.data.fill_(3))
+    print(float((model.head.bias.detach() - 3).abs().max()) < 0.1)
+except ParameterChangedError as error:
+    print("head.bias" in str(error))
+"""
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 2], [1]))
+def test_with_several_ranks_too(stage: int, tmp_path: Path) -> None:
+    results = run_ranks(2, RANKS, str(tmp_path), str(stage), seconds=60)
+    assert all_well(results) == ["True\n"] * 2

@@ -1,0 +1,62 @@
+"""`CudaDevice` on a device that is late (tests/lagging): the CPU's bits, and nothing that no wait orders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .lagging.run import CASES
+from .quick import quick
+
+ROOT = Path(__file__).parents[1]
+ALL = list(CASES)
+#: Each tier for each kind of state, an update mode each, and what else goes a way of its own.
+FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations"]
+
+
+def run(*arguments: str, seconds: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run cases in a process of their own: torch learns of the device before its first backward."""
+    command = [sys.executable, "-m", "tests.lagging.run", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("schedule", "seed", "cases"),
+    quick(
+        [
+            ("late", 0, FEW),
+            ("random", 1, FEW),
+            ("eager", 0, ALL),
+            *(("random", n, ALL) for n in range(2, 12)),
+        ],
+        [("late", 0, FEW)],
+        [("random", 1, FEW)],
+    ),
+    ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),
+)
+def test_a_late_device_changes_no_bit_and_nothing_is_unordered(
+    schedule: str, seed: int, cases: list[str]
+) -> None:
+    done = run("--schedule", schedule, "--seed", str(seed), *cases)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count(": same") == len(cases)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("without", "case", "found"),
+    [
+        ("wait_on_device", "host-host-host", "nothing orders"),
+        pytest.param("after", "device-host-host", "nothing orders", marks=pytest.mark.full),
+        pytest.param("mark", "nvme-nvme-nvme", "nothing orders", marks=pytest.mark.slow),
+        pytest.param("host_wait", "host-device-device", "nothing orders", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) -> None:
+    done = run("--without", without, case)
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert found in done.stdout

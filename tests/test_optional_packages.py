@@ -1,0 +1,78 @@
+"""Packages beside ours that are broken: each is named, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.core.errors import DataError
+from infinity.core.optional import optional
+
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+
+
+def package(folder: Path, name: str, text: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(text)
+
+
+def test_a_package_that_another_one_imports_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "their_models", "def __getattr__(name):\n    import torchvizion\n")
+    package(tmp_path, "torchvizion", BROKEN)
+    package(tmp_path, "their_plots", "import numpy\nraise ImportError('numpy 1 is needed')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        DataError, match="torchvizion, which their_models imports, is installed, but"
+    ) as caught:
+        optional("their_models", "hf", "AutoModel")
+    assert caught.value.cure is not None
+    assert caught.value.cure.startswith("pip install --force-reinstall torchvizion, in the version")
+    assert "or, if nothing needs it, pip uninstall torchvizion" in caught.value.cure
+    with pytest.raises(DataError, match="their_plots is installed, but") as caught:
+        optional("their_plots", "plot")
+    assert caught.value.cure == "pip install --force-reinstall their_plots"
+    with pytest.raises(DataError, match="nothing_such is not installed"):
+        optional("nothing_such", "hf")
+
+
+@pytest.mark.parametrize("name", ["torchvision", "transformers"])
+def test_doctor_imports_what_it_calls_ok(name: str, tmp_path: Path) -> None:
+    package(tmp_path, name, BROKEN)
+    code = (
+        "import json, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from infinity.cli.doctor import versions\n"
+        "print(json.dumps({f.name: f for f in versions()}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    _, status, found, cure = json.loads(done.stdout.splitlines()[-1])[name]
+    assert status == "error"
+    assert "operator torchvision::nms does not exist" in found
+    assert f"pip install --force-reinstall {name}" in cure
+
+
+def test_a_model_is_not_read_with_a_broken_transformers(tmp_path: Path) -> None:
+    package(tmp_path, "transformers", BROKEN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    code = (
+        "import sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from infinity.cli.main import run\n"
+        "sys.exit(run(['plan', '--init-from', sys.argv[1] + '/model']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 2
+    assert "transformers is installed, but cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,351 @@
+"""What each rank's program does of its own: it is the same on all ranks, or all raise a typed error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .quick import quick
+from .ranks import all_well, run_ranks
+from .test_ranks import HEAD, LOOP, of_stage
+
+#: The device of all scripts here, by `staged.py`'s names.
+DEVICES = pytest.mark.parametrize("device", quick(["cpu", "staged"], ["cpu"]))
+
+ON_DEVICE = """
+if sys.argv[2] == "staged":
+    from tests.staged import staged_devices
+    devices = contextlib.ExitStack()
+    made = devices.enter_context(staged_devices())
+"""
+
+#: What one rank does to its gradients and the other does not, behind a backward.
+CHANGES = {
+    "zero_grad": "adam.zero_grad()",
+    "the model's zero_grad": "model.zero_grad()",
+    "one to None": "weight.grad = None",
+    "zeros": "adam.zero_grad(set_to_none=False)",
+    "one to zeros": "weight.grad.zero_()",
+    "a tensor": "weight.grad = torch.ones(8, 32)",
+    "a factor": "weight.grad.mul_(0.5)",
+    "frozen": "weight.requires_grad_(False)",
+}
+#: When, and what is done next, on all.
+NEXT = {
+    "before a step": "loss().backward(); change(); adam.step()",
+    "between backwards": "loss().backward(); change(); loss().backward(); adam.step()",
+    "before backwards of others": "loss().backward(); change(); other().backward(); adam.step()",
+    "behind what was asked for": "loss().backward(); adam.clip_grad_norm_(1.0); change(); adam.step()",
+    "before it is asked for": "loss().backward(); change(); adam.clip_grad_norm_(1.0); adam.step()",
+    "before a look": "loss().backward(); change(); infinity.gradient(weight); adam.step()",
+}
+
+ALONE = """
+from infinity.core.errors import DivergenceError, GradientError
+weight = model.last.weight
+
+def other():
+    return model.layers[0](torch.full((2, 32), rank + 1.0)).square().mean()
+
+def all_alike():
+    adam.zero_grad()
+    weight.requires_grad_(True)
+    step()
+
+cases = json.loads(sys.argv[3])
+for what, when in cases:
+    def change():
+        if rank == 1:
+            exec(what)
+    begun = time.monotonic()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        exec(when)
+    except (DivergenceError, GradientError) as error:
+        raised = f"{type(error).__name__}: {error}"
+        if len(cases) == 1:
+            raise
+    else:
+        raised = None
+    weight.requires_grad_(True)
+    print(what, "|", when, "|", raised, flush=True)
+    assert raised is not None, (what, when)
+    adam.zero_grad()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), (what, when)
+    all_alike()  # what was raised on all is over
+    print("norm", adam.grad_norm)
+infinity.close(adam)
+"""
+
+
+def of(stage: int, folder: Path, **more: Any) -> str:
+    return json.dumps({**of_stage(folder, stage), "rank_timeout": 40.0, **more})
+
+
+def cases(stage: int) -> list[list[tuple[str, str]]]:
+    """Return changes, and when they come, that one run of a stage has one after the other. From stage 2 on
+    gradients are reduced within a backward: what is raised there ends the run."""
+    found = [
+        (what, when)
+        for name, what in CHANGES.items()
+        for moment, when in NEXT.items()
+        if name != "frozen" or "between" in moment
+    ]
+    inside = [case for case in found if stage >= 2 and "backwards" in _moment(case[1])]
+    return [[case for case in found if case not in inside], *([case] for case in inside)]
+
+
+def _moment(when: str) -> str:
+    return next(name for name, text in NEXT.items() if text == when)
+
+
+RUNS = [(stage, run) for stage in range(4) for run in range(len(cases(stage)))]
+QUICK = [(1, 0), (3, 0), (3, 1)]
+MORE = [(stage, run) for stage, run in RUNS if run == 0 or run % 4 == stage]
+
+
+@pytest.mark.parametrize(("stage", "run"), quick(RUNS, QUICK, [*QUICK, *MORE]))
+@DEVICES
+def test_gradients_that_one_rank_changes(stage: int, run: int, device: str, tmp_path: Path) -> None:
+    script = ON_DEVICE.join(HEAD.split("torch.set_num_threads(1)\n", 1)) + LOOP + ALONE
+    given = cases(stage)[run]
+    results = run_ranks(2, script, of(stage, tmp_path), device, json.dumps(given), seconds=120)
+    if run == 0:
+        first, second = all_well(results)
+        norms = [[line for line in out.splitlines() if line.startswith("norm")] for out in (first, second)]
+        assert norms[0] == norms[1]
+        assert len(norms[0]) == len(given)
+    else:
+        for code, _, err in results:
+            assert code == 1, err
+            assert "DivergenceError" in err or "GradientError" in err, err
+
+
+def script_of(body: str) -> str:
+    return ON_DEVICE.join(HEAD.split("torch.set_num_threads(1)\n", 1)) + "torch.set_num_threads(1)\n" + body
+
+
+RAISES = """
+@contextlib.contextmanager
+def raises(kind, words):
+    try:
+        yield
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nothing was raised: {words}")
+"""
+
+EDITS = """
+from infinity.core.errors import ParameterChangedError
+edits = {
+    "counted": lambda p: p.mul_(2),
+    "not counted": lambda p: p.data.mul_(2),
+    "other data": lambda p: setattr(p, "data", p.data * 2),
+}
+for source in (0, 1):
+    for how, double in edits.items():
+        before = model.state_dict()["last.weight"].clone()
+        with raises(ParameterChangedError, f"'last.weight' was edited on rank {1 - source} alone"):
+            with infinity.gathered(model.last, write=True, source=source), torch.no_grad():
+                if rank != source:
+                    double(model.last.weight)
+                else:
+                    double(model.last.bias)
+        state = model.state_dict()
+        assert torch.equal(state["last.weight"], before), how
+        with infinity.gathered(model.last, write=True, source=source), torch.no_grad():
+            double(model.last.weight)
+            if rank != source:
+                double(model.last.weight)
+        assert torch.equal(model.state_dict()["last.weight"], before * 2), how
+step()
+print(adam.grad_norm, float(model.state_dict()["last.bias"].double().sum()))
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", quick(range(4), [1]))
+@DEVICES
+def test_an_edit_of_another_rank_than_the_source(stage: int, device: str, tmp_path: Path) -> None:
+    script = script_of(LOOP + RAISES + EDITS)
+    first, second = all_well(run_ranks(2, script, of(stage, tmp_path), device, seconds=120))
+    assert first == second
+
+
+PATHS = """
+from infinity.core.errors import ConfigError
+folder, mine = sys.argv[3], f"{sys.argv[3]}/{rank}"
+os.makedirs(mine)
+for path in (mine, "here"):
+    os.chdir(mine)
+    for call in (lambda: infinity.save(adam, path), lambda: infinity.load(adam, path),
+                 lambda: infinity.export(model, path)):
+        with raises(ConfigError, "different directories"):
+            call()
+assert os.listdir(mine) == []
+infinity.save(adam, f"{folder}/all")
+infinity.load(adam, f"{folder}/all")
+infinity.export(model, f"{folder}/exported")
+step()
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", quick([0, 3], [3]))
+def test_paths_that_differ_between_ranks(stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    arguments = of(stage, tmp_path), "cpu", str(folder)
+    all_well(run_ranks(2, script_of(LOOP + RAISES + PATHS), *arguments, seconds=120))
+
+
+STATISTICS = """
+def built():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    model.register_buffer("same", torch.arange(3))
+    return infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+
+def train(model, adam, first, end):
+    for number in range(first, end):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank)) + rank
+        model(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+
+def contents(model):
+    model.eval()
+    with torch.no_grad():
+        said = model(torch.ones(2, 8))
+    model.train()
+    return {**{n: v.clone() for n, v in model.state_dict().items()}, "said": said}
+
+path = sys.argv[3]
+model, adam = built()
+train(model, adam, 0, 3)
+infinity.save(adam, path)
+train(model, adam, 3, 5)
+wanted = contents(model)
+infinity.close(adam)
+model, adam = built()
+infinity.load(adam, path)
+train(model, adam, 3, 5)
+found = contents(model)
+assert found.keys() == wanted.keys()
+for name, value in wanted.items():
+    assert torch.equal(found[name], value), name
+print(found["1.running_mean"].sum().item())
+infinity.close(adam)
+"""
+
+#: On one rank, or three: all have the first one's.
+ELSEWHERE = """
+path = sys.argv[3]
+model, adam = built()
+infinity.load(adam, path)
+print(model[1].running_mean.tolist())
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [3]))
+@DEVICES
+def test_a_rank_goes_on_with_its_own_buffers(stage: int, device: str, tmp_path: Path) -> None:
+    arguments = of(stage, tmp_path), device, str(tmp_path / "saved")
+    first, second = all_well(run_ranks(2, script_of(STATISTICS), *arguments, seconds=120))
+    assert first != second
+    script = script_of(STATISTICS[: STATISTICS.index("path = ")] + ELSEWHERE)
+    said = [all_well(run_ranks(world, script, *arguments, seconds=120)) for world in (1, 3)]
+    assert len({text for of_ranks in said for text in of_ranks}) == 1
+
+
+REPLICAS = """
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from infinity.core.errors import ConfigError, DirectoryError
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+shard, group = mesh["shard"], dist.new_group([0, 1])
+with raises(ConfigError, "2 dimensions"):
+    infinity.wrap(model, adam, config, mesh)
+for part in [shard, mesh["replicate"], *([DeviceMesh.from_group(group, "cpu")] if rank < 2 else [])]:
+    with raises(ConfigError, "does not have all ranks of the job"):
+        infinity.wrap(model, adam, config, part)
+    with raises(ConfigError, "does not have all ranks of the job"):
+        with infinity.init(config, part):
+            pass
+with raises(ConfigError, "has to be a DeviceMesh"):
+    infinity.wrap(model, adam, config, group if rank < 2 else dist.group.WORLD)
+assert model.first.weight.shape == (32, 8)
+
+folder, replica = sys.argv[3], rank // 2
+apart = config.replace(independent_replicas=True)
+# The directories of replicas are not the same one.
+dist.barrier()
+if replica == 0:
+    model, adam = infinity.wrap(model, adam, apart, shard)
+dist.barrier()
+if replica == 1:
+    with raises(DirectoryError, "in use"):
+        infinity.wrap(model, adam, apart, shard)
+    with infinity.init(apart.replace(nvme=f"{folder}/{replica}"), shard):
+        model = Model()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, adam = infinity.wrap(model, adam, apart.replace(nvme=f"{folder}/{replica}"), shard)
+dist.barrier()
+model(torch.full((2, 8), rank + 1.0)).square().mean().backward()
+adam.step()
+adam.zero_grad()
+# Nor are their checkpoints at one path.
+calls = (lambda path: infinity.save(adam, path)), (lambda path: infinity.export(model, path))
+for number, call in enumerate(calls):
+    if replica == number:
+        call(f"{folder}/saved{number}")
+    dist.barrier()
+    if replica != number:
+        with raises(ConfigError, "where another replica of the job is saved"):
+            call(f"{folder}/saved{number}")
+    dist.barrier()
+infinity.save(adam, f"{folder}/own{replica}")
+infinity.save(adam, f"{folder}/own{replica}")
+infinity.load(adam, f"{folder}/own{replica}")
+model(torch.ones(2, 8)).sum().backward()
+adam.step()
+print(replica, adam.grad_norm)
+infinity.close(adam)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_a_mesh_of_some_ranks_is_refused_or_trains_a_model_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "replicas"
+    for name in ("", "1"):
+        (folder / name).mkdir()
+    script = script_of(RAISES + REPLICAS)
+    said = all_well(run_ranks(4, script, of(3, tmp_path), "cpu", str(folder), seconds=200))
+    assert said[0] == said[1]
+    assert said[2] == said[3]
+    assert said[0] != said[2]
+
+
+ADDED = """
+weight = model.last.weight
+loss().backward()
+first = infinity.gradient(weight)
+weight.grad.add_(torch.ones(8, 32))
+weight.grad.mul_(0.5)
+loss().backward()
+torch.testing.assert_close(infinity.gradient(weight), (first + 1) * 0.5 + first)
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1]))
+def test_a_factor_of_what_was_added_is_not_that_of_the_next_backward(stage: int, tmp_path: Path) -> None:
+    all_well(run_ranks(2, script_of(LOOP + ADDED), of(stage, tmp_path), "cpu", seconds=120))

@@ -1,0 +1,51 @@
+"""Ranks on a device with memory of its own, as far as a CPU can show it (staged.py), against plain torch, bit
+for bit. `pytest --device staged` runs the other tests of ranks there, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .quick import quick
+from .ranks import all_well, run_ranks
+
+DEVICE = "staged"
+#: What is done to one parameter, or two, behind each step of two backwards; all others stay as they are.
+PROGRAM: list[dict[str, Any]] = [
+    {"turns": 2, "edits": {"blocks.0.norm1.weight": 0.5}, "source": 1},
+    {"turns": 2, "loads": {"blocks.1.norm2.bias": -1.0, "head.weight": 0.75}},
+    {"turns": 2, "masters": {"norm.weight": 0.75}},
+    {"turns": 2, "shape": "together", "between": ["evaluate"]},
+]
+PLACES: dict[str, dict[str, Any]] = {
+    "state on host": {"parameters": "device", "optimizer_state": "host"},
+    "state on nvme": {"parameters": "device", "optimizer_state": "nvme"},
+    "split": {
+        "parameters": {"device": 0.5, "host": 0.2, "nvme": 0.3},
+        "optimizer_state": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+    },
+}
+CASES = [
+    (place, stage, dtype)
+    for place in PLACES
+    for stage in range(4)
+    for dtype in ("bf16", "fp32")
+    if stage == 3 or place != "split"  # below that, parameters are on the device
+]
+QUICK = [("state on host", 1, "bf16"), ("state on host", 3, "bf16")]
+HOST = [case for case in CASES if case[0] == "state on host" or (case[1], case[2]) == (3, "bf16")]
+
+
+@pytest.mark.parametrize(("place", "stage", "dtype"), quick(CASES, QUICK, HOST))
+def test_what_is_done_to_one_parameter_leaves_the_others(
+    place: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    config = {"device": "cpu", "dtype": dtype, "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
+    config |= {"device_memory": "64MiB", "host_memory": "512MiB", **PLACES[place]}
+    given = {"model": "gpt", "program": PROGRAM, "config": config}
+    script = "from tests.rank_training import main; main()"
+    results = run_ranks(2, script, json.dumps(given), seconds=120, device=DEVICE)
+    assert all_well(results) == ["same\n"] * 2
