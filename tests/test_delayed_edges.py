@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from infinity.optim.chunk_io import ChunkIO
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, config_for
+from .small_models import CutModel, tokens, wrapped
 from .test_delayed import glance, masters_of
 from .test_overlap import Stack
 
@@ -84,6 +85,22 @@ def closing(adam: Any) -> Iterator[None]:
 
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [v.clone() for v in model.state_dict().values()]
+
+
+def gathered_values(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for p in model.parameters():
+        with infinity.gathered(p):
+            found.append(p.detach().clone())
+    return found
+
+
+def evaluated(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        loss: torch.Tensor = model(tokens(7))
+    model.train()
+    return loss
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -194,6 +211,35 @@ def test_a_training_forward_does_not_change_what_gathered_shows(placement: str, 
             this.loss(model, this.batches[3]).backward()
             assert same(before, [p.detach() for p in model.parameters()])
         adam.step()
+
+
+@placements
+@pytest.mark.parametrize("where", ["between steps", "before backward"])
+@pytest.mark.parametrize("reads", [values, gathered_values, evaluated])
+def test_who_looks_does_not_change_what_is_trained(
+    reads: Callable[[Any], object], where: str, placement: str, tmp_path: Path
+) -> None:
+    """Also where a function of the user's, or a graph, takes a parameter outside of its module's forward."""
+    mode = {"update": "delayed", "delay_warmup_steps": 1, **PLACEMENTS[placement]}
+    losses = []
+    for looks in (False, True):
+        folder = tmp_path / str(looks)
+        folder.mkdir()
+        model, optimizer = wrapped(folder, CutModel, **mode)
+        with closing(optimizer):
+            found = []
+            for t in range(4):
+                if looks and where == "between steps":
+                    reads(model)
+                loss = model(tokens(t))
+                if looks and where == "before backward":
+                    reads(model)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach().clone())
+            losses.append([*found, *values(model)])
+    assert same(*losses)
 
 
 @placements

@@ -109,7 +109,7 @@ def test_a_save_that_lacks_descriptors_ends_nothing(
     def without(self: Training) -> None:
         if len(self.losses) > 4:
             return save(self)
-        most = max(map(int, os.listdir("/proc/self/fd"))) + 2
+        most = max(map(int, os.listdir("/proc/self/fd"))) + 32
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, soft[1]))
         taken = []
         try:

@@ -105,6 +105,7 @@ class Phases:
         self.closed = ""  # why, when it is
         self.partly = ""  # the checkpoint of which a load that failed has left a part
         self.newest = False  # the version that what is under way uses: [Note: two versions]
+        self._of_graph = False  # the one that the last forward with a graph used
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = residency
@@ -171,6 +172,9 @@ class Phases:
         self.shelter.begin(use)
         self._edits.given.check()
         self.newest = not training
+        if torch.is_grad_enabled():
+            self._of_graph = self.newest
+        self._residency.show(newest=self.newest)
         self._residency.schedule.expect(torch.is_grad_enabled() and self.trains)
 
     def enter_root(self, module: torch.nn.Module, use: object) -> bool:
@@ -293,6 +297,7 @@ class Phases:
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         self.check()
+        self._residency.show(newest=self._of_graph)
         self._gradients.begin_backward()
         if not self._updates.busy():
             units = self._residency.cache.forward_order()

@@ -14,11 +14,11 @@ import threading
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 #: The names of the locks: which units' values have arrived; what the loader has to do; pending transfers and
-#: the chunk table; who has which lease; which pieces of a heap are lent.
-ORDER: Final = ("residency", "loader", "store", "pool", "heap")
+#: the chunk table; who has which lease; which pieces of a heap are lent; descriptors that change.
+ORDER: Final = ("residency", "loader", "store", "pool", "heap", "descriptor")
 
 #: For tests: whether `lock` returns locks that check the order. An interrupt may leave such a lock taken.
 checking = False
@@ -27,10 +27,18 @@ _held = threading.local()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+class Lock(AbstractContextManager[bool], Protocol):
+    """What `lock` returns: a lock of `threading`."""
+
+    def acquire(self, *, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
+
+
 def _after_fork() -> None:
     """Who held a lock is no thread of this process, and would hold it for good."""
     for each in list(_locks):
         each._at_fork_reinit()
+    _mine().clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -40,7 +48,7 @@ class LockOrderError(AssertionError):
     """A lock was taken out of order, or a thread waited while it held one."""
 
 
-def lock(name: str, *, reentrant: bool = False) -> AbstractContextManager[Any]:
+def lock(name: str, *, reentrant: bool = False) -> Lock:
     """Return a lock with a place in `ORDER`."""
     plain: Any = threading.RLock() if reentrant else threading.Lock()
     _locks.add(plain)
@@ -60,20 +68,14 @@ def _mine() -> list[_Checked]:
 
 
 class _Checked:
-    def __init__(self, plain: AbstractContextManager[Any], name: str, reentrant: bool) -> None:
+    def __init__(self, plain: Any, name: str, reentrant: bool) -> None:
         self.name = name
         self._plain = plain
         self._reentrant = reentrant
         self._place = ORDER.index(name)
 
-    def __enter__(self) -> None:
-        mine = _mine()
-        if not (self._reentrant and self in mine):
-            above = [lock.name for lock in mine if lock._place >= self._place]
-            if above:
-                raise LockOrderError(f"the lock {self.name!r} is taken while holding {above}; see `ORDER`")
-        self._plain.__enter__()
-        mine.append(self)
+    def __enter__(self) -> bool:
+        return self.acquire()
 
     def __exit__(
         self,
@@ -81,5 +83,19 @@ class _Checked:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.release()
+
+    def acquire(self, *, timeout: float = -1) -> bool:
+        mine = _mine()
+        if not (self._reentrant and self in mine):
+            above = [lock.name for lock in mine if lock._place >= self._place]
+            if above:
+                raise LockOrderError(f"the lock {self.name!r} is taken while holding {above}; see `ORDER`")
+        taken: bool = self._plain.acquire(timeout=timeout)
+        if taken:
+            mine.append(self)
+        return taken
+
+    def release(self) -> None:
         _mine().remove(self)
-        self._plain.__exit__(kind, error, traceback)
+        self._plain.release()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Final
+
+from infinity.core.locks import lock
 
 #: Seconds that a fork, or another descriptor, waits for one that is being opened or closed.
 _PATIENCE: Final = 1.0
@@ -58,19 +59,18 @@ class Descriptor:
 
 
 _descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
-_changing = threading.RLock()  # reentrant: a signal handler may open a file, or fork
+_changing = lock("descriptor", reentrant=True)  # a signal handler may open a file, or fork
 _held: list[bool] = []
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    lock = _changing
-    taken = lock.acquire(timeout=_PATIENCE)
+    taken = _changing.acquire(timeout=_PATIENCE)
     try:
         yield
     finally:
         if taken:
-            lock.release()
+            _changing.release()
 
 
 def _before_fork() -> None:
@@ -83,8 +83,6 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    global _changing
-    _changing = threading.RLock()
     _held.clear()
     for descriptor in list(_descriptors):
         with contextlib.suppress(OSError):  # what the system says of it is the parent's to hear

@@ -388,9 +388,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
         host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
         for parameters that were never updated. With delayed updates ``front``, in the compute dtype: the
-        values that the next forward uses, where they may not be the newest. ``infinity`` has what torch has
-        no place for: the number of steps, those skipped, and with fp16 the loss scale and the steps since it
-        changed.
+        values that the next forward uses, of all parameters, where one of them is not the newest.
+        ``infinity`` has what torch has no place for: the number of steps, those skipped, and with fp16 the
+        loss scale and the steps since it changed.
 
         Raises:
             BudgetError: it does not fit what `host_memory` leaves.
@@ -409,7 +409,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.adopt_all()
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
-            two = {*self._states.with_front()}
+            two = {*self._states.fronts()}
             kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32 or s in two]
             for sharded, values in self._states.read(kept).items():
                 dict.__setitem__(self.state, sharded.param, values)

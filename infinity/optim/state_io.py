@@ -113,11 +113,18 @@ class States:
             found += [unit.params[i] for i in sorted({s.param for c in chunks for s in c.segments})]
         return found
 
+    def fronts(self) -> list[ShardedParam]:
+        """Return whose front a state dict has: every trainable parameter's, or none's. Which of them share a
+        chunk with one that has two versions is nothing that a user can see. No update may be under way."""
+        if not self.with_front():
+            return []
+        return [p for unit in self._tiers.units for p in unit.params if p.spec.trainable]
+
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves. No update
         may be under way."""
         nbytes = sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None)
-        nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.with_front())
+        nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.fronts())
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
 
@@ -345,7 +352,7 @@ class States:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32; and master and
         front, where that may not be the newest version: the two go together) of each."""
         self.quiesce()
-        fronts = {*self.with_front()}
+        fronts = {*self.fronts()}
         values: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()

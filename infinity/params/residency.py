@@ -299,6 +299,14 @@ class Residency:
         return [p for u in changed for p in u.params]
 
     @sheltered
+    def show(self, *, newest: bool) -> None:
+        """Have what is placed on the device and nobody uses show one version: what a graph, or a function of
+        the user's, takes there of a unit is not seen, and no claim comes before it."""
+        for unit in self.units if self.has_two_versions else ():
+            if unit.on_device and not unit.in_use:
+                self._change_version(unit, None, newest)
+
+    @sheltered
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self.has_two_versions:

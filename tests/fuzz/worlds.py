@@ -95,6 +95,7 @@ class PlainWorld(World):
         self.scale_now = config["loss_scale"] if self.dtype is torch.float16 else 1.0
         self.good = self.steps = 0
         self.norm = float("nan")
+        self.resumed = False  # the optimizer has loaded a state, and no step came after it
         self.past: dict[Any, torch.Tensor] = {}
         self.late: dict[Any, torch.Tensor] = {}  # newer values than those that training uses
         if self.dtype is not torch.float32:
@@ -182,6 +183,7 @@ class PlainWorld(World):
         from infinity.hardware.adam_reference import adamw_reference
 
         self.norm = self._norm()
+        self.resumed = False
         self._publish()
         if self.dtype is torch.float16 and not math.isfinite(self.norm):
             self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
@@ -295,6 +297,11 @@ class PlainWorld(World):
 
     @torch.no_grad()
     def load_model(self, saved: Json) -> None:
+        """Raises what an engine does that would drop the older values that its optimizer has just loaded."""
+        from infinity.core.errors import StateDictError
+
+        if self.resumed and self.late:
+            raise StateDictError("the model comes before its optimizer, with delayed updates")
         self._publish()
         self.model.load_state_dict(saved)
         for p in self.model.parameters():
@@ -304,6 +311,7 @@ class PlainWorld(World):
         names = {p: n for n, p in self.model.named_parameters()}
         return {
             "masters": {names[p]: v.clone() for p, v in self.masters.items() if p in self.learns},
+            "fronts": {names[p]: p.detach().clone() for p in self.learns if self.late},
             "moments": {names[p]: (m.clone(), v.clone()) for p, (m, v) in self.moments.items()},
             "updates": {names[p]: n for p, n in self.updates.items()},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
@@ -315,15 +323,19 @@ class PlainWorld(World):
         self._publish()
         named = self.named()
         for n, m in saved["masters"].items():
-            if named[n].dtype is torch.float32:
+            if named[n].dtype is torch.float32 and n not in saved["fronts"]:
                 continue  # the copy is the master, and comes with the model
             self.masters[named[n]].copy_(m)
             named[n].copy_(m)
+        for n, front in saved["fronts"].items():
+            self.late[named[n]] = named[n].detach().clone()
+            named[n].copy_(front)
         self.moments = {named[n]: (m.clone(), v.clone()) for n, (m, v) in saved["moments"].items()}
         self.updates = {named[n]: u for n, u in saved["updates"].items()}
         for group, old in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(old)
         scale, self.good, self.steps = saved["scale"]
+        self.resumed = True
         if self.dtype is torch.float16:
             self.scale_now = scale
 
