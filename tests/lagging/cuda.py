@@ -169,7 +169,7 @@ class Stream:
 class Event:
     """torch.cuda.Event."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.point: Point | None = None
 
     def record(self, stream: Stream | None = None) -> None:
