@@ -2,9 +2,9 @@
 
 python -m tests.lagging.faults CASE [--registrations] [FIRST:LAST[:STEP]]
 Trains three steps, once for each of its allocations after `wrap`, which fails; tries again what raised, as a
-user does; and compares every bit with a run in which none failed. `--registrations`: once for each registration of
-host memory in `wrap`, which is refused; then wraps the same model again. Prints what differs, and ends with 1
-then.
+user does; and compares every bit with a run in which none failed. `--registrations`: once for each time that
+host memory is registered in `wrap`, which is refused; then wraps the same model again. Prints what differs,
+and ends with 1 then.
 """
 
 from __future__ import annotations
