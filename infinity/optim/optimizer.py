@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -171,13 +172,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def _finish_step(self) -> None:
-        """Wait for what the end of a step promises."""
+        """Wait for what the end of a step promises. The step is made, and who tries again makes another: where
+        the device has no memory for this, whoever uses a unit next meets that."""
         if self._update == "sync":
             self._updater.wait()
-            self._residency.resume_all()
-        self._residency.refresh()
-        if self._update != "sync":
-            self._residency.prefetch()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if self._update == "sync":
+                self._residency.resume_all()
+            self._residency.refresh()
+            if self._update != "sync":
+                self._residency.prefetch()
 
     def _start_update(self) -> None:
         with told(self._comm):

@@ -11,22 +11,27 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
 
 from infinity.core.errors import BudgetError, StorageError
-from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
+from infinity.core.sizes import ALIGNMENT, MiB, ceil_to, format_size
 from infinity.hardware.cores import prefer_node
 
 #: Called with the address and the bytes of a mapping, to pin it for a device or to undo that.
 Register = Callable[[int, int], None]
 
 _MADV_POPULATE_WRITE: Final = 23
+_SLICE: Final = 128 * MiB
+_MOST_THREADS: Final = 8  # more do not help: they meet at the kernel's lock of the process's memory
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostMapping:
@@ -68,8 +73,8 @@ class HostMapping:
             )
             if node is not None:
                 prefer_node(self.address, nbytes, node)
-            if populate and not _advise(self._map, _MADV_POPULATE_WRITE):
-                self._bytes.zero_()
+            if populate:
+                _populate(self._bytes)
         except OSError as error:
             if error.errno not in (errno.ENOMEM, errno.EAGAIN):
                 raise
@@ -93,14 +98,35 @@ class HostMapping:
             raise StorageError(f"mprotect failed: {os.strerror(number)}", errno=number)
 
 
-def _advise(mapping: mmap.mmap, advice: int) -> bool:
+def _populate(memory: torch.Tensor) -> None:
+    """Have pages for all of `memory`, uint8. Some threads take a slice each at a time, and the caller hears
+    signals meanwhile: one call for 100 GB would keep the kernel busy, and deaf, for a minute or more."""
+    slices = iter(memory.split(_SLICE))
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set() and (part := next(slices, None)) is not None:
+            if _libc.madvise(part.data_ptr(), part.nbytes, _MADV_POPULATE_WRITE):
+                number = ctypes.get_errno()
+                if number != errno.EINVAL:  # a kernel without this advice
+                    raise OSError(number, os.strerror(number))
+                part.zero_()
+
+    count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with ThreadPoolExecutor(count, thread_name_prefix="infinity-populate") as pool:
+        try:
+            for task in [pool.submit(work) for _ in range(count)]:
+                task.result()
+        finally:
+            stop.set()
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> None:
     try:
         mapping.madvise(advice)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a kernel without this advice
             raise
-        return False
-    return True
 
 
 class HostMemory:
