@@ -87,6 +87,35 @@ def test_ranks_share_a_directory(tmp_path: Path) -> None:
         arena.close()
 
 
+def test_runs_that_end_remove_the_directory_and_others_that_begin_make_it_again(tmp_path: Path) -> None:
+    """Two processes take and give back arenas side by side: each finds that the directory went."""
+    code = (
+        "import sys; from infinity.storage.arena import Arena\n"
+        "for _ in range(400): Arena(sys.argv[1], 4096, rank=int(sys.argv[2])).close()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    runs = [subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"]
+    try:
+        for run in runs:
+            _, said = run.communicate(timeout=120)
+            assert run.returncode == 0, said
+    finally:
+        for run in runs:
+            run.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_somebody_else_made_stays(tmp_path: Path) -> None:
+    (tmp_path / "infinity").mkdir()
+    (tmp_path / "infinity").chmod(0o755)
+    Arena(str(tmp_path), MIB).close()
+    assert list((tmp_path / "infinity").iterdir()) == []
+    (tmp_path / "infinity").chmod(0o700)
+    (tmp_path / "infinity" / "note").touch()
+    Arena(str(tmp_path), MIB).close()
+    assert [each.name for each in (tmp_path / "infinity").iterdir()] == ["note"]
+
+
 @pytest.mark.parametrize(
     ("make", "message", "number"),
     [
@@ -128,7 +157,7 @@ def test_space_that_vanishes_meanwhile_leaves_nothing(
     monkeypatch.setattr(arena_module, "_fallocate", lambda fd, nbytes: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="not enough free space"):
         Arena(str(tmp_path), MIB)
-    assert list((tmp_path / "infinity").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.root
