@@ -24,6 +24,7 @@ from infinity.core.sizes import Tier
 from infinity.planning.parts import Part
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
+from infinity.storage.folder import Folder
 from infinity.storage.layout import Layout
 from infinity.storage.leftovers import MARK_NBYTES, mark
 
@@ -171,6 +172,36 @@ def test_a_small_full_file_system(tmp_path: Path) -> None:
         assert os.listdir(os.path.join(place, "infinity")) == ["rank0.arena"]
         first.close()
         Arena(place, 900 * 1024, rank=1).close()
+
+
+def test_a_limit_on_the_size_of_files_says_how_to_raise_it(tmp_path: Path) -> None:
+    with files_of(64 * 1024):
+        with pytest.raises(DirectoryError, match="cannot hold a file of this size") as caught:
+            Arena(str(tmp_path), MIB)
+        with (
+            pytest.raises(DirectoryError, match="cannot write") as of_folder,
+            Folder(str(tmp_path / "export")) as export,
+        ):
+            export.write("config.json", "x" * MIB)
+    for error in (caught.value, of_folder.value):
+        assert error.errno == errno.EFBIG
+        assert "ulimit -f unlimited" in str(error.cure)
+    assert list(tmp_path.iterdir()) == []
+    Arena(str(tmp_path), MIB).close()  # the cure
+    with Folder(str(tmp_path / "export")) as export:
+        export.write("config.json", "x" * MIB)
+        export.commit()
+
+
+@contextlib.contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """Have the system refuse files of more than `nbytes`: `ulimit -f`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.root

@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from infinity.core.errors import DivergenceError, RankError
@@ -38,6 +38,7 @@ from infinity.core.stack import user_place
 _log = logging.getLogger("infinity.ranks")
 
 _POLL: Final = 0.1  # seconds, at most, until an interrupt arrives
+_SHOWN: Final = 3  # differences that an error names
 _HELLO_SECONDS: Final = 2.0  # for a connection to say who it is
 _GRACE_SECONDS: Final = 5.0  # for rank 0 to say who has not come
 _CLOSE_SECONDS: Final = 0.5  # for a rank to answer a goodbye
@@ -581,6 +582,14 @@ def by_rank(said: Sequence[str]) -> str:
     for rank, words in enumerate(said):
         sides.setdefault(words, []).append(rank)
     return "; ".join(f"{named(ranks)}: {words}" for words, ranks in sides.items())
+
+
+def differences(told: Sequence[Mapping[str, str]]) -> str:
+    """Return the first names of which ranks have different values, with these; `told`: by rank."""
+    names = [n for n in {n: 0 for each in told for n in each} if len({each.get(n) for each in told}) > 1]
+    found = [f"{n}: {by_rank([each.get(n, 'not there') for each in told])}" for n in names[:_SHOWN]]
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ". ".join(found) + more if names else "the same, in different orders"
 
 
 def diverged(said: Sequence[str]) -> DivergenceError:
