@@ -518,28 +518,32 @@ def not_come(ranks: list[int], timeout: float) -> RankError:
 
 
 _ENDED: Final = "infinity/ended"  # in the store: which rank an exception ended before it came
+_LEFT: Final = "infinity/left"  # which rank ended otherwise before it came
 _HEARD: Final = "infinity/heard"  # how many ranks know of it
 
 
-def say_early(store: Store, rank: int, error: BaseException) -> None:
-    """Tell the ranks that wait in `store` that an exception ends this one before it has come."""
-    said = {"rank": rank, "type": type(error).__name__, "text": str(error)[:_TEXT]}
+def say_early(store: Store, rank: int, error: BaseException | None) -> None:
+    """Tell the ranks that wait in `store` that this one ends before it has come. None: by no exception."""
+    if error is None:
+        store.set(_LEFT, json.dumps({"rank": rank, "why": "ended before its `wrap`, without an exception"}))
+        return
+    why = f"failed before its `wrap`: {type(error).__name__}: {str(error)[:_TEXT]}"
+    said = {"rank": rank, "why": why}
     if not store.check([_ENDED]):
         store.set(_ENDED, json.dumps(said))
     store.add(_HEARD, 1)
 
 
 def check_early(store: Store, ranks: Sequence[int]) -> None:
-    """Raise RankError if one of `ranks` was ended by an exception before it came."""
-    if not store.check([_ENDED]):
-        return
-    said = json.loads(store.get(_ENDED))
-    if said["rank"] in ranks:
-        store.add(_HEARD, 1)
-        raise RankError(
-            f"rank {said['rank']} failed before its `wrap`: {said['type']}: {said['text']}",
-            cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
-        )
+    """Raise RankError if one of `ranks` has ended before it came."""
+    for key in (_ENDED, _LEFT):
+        said = json.loads(store.get(key)) if store.check([key]) else {}
+        if said.get("rank") in ranks:
+            store.add(_HEARD, 1)
+            raise RankError(
+                f"rank {said['rank']} {said['why']}",
+                cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
+            )
 
 
 def early_heard(store: Store) -> int:
