@@ -28,6 +28,7 @@ from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
+from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
 from infinity.optim.loading import check_optimizer
@@ -310,7 +311,8 @@ class Engine:
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
-        ends = functools.partial(_shut_down, self.shelter, *parts, self._kept, self.hooks.keys)
+        blocks = self.phases.blocks
+        ends = functools.partial(_shut_down, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
         self._reaper = Reaper(self, ends)
         _ENGINES.add(self)
 
@@ -416,6 +418,7 @@ class Engine:
 
 def _shut_down(
     shelter: Shelter,
+    blocks: Blocks,
     updater: Updater,
     loader: Loader,
     gradients: Gradients,
@@ -427,6 +430,7 @@ def _shut_down(
     kept: contextlib.ExitStack,
     keys: list[int],
 ) -> None:
+    blocks.close()
     for key in keys:
         saved.unregister(key)
 

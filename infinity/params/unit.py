@@ -185,13 +185,13 @@ class ParamUnit(UnitMemory):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 given, version = sharded.param.data, sharded.version
-            sharded.bind(self.storage, offset)
-            sharded.version = version
+            # Values first: where an error ends this, what was given is still there.
             if given.shape == sharded.spec.shape:
-                with torch._C.DisableTorchFunctionSubclass():
-                    sharded.param.data.copy_(given)
+                self.values(sharded).view(given.shape).copy_(given)
             else:
                 refused.append(sharded)
+            sharded.bind(self.storage, offset)
+            sharded.version = version
         return refused
 
     def place(self) -> None:
