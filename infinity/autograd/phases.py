@@ -143,9 +143,13 @@ class Phases:
         """Whether the engine is open, and its values are of one moment."""
         return not self.closed and not self.partly
 
-    @sheltered
     def check(self) -> None:
         """Raise what failed in the background, or that the engine is closed."""
+        self._check(backward=in_backward())
+
+    @sheltered
+    def _check(self, *, backward: bool) -> None:
+        """`check`; in a `backward`, which cannot be made again, an update that stopped goes on unsaid."""
         if self.closed:
             raise ClosedError(
                 "the engine of this model is closed",
@@ -160,7 +164,11 @@ class Phases:
                 found=f"one of {self.partly} that raised, or was interrupted",
                 cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
             )
-        self._updates.check()
+        if backward:
+            self._updates.go_on()
+            self._updates.check_failed()
+        else:
+            self._updates.check()
         self._store.check()
 
     # -- forward ----------------------------------------------------------------------------
@@ -292,7 +300,7 @@ class Phases:
     @sheltered
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
-        self.check()
+        self._check(backward=True)
         self._gradients.begin_backward()
         if not self._updates.busy():
             units = self._residency.cache.forward_order()
