@@ -150,10 +150,11 @@ class Phases:
         """Raise what failed in the background, or that the engine is closed. End `gathered` blocks that were
         left and did not come to their end."""
         saved.leave_left()
-        self._check()
+        self._check(backward=in_backward())
 
     @sheltered
-    def _check(self) -> None:
+    def _check(self, *, backward: bool) -> None:
+        """`check`; in a `backward`, which cannot be made again, an update that stopped goes on unsaid."""
         if self.closed:
             raise ClosedError(
                 "the engine of this model is closed",
@@ -169,7 +170,11 @@ class Phases:
                 found=f"one of {self.partly} that raised, or was interrupted",
                 cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
             )
-        self._updates.check()
+        if backward:
+            self._updates.go_on()
+            self._updates.check_failed()
+        else:
+            self._updates.check()
         self._store.check()
 
     # -- forward ----------------------------------------------------------------------------
@@ -305,7 +310,8 @@ class Phases:
     @sheltered
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
-        self.check()
+        saved.leave_left()
+        self._check(backward=True)
         self._residency.show(newest=self._of_graph)
         self._gradients.begin_backward()
         if not self._updates.busy():
