@@ -181,6 +181,10 @@ class Staged:
     def carry(self) -> Callable[[], AbstractContextManager[Any]]:
         return functools.partial(self._on, self._here())
 
+    def worker(self) -> AbstractContextManager[Any]:
+        """Return what a worker's thread computes in: nothing of its own."""
+        return contextlib.nullcontext()
+
     def aside(self) -> AbstractContextManager[Any]:
         return self._on(ASIDE)
 

@@ -17,9 +17,9 @@ ALL = list(CASES)
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations"]
 
 
-def run(*arguments: str, seconds: float = 280) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.CompletedProcess[str]:
     """Run cases in a process of their own: torch learns of the device before its first backward."""
-    command = [sys.executable, "-m", "tests.lagging.run", *arguments]
+    command = [sys.executable, "-m", f"tests.lagging.{what}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
@@ -60,3 +60,28 @@ def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) 
     done = run("--without", without, case)
     assert done.returncode == 1, done.stderr[-4000:]
     assert found in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "which"),
+    quick(
+        [("host-host-host", "0::12"), ("device-host-host", "0::12"), ("activations", "0::12")]
+        + [(name, "0:") for name in ("host-host-host", "device-host-host", "nvme-nvme-nvme", "activations")],
+        [("host-host-host", "0::12")],
+        [("device-host-host", "0::12"), ("activations", "0::12")],
+    ),
+)
+def test_memory_of_the_device_runs_out_anywhere_and_the_batch_is_tried_again(case: str, which: str) -> None:
+    done = run(case, which, what="faults", seconds=1200)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "'OutOfMemoryError'" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", quick(["nvme-host-host", "activations"], [], ["nvme-host-host"]))
+def test_a_driver_that_refuses_to_pin_leaves_nothing_behind(case: str) -> None:
+    """Nothing registered, no error for the next launch; and the same model can be wrapped again."""
+    done = run(case, "--registrations", what="faults")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "'ConfigError'" in done.stdout

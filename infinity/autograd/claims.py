@@ -47,7 +47,8 @@ class Claims:
         """Let go of what was asked for; what was unpacked of it holds it as long as it lives."""
         units, self._wanted = {*self._wanted, *self._addressed}, ()
         self._addressed.clear()
-        self._residency.release(units, self)
+        if units:
+            self._residency.release(units, self)
 
     def forget(self) -> None:
         """Nothing is claimed any more; the units' users are dropped elsewhere."""

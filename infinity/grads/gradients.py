@@ -260,7 +260,6 @@ class Gradients:
         arrivals = buffer.arrivals if buffer is not None else {}
         return all(p.index in arrivals for p in unit.params if p.spec.trainable and p.param.requires_grad)
 
-    @sheltered
     def reduce(self, unit: ParamUnit) -> None:
         """The backward of a unit ends: `send`, of what has arrived on any rank, and this rank's slices of it.
         Collective, unless that waits.
@@ -270,13 +269,18 @@ class Gradients:
         """
         if self._comm.world == 1:
             self.send(unit)
-        elif self._waits and unit.layout.gradient_nbytes:
-            self._waiting.add(unit, self._filling.pop(unit.index, None))
-            came = bytes([unit.index in self._waiting.came])  # or it ends again, as one with tied parameters
-            if self._is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
-                self._reduce(unit, self._waiting.units.pop(unit.index, None))
         elif unit.layout.gradient_nbytes:
+            self._reduce_or_wait(unit)
+
+    @sheltered
+    def _reduce_or_wait(self, unit: ParamUnit) -> None:
+        if not self._waits:
             self._reduce(unit, None)
+            return
+        self._waiting.add(unit, self._filling.pop(unit.index, None))
+        came = bytes([unit.index in self._waiting.came])  # or it ends again, as one with tied parameters
+        if self._is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
+            self._reduce(unit, self._waiting.units.pop(unit.index, None))
 
     @property
     def _is_last(self) -> bool:
@@ -369,17 +373,21 @@ class Gradients:
         grad.factor, grad.is_zero = 1.0 / self.scale, False
         return arrival
 
-    @sheltered
     def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
         still reads what `unit` had. With several ranks, zeros alone: the rest is reduced first."""
-        buffer = self._filling.get(unit.index)
-        if self._comm.world > 1 and (self._waits or buffer is None or not buffer.is_zero):
+        if unit.index in self._filling:  # else there is nothing to do, and what leaves goes on leaving
+            self._send_filled(unit)
+
+    @sheltered
+    def _send_filled(self, unit: ParamUnit) -> None:
+        buffer = self._filling.get(unit.index)  # None: a call that was interrupted has sent it
+        if buffer is None or (self._comm.world > 1 and (self._waits or not buffer.is_zero)):
             return
         self.sending.let_go()
         self.sending.wait(unit.index)
-        buffer = self._filling.pop(unit.index, None)
-        if buffer is not None and buffer.arrivals:
+        del self._filling[unit.index]
+        if buffer.arrivals:
             buffer.seal()
             self._send(unit, buffer)
 
@@ -406,9 +414,13 @@ class Gradients:
         grad = sharded.param.grad
         return isinstance(grad, ShardedGrad) and grad.sharded is sharded and self.holds(grad)
 
-    @sheltered
     def send_all(self) -> None:
         """Send everything that has arrived."""
+        if self._filling or self._reducing:
+            self._send_every()
+
+    @sheltered
+    def _send_every(self) -> None:
         self._finish_reduced()
         for index in list(self._filling):
             self.send(self.units[index])

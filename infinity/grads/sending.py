@@ -42,7 +42,7 @@ class Sending:
         self._updates = updates
         self._device = device
         self._recorder = recorder
-        self._stream = HostStream("gradients")
+        self._stream = HostStream("gradients", there=device.worker)
         self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 

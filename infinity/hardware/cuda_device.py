@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from infinity.core.errors import ConfigError
+from infinity.core.sizes import format_size
 from infinity.core.spans import Moment, Recorder
 
 from .clock import DeviceClock, timed
@@ -41,12 +42,12 @@ class _CudaEvent:
         return bool(self.event.query())
 
     def wait(self) -> None:
-        while not self.event.query():
-            time.sleep(5e-5)
+        if not self.event.query():
+            self.event.synchronize()
 
 
 def _record(stream: torch.cuda.Stream) -> _CudaEvent:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)  # who waits sleeps, and looks at nothing
     event.record(stream)
     return _CudaEvent(event)
 
@@ -61,6 +62,14 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
+def _named(status: int) -> str:
+    """Return what a status of the CUDA runtime means."""
+    try:
+        return f"CUDA error {status} ({_cudart().cudaGetErrorString(_cudart().cudaError(status))})"
+    except Exception:  # a build of torch that does not know it
+        return f"CUDA error {status}"
+
+
 class CudaDevice:
     """One CUDA device, with a stream for each direction of copies."""
 
@@ -71,6 +80,7 @@ class CudaDevice:
         self.trim_above = 0
         self._recorder = recorder or Recorder()
         self._clock: DeviceClock | None = None
+        self._pinned = 0  # bytes
         with torch.cuda.device(torch_device):
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()
@@ -121,6 +131,13 @@ class CudaDevice:
         """Return what has another thread's compute go where the caller's goes: its current stream."""
         return functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.torch_device))
 
+    @contextlib.contextmanager
+    def worker(self) -> Iterator[None]:
+        """In it a worker's thread has this device as its own, and its compute goes to a new stream: on the
+        default one, which is the user's, it would wait for all that the user's thread has put there."""
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(torch.cuda.Stream(self.torch_device)):
+            yield
+
     def aside(self) -> AbstractContextManager[Any]:
         """Return what has compute go beside the caller's: on a stream of its own."""
         return torch.cuda.stream(self._aside)
@@ -161,20 +178,26 @@ class CudaDevice:
         """Pin `nbytes` at `address` with cudaHostRegister.
 
         Raises:
-            ConfigError: the driver refuses (usually the memlock limit).
+            ConfigError: the driver refuses.
         """
-        status = int(_cudart().cudaHostRegister(address, nbytes, 0))
-        if status:
+        runtime = _cudart()
+        if status := int(runtime.cudaHostRegister(address, nbytes, 0)):
+            # The runtime keeps the error for the next launch, which reads it, and has done nothing wrong.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.torch_device)
             raise ConfigError(
-                "host memory cannot be pinned",
-                expected=f"cudaHostRegister of {nbytes} bytes to succeed",
-                found=f"CUDA error {status}",
-                cure="raise the memlock limit (`ulimit -l unlimited`) or lower host_memory",
+                "the driver refuses to pin host memory",
+                expected=f"cudaHostRegister of {format_size(nbytes)} ({nbytes} bytes) to succeed",
+                found=f"{_named(status)}, with {format_size(self._pinned)} pinned before it",
+                cure="lower host_memory; under WSL and in some virtual machines the driver pins only a part "
+                "of the memory",
             )
+        self._pinned += nbytes
 
     def unregister(self, address: int, nbytes: int) -> None:
         """Undo `register`."""
         _cudart().cudaHostUnregister(address)
+        self._pinned -= nbytes
 
     def synchronize(self) -> None:
         """Block until all copies are done."""

@@ -6,6 +6,8 @@ Other folders import devices, streams and events from here.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from infinity.core.errors import ConfigError
@@ -52,5 +54,16 @@ def open_device(name: str | None, recorder: Recorder | None = None) -> Device:
             found=repr(name),
             cure='device="cpu", or a torch build with CUDA',
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index() if device.index is None else device.index
     return CudaDevice(torch.device("cuda", index), recorder)
+
+
+def _index() -> int:
+    """Return the number of the device that this process is to use: the one that its user has chosen; else,
+    where a launcher says which process of this node it is, that one of the node's, which is the current one
+    from here on, as `.cuda()` takes it."""
+    local, chosen = os.environ.get("LOCAL_RANK", ""), torch.cuda.current_device()
+    if chosen == 0 and local.isdecimal() and int(local) < torch.cuda.device_count():
+        chosen = int(local)
+        torch.cuda.set_device(chosen)
+    return chosen

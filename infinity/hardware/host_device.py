@@ -133,6 +133,10 @@ class HostDevice:
         """Return what has another thread's compute go where the caller's goes."""
         return contextlib.nullcontext
 
+    def worker(self) -> AbstractContextManager[Any]:
+        """Return what a worker's thread computes in: nothing of its own."""
+        return contextlib.nullcontext()
+
     def aside(self) -> AbstractContextManager[Any]:
         """Return what has compute go beside the caller's: on a CPU it does so on another thread."""
         return contextlib.nullcontext()

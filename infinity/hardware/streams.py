@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from infinity.core.errors import ClosedError
@@ -97,9 +98,16 @@ class Task:
 
 
 class HostStream:
-    """A queue of calls that one daemon thread runs in order."""
+    """A queue of calls that one daemon thread runs in order, inside of what `there` returns, if given: of a
+    device's `worker`, where these put work on a device."""
 
-    def __init__(self, name: str, *, delay_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        there: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        delay_seed: int | None = None,
+    ) -> None:
         self.name = name
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._pid = os.getpid()
@@ -108,7 +116,7 @@ class HostStream:
             delay_seed = int(os.environ["INFINITY_DELAY_SEED"])
         delay = random.Random(f"{name}{delay_seed}") if delay_seed is not None else None
         self._thread = threading.Thread(
-            target=_run_stream, args=(self._queue, delay), name=f"infinity-{name}", daemon=True
+            target=_run_stream, args=(self._queue, delay, there), name=f"infinity-{name}", daemon=True
         )
         self._thread.start()
         # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
@@ -149,12 +157,14 @@ class HostStream:
             self._thread.join(POLL)
 
 
-def _run_stream(tasks: queue.SimpleQueue[Task | None], delay: random.Random | None) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        if delay is not None and delay.random() < 0.5:
-            time.sleep(delay.random() * 0.004)
-        task.run()
-        del task
+def _run_stream(
+    tasks: queue.SimpleQueue[Task | None],
+    delay: random.Random | None,
+    there: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    with there():
+        while (task := tasks.get()) is not None:
+            if delay is not None and delay.random() < 0.5:
+                time.sleep(delay.random() * 0.004)
+            task.run()
+            del task

@@ -19,7 +19,7 @@ from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
-from infinity.params.unit import ParamUnit, UnitState
+from infinity.params.unit import ParamUnit, UnitState, unseen
 
 from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
@@ -87,7 +87,9 @@ class Edits:
 
     def found(self) -> list[ShardedParam]:
         """Return the parameters on the device that were edited."""
-        return [unit.params[i] for unit in self._tiers.units if unit.on_device for i in sorted(_edited(unit))]
+        here = [unit for unit in self._tiers.units if unit.on_device]
+        looked = {*unseen(unit for unit in here if not unit.look and not unit.writers)}
+        return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
 
     @sheltered
     def check_unseen(self, *, unwraps: bool = False) -> None:

@@ -90,7 +90,7 @@ class Updater:
         """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; no back is newer than its front."""
         if self._stream is None:
-            self._stream = HostStream("update")
+            self._stream = HostStream("update", there=self._tiers.device.worker)
         early = {io.chunk.id: io for io in self._take_ahead()}
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
         self._updates.post((u.chunk for u in work), blocks_loads=not delayed)

@@ -125,9 +125,13 @@ class Residency:
                 unit.gather_ahead()
                 return
 
-    @sheltered
     def gather_all(self) -> None:
         """Gather what was not needed on this rank, if that is to be in order."""
+        if self._in_order:
+            self._gather_rest()
+
+    @sheltered
+    def _gather_rest(self) -> None:
         self._gather_first(len(self.units))
 
     def use_all(self) -> None:
@@ -298,11 +302,15 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
-    @sheltered
     def show(self, *, newest: bool) -> None:
         """Have what is placed on the device and nobody uses show one version: what a graph, or a function of
         the user's, takes there of a unit is not seen, and no claim comes before it."""
-        for unit in self.units if self.has_two_versions else ():
+        if self.has_two_versions:
+            self._show(newest)
+
+    @sheltered
+    def _show(self, newest: bool) -> None:
+        for unit in self.units:
             if unit.on_device and not unit.in_use:
                 self._change_version(unit, None, newest)
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -273,16 +274,7 @@ class ParamUnit(UnitMemory):
         return counted or self._unseen()
 
     def _unseen(self) -> list[ShardedParam]:
-        if not self._sums:
-            return []
-        known, now = self._sums, self.checksums(self._sums)
-        indices = list(known)
-        if self._staged:  # one look at the device for all of them
-            both = [torch.stack([sums[i] for i in indices]) for sums in (known, now)]  # type: ignore[misc]
-            differ = (both[0] != both[1]).tolist()
-        else:
-            differ = [known[i] != now[i] for i in indices]
-        return [self.params[i] for i, changed in zip(indices, differ, strict=True) if changed]
+        return unseen([self])
 
     def check_edited(self, *, newer: bool = False) -> None:
         """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later, or
@@ -457,6 +449,24 @@ class ParamUnit(UnitMemory):
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
         return self._gather.is_over and (self._load is None or self._load.is_over())
+
+
+def unseen(units: Iterable[ParamUnit]) -> list[ShardedParam]:
+    """Return the watched parameters of `units` whose values are others than they were made, whether torch
+    counts that or not. Looks at the device once for all of them."""
+    params: list[ShardedParam] = []
+    pairs: list[tuple[Any, Any]] = []  # checksums: what was made, and what there is
+    for unit in units:
+        if unit._sums:
+            now = unit.checksums(unit._sums)
+            params += [unit.params[i] for i in now]
+            pairs += [(unit._sums[i], now[i]) for i in now]
+    if pairs and isinstance(pairs[0][0], torch.Tensor):
+        known, found = (torch.stack(sums) for sums in zip(*pairs, strict=True))
+        differ = (known != found).tolist()
+    else:
+        differ = [known != found for known, found in pairs]
+    return [param for param, changed in zip(params, differ, strict=True) if changed]
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import subprocess
+import sysconfig
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def _built() -> Path:
         made = path.with_suffix(f".{threading.get_native_id()}")
         lib = Path(torch.__file__).parent / "lib"
         command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", str(_HERE / "device.cpp"), "-o", str(made)]
-        command += [f"-I{p}" for p in cpp_extension.include_paths()]
+        command += [f"-I{p}" for p in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, timeout=280, capture_output=True)
@@ -169,7 +170,7 @@ class Stream:
 class Event:
     """torch.cuda.Event."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.point: Point | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -204,20 +205,20 @@ def stream(wanted: Stream | None) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    before = world().current(wanted.queue.device)
-    world().set_current(wanted.queue)
+    here = wanted.queue.world  # a worker's thread ends when its world may be over
+    before = here.current(wanted.queue.device)
+    here.set_current(wanted.queue)
     try:
         yield
     finally:
-        world().set_current(before)
+        here.set_current(before)
 
 
 class _Runtime:
     """What `torch.cuda.cudart()` returns."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        world().register(address, nbytes)
-        return 0
+        return world().register(address, nbytes)
 
     def cudaHostUnregister(self, address: int) -> int:
         world().unregister(address)

@@ -5,6 +5,8 @@
 // that make tensors without touching memory. All others reach `fallback` in Python. Nothing here knows
 // what a stream is: streams and events are numbers.
 
+#include <Python.h>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -34,18 +36,33 @@ struct Calls {
   void (*forget)(int64_t event);
 };
 Calls calls;
+
+// Calls Python where an exception may be on its way to the caller already: memory is freed as that unwinds.
+template <class Function, class... Arguments>
+auto ask(Function function, Arguments... arguments) {
+  struct Kept {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    Kept() { PyErr_Fetch(&type, &value, &traceback); }
+    ~Kept() {
+      PyErr_Restore(type, value, traceback);
+      PyGILState_Release(state);
+    }
+  } kept;
+  return function(arguments...);
+}
 thread_local c10::DeviceIndex current_device = 0;
 c10::DeviceIndex device_count = 0;
 
 void give_back(void* address) {
   if (address != nullptr) {
-    calls.free(address);
+    ask(calls.free, address);
   }
 }
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* address = nbytes == 0 ? nullptr : calls.allocate(nbytes);
+    void* address = nbytes == 0 ? nullptr : ask(calls.allocate, nbytes);
     TORCH_CHECK_WITH(OutOfMemoryError, nbytes == 0 || address != nullptr, "the lagging device has no ",
                      nbytes, " bytes");
     return {address, address, &give_back, c10::Device(kKind, current_device)};
@@ -78,38 +95,38 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
   c10::Stream getStream(c10::Device device) const override {
     auto index = device.has_index() ? device.index() : current_device;
-    return stream_of(calls.current_stream(index), index);
+    return stream_of(ask(calls.current_stream, index), index);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_of(device.has_index() ? device.index() : current_device, device.index());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = getStream(stream.device());
-    calls.set_stream(stream.device_index(), stream.id());
+    ask(calls.set_stream, stream.device_index(), stream.id());
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     if (*event != nullptr) {
-      calls.forget(reinterpret_cast<int64_t>(*event));
+      ask(calls.forget, reinterpret_cast<int64_t>(*event));
     }
-    *event = reinterpret_cast<void*>(calls.record(stream.id()));
+    *event = reinterpret_cast<void*>(ask(calls.record, stream.id()));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
-      calls.block(reinterpret_cast<int64_t>(event), stream.id());
+      ask(calls.block, reinterpret_cast<int64_t>(event), stream.id());
     }
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || calls.query(reinterpret_cast<int64_t>(event)) != 0;
+    return event == nullptr || ask(calls.query, reinterpret_cast<int64_t>(event)) != 0;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr) {
-      calls.forget(reinterpret_cast<int64_t>(event));
+      ask(calls.forget, reinterpret_cast<int64_t>(event));
     }
   }
-  void synchronizeStream(const c10::Stream& stream) const override { calls.synchronize(stream.id()); }
+  void synchronizeStream(const c10::Stream& stream) const override { ask(calls.synchronize, stream.id()); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 

@@ -109,6 +109,7 @@ def run(world: World, op: Any, args: Any, kwargs: Any) -> Any:
     draws = torch.Tag.nondeterministic_seeded in op.tags
     dynamic = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
     if written and not draws:
+        world.launch()
         world.put(stream, lambda: _call(op, call_args, call_kwargs, ()), reads, writes, what)
         return _returned(op, args, kwargs, written)
     if draws or dynamic:
@@ -128,6 +129,7 @@ def run(world: World, op: Any, args: Any, kwargs: Any) -> Any:
     ]
     targets = [raw(m) if isinstance(m, torch.Tensor) else None for m in made]
     writes = [span_of(m) for m in made if isinstance(m, torch.Tensor)]
+    world.launch()
     world.put(stream, lambda: _call(op, call_args, call_kwargs, targets), reads, writes, what)
     return tree_unflatten(made, out_spec)
 

@@ -137,6 +137,9 @@ class World:
         self._io: dict[Any, Clock] = {}
         self._backward: Clock = {}
         self._autograd: dict[Any, Clock] = {}
+        self.fails: int | None = None  # the number of the allocation that finds no memory
+        self.refuses: int | None = None  # the number of the registration that is refused
+        self.latched = False  # whether the next launch meets an error that is not its own
 
     # -- clocks -----------------------------------------------------------------------------
 
@@ -238,9 +241,14 @@ class World:
     def is_device(self, address: int) -> bool:
         return self.begin <= address < self.end
 
-    def register(self, begin: int, nbytes: int) -> None:
+    def register(self, begin: int, nbytes: int) -> int:
         with self.lock:
+            self.counts["registrations"] += 1
+            if self.refuses is not None and self.counts["registrations"] > self.refuses:
+                self.refuses, self.latched = None, True
+                return 2  # cudaErrorMemoryAllocation
             self.registered.append((begin, begin + nbytes))
+            return 0
 
     def unregister(self, begin: int) -> None:
         with self.lock:
@@ -321,6 +329,12 @@ class World:
             self.force(stream, len(stream.queue))
             join(self.host(), stream.clock)
 
+    def launch(self) -> None:
+        """A kernel is about to be launched: raise what a call before it has left."""
+        if self.latched:
+            self.latched = False
+            raise RuntimeError("CUDA error: out of memory, of a call before this launch")
+
     def put(
         self,
         stream: Stream,
@@ -365,6 +379,10 @@ class World:
         itself gave back is taken at once, as by torch's caching allocator."""
         with self.lock:
             self._take_freed()
+            self.counts["allocations"] += 1
+            if self.fails is not None and self.counts["allocations"] > self.fails:
+                self.fails = None
+                return 0
             size = -(-nbytes // 512) * 512
             stream = self.current(device)
             for entry in [e for e in self._waiting if all(p.is_past for p in e[1])]:
