@@ -70,13 +70,29 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+_inherited = False
+
+
+def _joined() -> bool:
+    """Return whether this process has a process group."""
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = _joined()  # its parent is the rank
+
+
 def _at_exit() -> None:
-    """Tell the other ranks where an exception ends this one, wherever it came from."""
+    """Tell the other ranks where an exception ends this one, wherever it came from; where it ends otherwise,
+    if it has joined their process group."""
     several = "WORLD_SIZE" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-    if several and hasattr(sys, "last_value") and "torch" in sys.modules:
+    joined = _joined() and not _inherited
+    if several and "torch" in sys.modules and (hasattr(sys, "last_value") or joined):
         importlib.import_module(".hardware.comm", __name__).tell_early_end()
 
 
+os.register_at_fork(after_in_child=_after_fork)
 # Here, and not where ranks connect: a rank may fail before it uses anything of this package.
 atexit.register(_at_exit)
 

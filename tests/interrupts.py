@@ -312,7 +312,10 @@ Point = tuple[str, int, int]
 class Tracer:
     """Counts the points where a handler could run; raises at the one that is asked for."""
 
-    def __init__(self, at: int = -1, where: Point | None = None) -> None:
+    def __init__(
+        self, at: int = -1, where: Point | None = None, error: type[BaseException] = Interrupt
+    ) -> None:
+        self.error = error
         self.seen: list[Point] = []
         self.at, self.where = at, where
         self.fired = ""
@@ -367,7 +370,7 @@ class Tracer:
         if self.at == (number if self.where is None else 0) and self.where in (None, point):
             self.on = False
             self.fired = f"{os.path.relpath(code.co_filename, PACKAGE)}:{frame.f_lineno} {code.co_name}"
-            raise Interrupt(self.fired)
+            raise self.error(self.fired)
 
 
 def points_of(code: CodeType) -> Iterator[int]:

@@ -24,6 +24,7 @@ from infinity.core.sizes import Tier
 from infinity.planning.parts import Part
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
+from infinity.storage.folder import Folder
 from infinity.storage.layout import Layout
 from infinity.storage.leftovers import MARK_NBYTES, mark
 
@@ -87,6 +88,35 @@ def test_ranks_share_a_directory(tmp_path: Path) -> None:
         arena.close()
 
 
+def test_runs_that_end_remove_the_directory_and_others_that_begin_make_it_again(tmp_path: Path) -> None:
+    """Two processes take and give back arenas side by side: each finds that the directory went."""
+    code = (
+        "import sys; from infinity.storage.arena import Arena\n"
+        "for _ in range(400): Arena(sys.argv[1], 4096, rank=int(sys.argv[2])).close()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    runs = [subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"]
+    try:
+        for run in runs:
+            _, said = run.communicate(timeout=120)
+            assert run.returncode == 0, said
+    finally:
+        for run in runs:
+            run.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_somebody_else_made_stays(tmp_path: Path) -> None:
+    (tmp_path / "infinity").mkdir()
+    (tmp_path / "infinity").chmod(0o755)
+    Arena(str(tmp_path), MIB).close()
+    assert list((tmp_path / "infinity").iterdir()) == []
+    (tmp_path / "infinity").chmod(0o700)
+    (tmp_path / "infinity" / "note").touch()
+    Arena(str(tmp_path), MIB).close()
+    assert [each.name for each in (tmp_path / "infinity").iterdir()] == ["note"]
+
+
 @pytest.mark.parametrize(
     ("make", "message", "number"),
     [
@@ -128,7 +158,7 @@ def test_space_that_vanishes_meanwhile_leaves_nothing(
     monkeypatch.setattr(arena_module, "_fallocate", lambda fd, nbytes: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="not enough free space"):
         Arena(str(tmp_path), MIB)
-    assert list((tmp_path / "infinity").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.root
@@ -142,6 +172,36 @@ def test_a_small_full_file_system(tmp_path: Path) -> None:
         assert os.listdir(os.path.join(place, "infinity")) == ["rank0.arena"]
         first.close()
         Arena(place, 900 * 1024, rank=1).close()
+
+
+def test_a_limit_on_the_size_of_files_says_how_to_raise_it(tmp_path: Path) -> None:
+    with files_of(64 * 1024):
+        with pytest.raises(DirectoryError, match="cannot hold a file of this size") as caught:
+            Arena(str(tmp_path), MIB)
+        with (
+            pytest.raises(DirectoryError, match="cannot write") as of_folder,
+            Folder(str(tmp_path / "export")) as export,
+        ):
+            export.write("config.json", "x" * MIB)
+    for error in (caught.value, of_folder.value):
+        assert error.errno == errno.EFBIG
+        assert "ulimit -f unlimited" in str(error.cure)
+    assert list(tmp_path.iterdir()) == []
+    Arena(str(tmp_path), MIB).close()  # the cure
+    with Folder(str(tmp_path / "export")) as export:
+        export.write("config.json", "x" * MIB)
+        export.commit()
+
+
+@contextlib.contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """Have the system refuse files of more than `nbytes`: `ulimit -f`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.root

@@ -47,8 +47,7 @@ def test_help_imports_no_verb() -> None:
     ("arguments", "code"),
     [
         (["--help"], 0),
-        (["train", "--help"], 0),
-        (["plan", "--help"], 0),
+        *(([verb, "--help"], 0) for verb in VERBS),
         (["train", "--stepz", "3"], 2),
         (["train", "--steps", "0"], 2),
         (["plan", "--ranks", "0"], 2),

@@ -480,6 +480,8 @@ model = nn.Linear(8, 8)
 adam = torch.optim.AdamW(model.parameters())
 if int(os.environ["RANK"]) == who:
     time.sleep(1.0 if "late" in how else 0.0)
+    if "exits" in how:
+        sys.exit(0)
     raise ValueError("mine")
 told(infinity.wrap, model, adam, infinity.Config(device="cpu", dtype="fp32"))
 """
@@ -497,6 +499,21 @@ def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
         kind, text = the_error(result)
         assert kind == "RankError"
         assert f"rank {who} failed before its `wrap`: ValueError: mine" in text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_exits_before_wrap(who: int) -> None:
+    """One that has joined the others' group: they end long before the deadline."""
+    results = run_ranks(3, START + EARLY, str(who), "exits late, from a group", seconds=60)
+    code, _, err = results.pop(who)
+    assert code == 0, err
+    for result in results:
+        kind, text = the_error(result)
+        assert kind == "RankError"
+        gone = "rank 0 is gone: it ended before all ranks had come to `wrap`"  # and its store with it
+        assert f"rank {who} ended before its `wrap`, without an exception" in text or (
+            not who and gone in text
+        )
 
 
 NAP = """

@@ -4,6 +4,7 @@ and no writes."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -584,6 +585,16 @@ def test_a_directory_that_is_not_what_it_should_be(name: str, directory: Any, tm
     assert raised.value.cure  # type: ignore[attr-defined]
     assert not (tmp_path / "executed").exists()
     assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]
+
+
+def test_a_repository_of_the_hub_is_fetched_first(directory: Any, tmp_path: Path) -> None:
+    fetch = re.escape("infinity.inference(huggingface_hub.snapshot_download('org/name'), config)")
+    with pytest.raises(DataError, match=fetch):
+        infinity.inference("org/name", config_of(tmp_path / "nvme"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no model in") as caught:
+        infinity.inference(str(tmp_path / "empty"), config_of(tmp_path / "nvme"))
+    assert "snapshot_download" not in str(caught.value)
 
 
 def test_what_it_takes(directory: Any, tmp_path: Path) -> None:

@@ -146,16 +146,16 @@ def test_a_sync_step_that_fails_halfway_is_told_at_each_call(
     def fail(*args: Any, **mode: Any) -> None:
         calls.append(args)
         if len(calls) > 2:
-            raise MemoryError
+            raise ArithmeticError
         inner(*args, **mode)
 
     monkeypatch.setattr(update, "_compute", fail)
     this.loss(model, this.batches[0]).backward()
-    with pytest.raises(MemoryError):
+    with pytest.raises(ArithmeticError):
         optimizer.step()
     monkeypatch.undo()
     for use in (optimizer.step, model.state_dict, lambda: this.loss(model, this.batches[0])):
-        with pytest.raises(MemoryError):
+        with pytest.raises(ArithmeticError):
             use()
     infinity.close(optimizer)
 

@@ -76,3 +76,30 @@ def test_a_model_is_not_read_with_a_broken_transformers(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "transformers is installed, but cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
+    """transformers imports only now what a name of it needs; a model of it is as good as it was."""
+    package(tmp_path, "transformers", "def __getattr__(name):\n    import their_kernels\n")
+    package(tmp_path, "their_kernels", "raise ImportError('libkernels.so: cannot open shared object file')\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+    )
+    code = (
+        "import sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "import infinity\n"
+        "from infinity.core.errors import DataError\n"
+        "try:\n"
+        "    infinity.inference(sys.argv[1] + '/model', infinity.Config(device='cpu'))\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "their_kernels, which transformers imports, is installed, but cannot be imported" in done.stdout
+    assert "pip install --force-reinstall their_kernels" in done.stdout
+    assert "the model in" not in done.stdout

@@ -65,7 +65,7 @@ def process_group(tmp_path: Path) -> Any:
 def test_distributed_wrappers_are_refused_on_either_side(
     parameters: str, process_group: Any, tmp_path: Path
 ) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     config = config_for(tmp_path, parameters=parameters)
@@ -86,6 +86,10 @@ def test_distributed_wrappers_are_refused_on_either_side(
         infinity.wrap(sharded, torch.optim.AdamW(sharded.parameters()), config)
     if parameters == "nvme":
         model, _ = wrapped(tmp_path)
-        with pytest.raises(ReleasedParameterError, match="is released"):
+        with pytest.raises(ReleasedParameterError, match="is released") as caught:
             fully_shard(model, mesh=mesh)
+        assert "after `infinity.unwrap(model)`" in str(caught.value.cure)
+        infinity.close(model)
+        model, _ = wrapped(tmp_path)
+        assert isinstance(fully_shard(infinity.unwrap(model), mesh=mesh), FSDPModule)  # the cure
         infinity.close(model)

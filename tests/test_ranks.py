@@ -863,6 +863,29 @@ infinity.wrap(model, adam, config)
         assert "(9, 32)" in err
 
 
+def test_options_that_differ_are_told_by_key_and_both_values(tmp_path: Path) -> None:
+    """Nothing has happened then: with the same options the ranks go on."""
+    script = (
+        HEAD
+        + LOOP
+        + """
+from infinity.core.errors import DivergenceError
+loss().backward()
+if rank == 1:
+    adam.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
+try:
+    adam.step()
+except DivergenceError as error:
+    print(f"{error.what}: {error.found}; {error.cure}")
+adam.param_groups[0].update(lr=0.125, betas=(0.5, 0.75))
+adam.step()
+"""
+    )
+    for said in all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "host", "fp32")))):
+        assert "the ranks make a step with different options: lr of param group 0: rank 0: " in said
+        assert "; rank 1: 0.25. betas of param group 0: rank 0: (0.9, 0.999); rank 1: (0.5, 0.75); " in said
+
+
 def test_versions_that_differ_are_named(tmp_path: Path) -> None:
     script = """
 import infinity.hardware.comm

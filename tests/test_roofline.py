@@ -161,6 +161,31 @@ def test_of_several_drives_the_slowest_decides_and_what_tune_measured_counts() -
     assert resource(slow, "NVMe reads")["seconds"] == pytest.approx(0.8), "it did better than that"
 
 
+@pytest.mark.parametrize(
+    ("spans", "about"),
+    [
+        ((("read", 0.0, 0.9, 10**9), ("update", 0.1, 0.8, 10**9)), {"host_memory": 3 << 30}),
+        ((("read", 0.0, 0.4, 10**9), ("stall", 0.0, 0.9)), {}),
+        ((("compute", 0.0, 0.96), ("read", 0.1, 0.5, 10**9), ("update", 0.2, 0.5, 10**9)), {}),
+        ((("compute", 0.0, 0.5), ("stall", 0.5, 0.9, 0, {"cause": "reduce"})), {}),
+        ((("h2d", 0.0, 0.95, 9 * 10**9), ("compute", 0.2, 0.9)), {"device": "cuda"}),
+        ((), {}),
+    ],
+)
+def test_no_line_of_the_sentence_is_longer_than_a_terminal(
+    spans: Any, about: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = made(*spans, about=about)
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    assert run(["trace", str(tmp_path / "t.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("Efficiency")) + 1
+    end = next(i for i, line in enumerate(lines) if line.startswith("Recording"))
+    assert max(map(len, lines[first:end])) <= 80
+    sentence = analyse(content)["sentence"]
+    assert " ".join(lines[first:end]) == f"{sentence[0].upper()}{sentence[1:]}."
+
+
 def test_bound_by_compute() -> None:
     result = analyse(made(("compute", 0.0, 0.96), ("read", 0.1, 0.5, 10**9), ("update", 0.2, 0.5, 10**9)))
     assert result["bound_by"] == "compute"

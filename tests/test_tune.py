@@ -14,8 +14,9 @@ import yaml
 from click.testing import CliRunner
 
 from infinity.cli.bench.io_load import Settings
+from infinity.cli.commands import tune_command
 from infinity.cli.console import status_line
-from infinity.cli.tune import Tuner, as_yaml, find, smallness, tune_command
+from infinity.cli.tune import Tuner, as_yaml, find, smallness
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB

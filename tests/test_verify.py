@@ -14,7 +14,8 @@ import torch
 from click.testing import CliRunner
 
 from infinity.cli import verify as verify_module
-from infinity.cli.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of, verify_command
+from infinity.cli.commands import verify_command
+from infinity.cli.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of
 from infinity.cli.verify_run import Difference, Trace, compare
 from infinity.core.config import UPDATES
 from infinity.core.errors import DirectoryError, StorageError

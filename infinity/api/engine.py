@@ -17,7 +17,7 @@ from infinity.autograd.activations import Activations
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.phases import CLOSED, UNWRAPPED, Phases
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError, DirectoryError, StorageError, WrapError
+from infinity.core.errors import BudgetError, DirectoryError, OutOfMemoryError, StorageError, WrapError
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
@@ -28,12 +28,13 @@ from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
+from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
 from infinity.optim.loading import check_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.state_io import States
-from infinity.optim.update import Updater
+from infinity.optim.update import LOST, Updater
 from infinity.params.cache import Cache
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
 from infinity.params.load import Loader
@@ -310,7 +311,8 @@ class Engine:
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
-        ends = functools.partial(_shut_down, self.shelter, *parts, self._kept, self.hooks.keys)
+        blocks = self.phases.blocks
+        ends = functools.partial(_shut_down, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
         self._reaper = Reaper(self, ends)
         _ENGINES.add(self)
 
@@ -391,6 +393,7 @@ class Engine:
         Raises:
             StorageError: what is on NVMe could not be finished or removed; or an update behind the
                 last step failed, and no call since has said so. It names the units without their update.
+            OutOfMemoryError: such an update has no memory, once more where a call has said so.
         """
         if self._shut:
             return
@@ -399,23 +402,28 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif self.residency.has_two_versions and not self.updates.failed and self.phases.usable:
-                    self.publish()  # what is on the device is the newest then
-                    self.residency.resume_all()
+                elif not self.updates.failed and self.phases.usable:
+                    self.updates.go_on()
+                    if self.residency.has_two_versions:
+                        self.publish()  # what is on the device is the newest then
+                        self.residency.resume_all()
             finally:
                 self._shut, self.phases.closed = True, self.phases.closed or CLOSED
                 self._reaper.close()
             if not hurry:
                 self.updates.check_once()
-        except StorageError as error:
+        except (StorageError, OutOfMemoryError) as error:
             names = [self.units[index].layout.name for index in self.updates.units]
             if names:
                 error.found = f"{error.found}; never updated: {', '.join(names)}"
+            if isinstance(error, OutOfMemoryError):
+                error.cure = LOST  # nothing goes on any more
             raise
 
 
 def _shut_down(
     shelter: Shelter,
+    blocks: Blocks,
     updater: Updater,
     loader: Loader,
     gradients: Gradients,
@@ -427,6 +435,7 @@ def _shut_down(
     kept: contextlib.ExitStack,
     keys: list[int],
 ) -> None:
+    blocks.close()
     for key in keys:
         saved.unregister(key)
 

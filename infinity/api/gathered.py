@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from infinity.autograd import saved
 from infinity.core.errors import ParameterError
+from infinity.core.turn import Use
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.optim.misuse import not_for_training
 
 from .engine import Engine, engine_of
 from .ranks import check_source
 
+_Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
-@contextlib.contextmanager
+
 def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False, source: int = 0
-) -> Iterator[None]:
+    params: _Params, *, write: bool = False, source: int = 0
+) -> contextlib.AbstractContextManager[None]:
     """Have the values of `params` on the device inside the block.
 
     What is computed from them inside may be used, and its backward called, after the block. An alias
@@ -46,22 +49,83 @@ def gathered(
             edit of a model that is for inference.
         StorageError: a transfer or an update failed.
     """
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    elif isinstance(params, nn.Parameter):
-        params = [params]
-    params = list(params)
-    if not params:
-        yield
-        return
-    of: dict[Engine, list[nn.Parameter]] = {}
-    for param in params:
-        of.setdefault(engine_of(param), []).append(param)
-    with contextlib.ExitStack() as stack:
+    return _Gathered(params, write, source)
+
+
+class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
+    """What `gathered` returns. See [Note: the end of a block]."""
+
+    # At the end of a program the names of a module go before a block that a generator has open.
+    _is_too_late = staticmethod(sys.is_finalizing)
+
+    def __init__(self, params: _Params, write: bool, source: int) -> None:
+        self._params, self._write, self._source = params, write, source
+        self._use: Use | None = None  # nothing else refers to it
+        self._engines: list[Engine] = []
+
+    def _recreate_cm(self) -> _Gathered:
+        return _Gathered(self._params, self._write, self._source)
+
+    def __enter__(self) -> None:
+        if self._use is not None:
+            raise ParameterError(
+                "one `gathered` block is entered twice",
+                expected="`with infinity.gathered(...)`, anew for each block",
+                found="an object that was entered and not left yet",
+                cure="call `infinity.gathered` again for the inner block",
+            )
+        params = self._params
+        if isinstance(params, nn.Module):
+            params = list(params.parameters())
+        elif isinstance(params, nn.Parameter):
+            params = [params]
+        of: dict[Engine, list[nn.Parameter]] = {}
+        for param in params:
+            of.setdefault(engine_of(param), []).append(param)
         # In one order, whoever asks: two threads must not each have a model that the other waits for.
-        for engine in sorted(of, key=lambda e: e.number):
-            stack.enter_context(_gathered(engine, of[engine], write, source))
-        yield
+        self._engines = sorted(of, key=lambda e: e.number)
+        self._use = Use()
+        try:
+            for engine in self._engines:
+                self._claim(engine, of[engine])
+        except BaseException:
+            self._use = None
+            self._end()
+            raise
+
+    def _claim(self, engine: Engine, params: list[nn.Parameter]) -> None:
+        engine.phases.check()
+        if self._write and not engine.trains:
+            raise not_for_training("`gathered(write=True)`")
+        engine.gradients.wait()
+        named: dict[int, set[int]] = {unit: set() for unit in sorted({engine.params[p].unit for p in params})}
+        for param in params:
+            named[engine.params[param].unit].add(engine.params[param].index)
+        if engine.comm.world > 1:
+            check_source(engine.comm, self._source)
+            engine.comm.exchange(
+                f"gathered(write={self._write}, source={self._source}) of the units {[*named]}"
+            )
+        if self._write and engine.residency.has_two_versions:
+            # An edit is of the newest, and what comes after it sees it.
+            if engine.phases.is_forward_here():
+                _check_one_version(engine)
+            else:
+                engine.publish()
+        assert self._use is not None
+        engine.shelter.turn.enter(self._use)
+        saved.enter(engine.phases.blocks.begin(self._use, named, write=self._write, source=self._source))
+
+    def __exit__(self, *error: object) -> None:
+        self._use = None  # before all else: the block is left, whatever becomes of the rest
+        if not self._is_too_late():
+            self._end()
+
+    def _end(self) -> None:
+        saved.leave_left()
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                stack.callback(engine.phases.blocks.end_left)
 
 
 def _check_one_version(engine: Engine) -> None:
@@ -73,38 +137,6 @@ def _check_one_version(engine: Engine) -> None:
             found="such a block in a forward, and an update that is not published",
             cure="edit before the forward begins, or call `infinity.flush` before it",
         )
-
-
-@contextlib.contextmanager
-def _gathered(engine: Engine, params: list[nn.Parameter], write: bool, source: int) -> Iterator[None]:
-    engine.phases.check()
-    if write and not engine.trains:
-        raise not_for_training("`gathered(write=True)`")
-    engine.gradients.wait()
-    indices = sorted({engine.params[p].unit for p in params})
-    owner = object()
-    if engine.comm.world > 1:
-        check_source(engine.comm, source)
-        engine.comm.exchange(f"gathered(write={write}, source={source}) of the units {indices}")
-    if write and engine.residency.has_two_versions:
-        # An edit is of the newest, and what comes after it sees it.
-        if engine.phases.is_forward_here():
-            _check_one_version(engine)
-        else:
-            engine.publish()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(engine.shelter.turn.hold())
-        # First how to let go, then the claim: an interrupt may come in between. Twice, which is as good as
-        # once: it may also end a call before that begins, and the other one is made then.
-        stack.callback(engine.residency.release, indices, owner)
-        stack.callback(engine.residency.release, indices, owner)
-        engine.residency.acquire(indices, owner, note=False, keep=True, newest=True)
-        if write:
-            for index in indices:
-                named = {engine.params[p].index for p in params if engine.params[p].unit == index}
-                stack.enter_context(engine.edits.editing(engine.units[index], named, owner, source))
-        stack.callback(saved.leave, saved.enter(owner))
-        yield
 
 
 def gradient(param: nn.Parameter) -> torch.Tensor | None:

@@ -13,12 +13,11 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DivergenceError
 from infinity.core.sizes import Tier
 from infinity.hardware.ranks import Comm
-from infinity.hardware.watch import by_rank
+from infinity.hardware.watch import differences
 from infinity.planning.partition import ParamSpec
 
 #: Settings that may differ between ranks: where a rank has its drives and its devices.
 OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
-_SHOWN: Final = 3  # differences that an error names
 
 
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
@@ -63,13 +62,10 @@ def _compare(comm: Comm, what: str, mine: Mapping[str, str]) -> None:
     if len({*comm.exchange(f"wrap: the {what}", hashlib.sha256(said).digest())}) == 1:
         return
     told = [json.loads(each) for each in comm.exchange(f"wrap: the {what}, which differ", said)]
-    names = [n for n in {n: 0 for each in told for n in each} if len({each.get(n) for each in told}) > 1]
-    found = [f"{n}: {by_rank([str(each.get(n, 'not there')) for each in told])}" for n in names[:_SHOWN]]
-    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise DivergenceError(
         f"the ranks have different {what}",
         expected=f"on all ranks the same; only {', '.join(OWN)} may differ" if what == "settings" else None,
-        found=". ".join(found) + more if names else "the same, in different orders",
+        found=differences(told),
         cure="build the same model, with the same Config, on every rank",
     )
 

@@ -19,14 +19,12 @@ from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier
-from infinity.core.spans import LIMIT, Recording, Span, Time, now, span_cost
+from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, now, span_cost
 from infinity.hardware.tuned import bandwidths
 from infinity.version import __version__
 
 from .engine import Engine, engine_of
 
-#: Of the file's own part, ``otherData``.
-FORMAT: Final = 1
 #: kind → its track; in the order in which they are shown.
 TRACKS: Final = {
     **dict.fromkeys(("step", "launch", "compute", "stall"), "user's thread"),

@@ -37,6 +37,7 @@ def restore(engine: _Engine) -> None:
     if engine.phases.closed:
         _check_closed(engine)
     else:
+        engine.phases.check()  # ends blocks whose own end failed
         _check_blocks(engine)
         engine.edits.check_unseen(unwraps=True)
         engine.publish()

@@ -30,6 +30,7 @@ from infinity.core.turn import is_inside
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import in_backward
 from infinity.hardware.shelter import sheltered
+from infinity.optim.blocks import Blocks
 from infinity.optim.edits import Edits
 from infinity.optim.update import Updater
 from infinity.params.discover import Scope
@@ -100,6 +101,7 @@ class Phases:
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
         self.claims = Claims(residency)
         self.guests = Guests(residency)
+        self.blocks = Blocks(residency, edits)
         self.token = object()  # whose hooks on saved tensors are ours
         self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
@@ -144,9 +146,15 @@ class Phases:
         """Whether the engine is open, and its values are of one moment."""
         return not self.closed and not self.partly
 
-    @sheltered
     def check(self) -> None:
-        """Raise what failed in the background, or that the engine is closed."""
+        """Raise what failed in the background, or that the engine is closed. End `gathered` blocks that were
+        left and did not come to their end."""
+        saved.leave_left()
+        self._check(backward=in_backward())
+
+    @sheltered
+    def _check(self, *, backward: bool) -> None:
+        """`check`; in a `backward`, which cannot be made again, an update that stopped goes on unsaid."""
         if self.closed:
             raise ClosedError(
                 "the engine of this model is closed",
@@ -154,6 +162,7 @@ class Phases:
                 found=self.closed,
                 cure=_AFTER[self.closed],
             )
+        self.blocks.end_left()
         if self.partly:
             raise ParameterError(
                 "a part of the parameters and their state may be that of a checkpoint whose load ended early",
@@ -161,7 +170,11 @@ class Phases:
                 found=f"one of {self.partly} that raised, or was interrupted",
                 cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
             )
-        self._updates.check()
+        if backward:
+            self._updates.go_on()
+            self._updates.check_failed()
+        else:
+            self._updates.check()
         self._store.check()
 
     # -- forward ----------------------------------------------------------------------------
@@ -170,6 +183,7 @@ class Phases:
         """A forward begins from outside of any other: have the turn for it, in the version that `training` or
         evaluating uses."""
         self.shelter.begin(use)
+        self.blocks.end_left()
         self._edits.given.check()
         self.newest = not training
         if torch.is_grad_enabled():
@@ -296,7 +310,8 @@ class Phases:
     @sheltered
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
-        self.check()
+        saved.leave_left()
+        self._check(backward=True)
         self._residency.show(newest=self._of_graph)
         self._gradients.begin_backward()
         if not self._updates.busy():

@@ -31,6 +31,7 @@ from torch.autograd import graph
 
 from infinity.core.errors import PrecisionError
 from infinity.core.stack import frames
+from infinity.optim.edits import Block
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -225,6 +226,22 @@ def leave(frame: object) -> None:
                 return
 
 
+def leave_all_of(owner: object) -> None:
+    """Take off what `owner` has set in this thread, and what was left on top of it."""
+    if any(frame.owner is owner for frame in _frames.list):
+        while _frames.list:
+            last = _frames.list[-1]
+            _pop()
+            if last.owner is owner:
+                return
+
+
+def leave_left() -> None:
+    """Take off what `gathered` blocks that were left have set in this thread, and what is on top of it."""
+    while any(isinstance(frame.owner, Block) and frame.owner.is_left for frame in _frames.list):
+        _pop()
+
+
 def reset(owner: object) -> None:
     """Take off what forwards of `owner` that were interrupted have left: torch calls no hook after a
     KeyboardInterrupt."""
@@ -289,12 +306,7 @@ def _composed() -> None:
     @functools.wraps(their_exit)
     def exit_both(self: Any, *args: object) -> Any:
         try:
-            if any(f.owner is self for f in _frames.list):
-                while _frames.list:
-                    last = _frames.list[-1]
-                    _pop()
-                    if last.owner is self:
-                        break
+            leave_all_of(self)
         finally:
             their_exit(self, *args)
 

@@ -1,4 +1,5 @@
-"""What `train` and `plan` take. What they do is imported when arguments are right: torch takes seconds."""
+"""What the commands take that import torch, which takes seconds: what they do is imported when arguments are
+right."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ import click
 from infinity.core.errors import ConfigError
 
 from .ending import close_on_signals
-from .options import FIGURE, is_figure, json_option
-from .settings import RunCommand, read_values, run_of, run_options
+from .options import FIGURE, device_option, directories_argument, is_figure, json_option
+from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 
 #: TB that a drive is rated for where nobody says.
 ENDURANCE: Final = 600.0
 _MOST_RANKS: Final = 1 << 16
 _BANDWIDTHS: Final = ("nvme_read", "nvme_write", "link", "dram", "tflops", "network")
+
+#: Settings of the engine that `generate` takes.
+_GENERATES: Final = (
+    *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "prefetch_memory", "units"),
+    *("chunk_elements", "block_bytes", "queue_depth", "aio_backend", "io_deadline"),
+)
 
 
 def refuse(config_file: str | None, given: Mapping[str, Any]) -> None:
@@ -139,3 +146,78 @@ def plan_command(
             as_json=as_json,
         )
     )
+
+
+@click.command("generate", cls=RunCommand)
+@click.argument("directory", metavar="DIR")
+@click.option("--prompt", "text", help="Text to go on from.")
+@click.option(
+    "--prompts", "file", metavar="FILE", help="One prompt a line; JSON strings in a .jsonl; - is stdin."
+)
+@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="To write, at most.")
+@click.option(
+    "--batch", "at_once", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token."
+)
+@click.option(
+    "--seed", "drawn", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn."
+)
+@functools.partial(
+    run_options, options=[o for o in OPTIONS if o.section == "engine" and o.name in _GENERATES]
+)
+@json_option
+def generate_command(**given: Any) -> Any:
+    """Write text with the model in DIR: a Hugging Face directory, or checkpoints of infinity.
+
+    Parameters are read from where --parameters says while they are used, so the model may be larger than the
+    device and than memory. At the end: tokens per second, and what bounds them.
+    """
+    return _imported("infinity.cli.generate").generate_command(**given)
+
+
+@click.command("export")
+@click.argument("checkpoint")
+@click.argument("directory", metavar="DIR")
+@click.option("--dtype", help="fp32, bf16 or fp16. Default: that of the model's config.json, or else fp32.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file.")
+@json_option
+def export_command(**given: Any) -> Any:
+    """Write the model in CHECKPOINT to a new directory DIR: safetensors files, and of a model of transformers
+    all that `from_pretrained` reads.
+
+    CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
+    so any machine with room on its drive can do it. A DIR with something in it is refused.
+
+    The built-in GPT of `infinity train` is none of transformers: --init-from does not take its files, which
+    are for an `infinity.cli.model.GPT` of the same shape. `infinity generate CHECKPOINT` writes with it.
+    """
+    return _imported("infinity.cli.export").export_command(**given)
+
+
+@click.command("verify")
+@click.option("--nvme", "directory", default=".", metavar="DIR", help="On an NVMe drive. Default: here.")
+@device_option
+@json_option
+def verify_command(**given: Any) -> Any:
+    """Check that every placement and update mode gives the same bits on this machine, in a minute.
+
+    What it writes to DIR is gone afterwards. Exit code 1 when a case differs.
+    """
+    return _imported("infinity.cli.verify").verify_command(**given)
+
+
+@click.command("tune")
+@directories_argument()
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="In all.")
+@click.option("--store/--no-store", default=True, help="Keep the result, so that auto uses it.")
+@json_option
+def tune_command(**given: Any) -> Any:
+    """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
+
+    They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
+    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
+    result cannot be kept; it is printed then, too.
+    """
+    return _imported("infinity.cli.tune").tune_command(**given)

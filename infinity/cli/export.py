@@ -13,27 +13,12 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size, parse_dtype, parse_size
 
 from .console import finish, seldom, status_line
-from .options import json_option
 
 
-@click.command("export")
-@click.argument("checkpoint")
-@click.argument("directory", metavar="DIR")
-@click.option("--dtype", help="fp32, bf16 or fp16. Default: that of the model's config.json, or else fp32.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file.")
-@json_option
 def export_command(
     checkpoint: str, directory: str, dtype: str | None, max_shard_size: str, as_json: bool
 ) -> None:
-    """Write the model in CHECKPOINT to a new directory DIR: safetensors files, and of a model of transformers
-    all that `from_pretrained` reads.
-
-    CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
-    so any machine with room on its drive can do it. A DIR with something in it is refused.
-
-    The built-in GPT of `infinity train` is none of transformers: --init-from does not take its files, which
-    are for an `infinity.cli.model.GPT` of the same shape. `infinity generate CHECKPOINT` writes with it.
-    """
+    """Export as the parameters of the command say."""
     for name, value in (("CHECKPOINT", checkpoint), ("DIR", directory)):
         if not value:  # such as an unset "$DIR"; it would be the current one
             raise ConfigError(

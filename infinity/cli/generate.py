@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -21,36 +20,12 @@ from infinity.core.sizes import format_size
 from infinity.core.spans import CAUSES
 
 from .console import finish, gigabytes, seldom, status_line
-from .options import json_option
-from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
+from .settings import read_values, run_of
 from .writer import Writer, open_writer
 
-_ENGINE: Final = (
-    *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "prefetch_memory", "units"),
-    *("chunk_elements", "block_bytes", "queue_depth", "aio_backend", "io_deadline"),
-)
 _EVERY: Final = 1.0  # seconds between two words of how far it is
-_OPTIONS: Final = [o for o in OPTIONS if o.section == "engine" and o.name in _ENGINE]
 
 
-@click.command("generate", cls=RunCommand)
-@click.argument("directory", metavar="DIR")
-@click.option("--prompt", "text", help="Text to go on from.")
-@click.option(
-    "--prompts", "file", metavar="FILE", help="One prompt a line; JSON strings in a .jsonl; - is stdin."
-)
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="To write, at most.")
-@click.option(
-    "--batch", "at_once", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."
-)
-@click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token."
-)
-@click.option(
-    "--seed", "drawn", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn."
-)
-@functools.partial(run_options, options=_OPTIONS)
-@json_option
 def generate_command(
     directory: str,
     text: str | None,
@@ -63,11 +38,7 @@ def generate_command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Write text with the model in DIR: a Hugging Face directory, or checkpoints of infinity.
-
-    Parameters are read from where --parameters says while they are used, so the model may be larger than the
-    device and than memory. At the end: tokens per second, and what bounds them.
-    """
+    """Write as the parameters of the command say; return the exit code."""
     texts = [text] if text is not None else []
     texts += read_prompts(file) if file is not None else []
     for each in texts:

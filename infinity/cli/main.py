@@ -26,22 +26,26 @@ from .streams import let_go_of_streams
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "train": ("infinity.cli.commands", "train_command", "Train a GPT or a Hugging Face model on text."),
-    "generate": ("infinity.cli.generate", "generate_command", "Write text, by a model of any size."),
+    "generate": ("infinity.cli.commands", "generate_command", "Write text, by a model of any size."),
     "plan": ("infinity.cli.commands", "plan_command", "Say what a run would take, building nothing."),
     "bench": (
         "infinity.cli.bench.group",
         "bench_group",
         "Measure drives, the link, the CPU's Adam, or whole steps.",
     ),
-    "tune": ("infinity.cli.tune", "tune_command", "Find the I/O settings that suit a drive, and keep them."),
+    "tune": (
+        "infinity.cli.commands",
+        "tune_command",
+        "Find the I/O settings that suit a drive, and keep them.",
+    ),
     "trace": ("infinity.cli.trace", "trace_command", "Say where the time of a step went, and why."),
     "verify": (
-        "infinity.cli.verify",
+        "infinity.cli.commands",
         "verify_command",
         "Check that every placement and update mode gives the same bits.",
     ),
     "export": (
-        "infinity.cli.export",
+        "infinity.cli.commands",
         "export_command",
         "Write the model of a checkpoint as files that other programs read.",
     ),

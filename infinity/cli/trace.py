@@ -10,10 +10,9 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from infinity.api.trace import FORMAT
 from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
-from infinity.core.spans import CAUSES
+from infinity.core.spans import CAUSES, FORMAT
 
 from .console import check_plot, figure_in, finish, gigabytes, lines_of, table_of, wide_console
 from .options import json_option

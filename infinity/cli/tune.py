@@ -22,7 +22,6 @@ import click
 from infinity.cli.bench import io
 from infinity.cli.bench.io_load import Job, Load, Settings, check_directory, run_pass
 from infinity.cli.console import finish, gigabytes, sizes, status_line, wide_console
-from infinity.cli.options import directories_argument, json_option
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
@@ -199,18 +198,8 @@ def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
     )
 
 
-@click.command("tune")
-@directories_argument()
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="In all.")
-@click.option("--store/--no-store", default=True, help="Keep the result, so that auto uses it.")
-@json_option
 def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_json: bool) -> int:
-    """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
-
-    They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
-    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
-    result cannot be kept; it is printed then, too.
-    """
+    """Tune as the parameters of the command say; return the exit code."""
     for directory in directories:
         check_directory(directory)
     found, rows, kept, lost = [], [], None, None

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import click
 import torch
 
 from infinity.cli.bench.io_load import check_directory
@@ -29,7 +28,6 @@ from infinity.hardware.device import open_device
 
 from .console import finish, status_line, wide_console
 from .measure import scratch
-from .options import device_option, json_option
 from .verify_run import (
     CLIP,
     AgainstTorch,
@@ -236,15 +234,8 @@ def show(result: dict[str, Any]) -> None:
         )
 
 
-@click.command("verify")
-@click.option("--nvme", "directory", default=".", metavar="DIR", help="On an NVMe drive. Default: here.")
-@device_option
-@json_option
 def verify_command(directory: str, device: str | None, as_json: bool) -> int:
-    """Check that every placement and update mode gives the same bits on this machine, in a minute.
-
-    What it writes to DIR is gone afterwards. Exit code 1 when a case differs.
-    """
+    """Verify as the parameters of the command say; return the exit code."""
     # cuBLAS reads it once, before its first product; without it sums have no fixed order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     opened = open_device(device)

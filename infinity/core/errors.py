@@ -20,6 +20,7 @@
     │   │   ├── ShortTransferError       it moved fewer bytes than asked, for good
     │   │   └── DeadlineError            it did not finish in time; its buffer is quarantined
     │   └── CorruptionError              bytes read differ from the bytes written (CRC mismatch)
+    ├── OutOfMemoryError (MemoryError)   memory ran out in the middle of a run
     ├── BackendError (RuntimeError)      an I/O backend is unknown or does not work here
     ├── ClosedError (RuntimeError)       the engine or one of its parts was closed, or forked
     ├── ThreadError (RuntimeError)       another thread uses the model, and does not end
@@ -46,6 +47,7 @@ __all__ = [
     "GradientError",
     "InfinityError",
     "OptimizerTypeError",
+    "OutOfMemoryError",
     "ParameterChangedError",
     "ParameterError",
     "PrecisionError",
@@ -183,6 +185,10 @@ class DeadlineError(TransferError):
 
 class CorruptionError(StorageError):
     """Bytes that were read differ from the bytes that were written."""
+
+
+class OutOfMemoryError(InfinityError, MemoryError):
+    """The host or the device had no memory in the middle of a run."""
 
 
 class BackendError(InfinityError, RuntimeError):

@@ -22,6 +22,8 @@ from typing import Final, Protocol
 CAUSES: Final = ("h2d", "nvme", "update", "reduce")
 #: A trace keeps this many spans, about 25 MB, and counts those beyond.
 LIMIT: Final = 100_000
+#: Of a trace's file: of its own part, ``otherData``.
+FORMAT: Final = 1
 
 now = time.perf_counter_ns
 

@@ -9,7 +9,9 @@ a parameter on the device while its update is under way waits for that alone.
 
 No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
 its number. What an error or an interrupt left of it goes when that thread comes back, or when another one
-waits and finds it ended, or inside of nothing any more. A guest is one for as long as the frame that it
+waits and finds it ended, or inside of nothing any more. What has an end of its own (a block, a call) has a
+`Use`, which only the frame or the object that will end it refers to: one that is gone has ended, even where
+an error came before its end could be called. A guest is one for as long as the frame that it
 joined in is on its stack: a thread's number is given to another when it ends.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,6 +34,12 @@ _PAUSE: Final = 1e-4
 LIMIT: Final = 300.0
 
 
+class Use:
+    """A use of an engine that lasts until `leave`, or until nobody refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Turn:
     """Who may use an engine now. See [Note: turns]."""
 
@@ -38,13 +47,13 @@ class Turn:
         self._limit = limit
         self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
         self._uses: set[object] = set()  # that `reset` ends
-        self._lasting: set[object] = set()
+        self._lasting: set[weakref.ref[Use]] = set()
         self._guests: dict[int, list[FrameType]] = {}  # of each, the frames in which it joined
         self._bell = Bell()
 
-    def enter(self, use: object, *, lasting: bool = False, who: int | None = None, wait: bool = True) -> None:
+    def enter(self, use: object, *, who: int | None = None, wait: bool = True) -> None:
         """Begin a use of the thread `who` (None: this one); wait until it may, unless told not to. Does
-        nothing for a guest, and for a use that is under way. `lasting`: `reset` leaves it.
+        nothing for a guest, and for a use that is under way. `reset` leaves a `Use`.
 
         Raises:
             ThreadError: another thread has had a use for `limit` seconds, or waits for this one.
@@ -54,13 +63,17 @@ class Turn:
             if not wait or self._is_guest(who):
                 return
             self._wait(who)
-        (self._lasting if lasting else self._uses).add(use)
+        if isinstance(use, Use):
+            self._lasting.add(weakref.ref(use))
+        else:
+            self._uses.add(use)
 
     def leave(self, use: object) -> None:
         """End a use."""
         self._uses.discard(use)
-        self._lasting.discard(use)
-        if not (self._uses or self._lasting):
+        if isinstance(use, Use):
+            self._lasting.discard(weakref.ref(use))
+        if not (self._uses or self._lasts()):
             self._holder.clear()
             self._bell.ring()
             if any(turn is self for turn in tuple(_WAITING.values())):
@@ -71,6 +84,13 @@ class Turn:
         if self.mine:
             for use in tuple(self._uses):
                 self.leave(use)
+
+    def _lasts(self) -> bool:
+        """Whether somebody still refers to a `Use` that was begun."""
+        for use in tuple(self._lasting):
+            if use() is None:
+                self._lasting.discard(use)
+        return bool(self._lasting)
 
     @property
     def holder(self) -> int:
@@ -85,8 +105,8 @@ class Turn:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Have the turn for a block."""
-        use = object()
-        self.enter(use, lasting=True)
+        use = Use()
+        self.enter(use)
         try:
             yield
         finally:
@@ -138,7 +158,7 @@ class Turn:
                     cure="have both gather all that they need in one `gathered`, or use one model after "
                     "the other",
                 )
-            stale = 0 if self._lasting or is_inside(holder) else stale + 1
+            stale = 0 if self._lasts() or is_inside(holder) else stale + 1
             if stale > 1 or not _lives(holder):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
                 # `enter`, or has ended.

@@ -251,22 +251,24 @@ def _wait_for_all(launch: Launch, store: Any, seconds: float) -> None:
 
 
 def tell_early_end() -> None:
-    """At the end of a process: if an exception ends this rank before it has made an engine, tell those that
-    wait for it. Where torchrun has no store for them it gives them `_LINGER_SECONDS` to hear of it."""
+    """At the end of a process: if this rank has made no engine, tell those that wait for it. Where an
+    exception ends it, and torchrun has no store for them, it gives them `_LINGER_SECONDS` to hear of it.
+    Where none does, only who has joined their group is known to be a rank: a program that one starts is none.
+    """
     error = getattr(sys, "last_value", None)
-    if error is None or _made or _is_fork:
+    if _made or _is_fork:
         return
     with contextlib.suppress(RuntimeError, OSError, ConfigError):  # there is nobody to tell
         if dist.is_available() and dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
-        elif (launch := launched()) is not None:
+        elif error is not None and (launch := launched()) is not None:
             rank, world = launch.rank, launch.world
             store = _meeting(launch, _LINGER_SECONDS)
         else:
             return
         say_early(store, rank, error)
-        if rank == 0:
+        if rank == 0 and error is not None:
             _linger(store, world)
 
 

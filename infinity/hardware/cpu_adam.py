@@ -2,7 +2,8 @@
 
 It gives the same bits ([Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl) on every
 instruction set and with any number of threads. Every tensor is 1-D and contiguous. What is
-wrong with the arguments raises before a byte is written. The GIL is free while the kernel works.
+wrong with the arguments raises before a byte is written, and so does a lack of memory. The GIL is free
+while the kernel works.
 """
 
 from __future__ import annotations

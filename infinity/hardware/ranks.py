@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import ClosedError, InfinityError, RankError, StorageError
+from infinity.core.errors import ClosedError, InfinityError, OutOfMemoryError, RankError, StorageError
 
 from .streams import Task
 
@@ -116,8 +116,8 @@ class Comm:
 @contextlib.contextmanager
 def told(comm: Comm) -> Iterator[None]:
     """Have all ranks raise where this one does, each in the collective that it makes next: what it raises
-    comes of what its program has done, and the others would wait for it. Errors of drives are not told so:
-    they may come between two collectives."""
+    comes of what its program has done, and the others would wait for it. Errors of drives and of memory are
+    not told so: they may come between two collectives."""
     if comm.tells:
         yield
         return
@@ -125,7 +125,7 @@ def told(comm: Comm) -> Iterator[None]:
     try:
         yield
     except InfinityError as error:
-        if not isinstance(error, (RankError, ClosedError, StorageError)):
+        if not isinstance(error, (RankError, ClosedError, StorageError, OutOfMemoryError)):
             with contextlib.suppress(RankError, ClosedError):  # that all raise is what it is for
                 comm.exchange(f"{type(error).__name__}: {error.what}")
         raise

@@ -23,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from infinity.core.turn import Turn
+from infinity.core.turn import Turn, Use
 
 from .streams import Task
 
@@ -102,10 +102,10 @@ class Shelter:
     def _make(
         self, call: Callable[[], _R], who: int, there: Callable[[], AbstractContextManager[Any]], turn: bool
     ) -> _R:
-        use = object()
+        use = Use()
         if turn:
             wait = not (self._staged and torch._C._current_graph_task_id() != -1)
-            self.turn.enter(use, lasting=True, who=who, wait=wait)
+            self.turn.enter(use, who=who, wait=wait)
         try:
             with there(), torch.no_grad():
                 return call()

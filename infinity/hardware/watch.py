@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from infinity.core.errors import DivergenceError, RankError
@@ -38,6 +38,7 @@ from infinity.core.stack import user_place
 _log = logging.getLogger("infinity.ranks")
 
 _POLL: Final = 0.1  # seconds, at most, until an interrupt arrives
+_SHOWN: Final = 3  # differences that an error names
 _HELLO_SECONDS: Final = 2.0  # for a connection to say who it is
 _GRACE_SECONDS: Final = 5.0  # for rank 0 to say who has not come
 _CLOSE_SECONDS: Final = 0.5  # for a rank to answer a goodbye
@@ -517,28 +518,32 @@ def not_come(ranks: list[int], timeout: float) -> RankError:
 
 
 _ENDED: Final = "infinity/ended"  # in the store: which rank an exception ended before it came
+_LEFT: Final = "infinity/left"  # which rank ended otherwise before it came
 _HEARD: Final = "infinity/heard"  # how many ranks know of it
 
 
-def say_early(store: Store, rank: int, error: BaseException) -> None:
-    """Tell the ranks that wait in `store` that an exception ends this one before it has come."""
-    said = {"rank": rank, "type": type(error).__name__, "text": str(error)[:_TEXT]}
+def say_early(store: Store, rank: int, error: BaseException | None) -> None:
+    """Tell the ranks that wait in `store` that this one ends before it has come. None: by no exception."""
+    if error is None:
+        store.set(_LEFT, json.dumps({"rank": rank, "why": "ended before its `wrap`, without an exception"}))
+        return
+    why = f"failed before its `wrap`: {type(error).__name__}: {str(error)[:_TEXT]}"
+    said = {"rank": rank, "why": why}
     if not store.check([_ENDED]):
         store.set(_ENDED, json.dumps(said))
     store.add(_HEARD, 1)
 
 
 def check_early(store: Store, ranks: Sequence[int]) -> None:
-    """Raise RankError if one of `ranks` was ended by an exception before it came."""
-    if not store.check([_ENDED]):
-        return
-    said = json.loads(store.get(_ENDED))
-    if said["rank"] in ranks:
-        store.add(_HEARD, 1)
-        raise RankError(
-            f"rank {said['rank']} failed before its `wrap`: {said['type']}: {said['text']}",
-            cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
-        )
+    """Raise RankError if one of `ranks` has ended before it came."""
+    for key in (_ENDED, _LEFT):
+        said = json.loads(store.get(key)) if store.check([key]) else {}
+        if said.get("rank") in ranks:
+            store.add(_HEARD, 1)
+            raise RankError(
+                f"rank {said['rank']} {said['why']}",
+                cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
+            )
 
 
 def early_heard(store: Store) -> int:
@@ -581,6 +586,14 @@ def by_rank(said: Sequence[str]) -> str:
     for rank, words in enumerate(said):
         sides.setdefault(words, []).append(rank)
     return "; ".join(f"{named(ranks)}: {words}" for words, ranks in sides.items())
+
+
+def differences(told: Sequence[Mapping[str, str]]) -> str:
+    """Return the first names of which ranks have different values, with these; `told`: by rank."""
+    names = [n for n in {n: 0 for each in told for n in each} if len({each.get(n) for each in told}) > 1]
+    found = [f"{n}: {by_rank([each.get(n, 'not there') for each in told])}" for n in names[:_SHOWN]]
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ". ".join(found) + more if names else "the same, in different orders"
 
 
 def diverged(said: Sequence[str]) -> DivergenceError:

@@ -70,6 +70,7 @@ class ChunkIO:
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
         self._events: list[Event] = []
+        self.changed = False  # whether an update has begun to change the state
         self._begun = False
         self._delayed = False
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
@@ -295,10 +296,19 @@ def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO
     """Return the I/O of a chunk with its lease, if it needs none or one is free."""
     nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
     lease = tiers.pool.try_lease(quota, nbytes) if nbytes else None
-    return None if lease is None and nbytes else ChunkIO(tiers, chunk, lease)
+    return None if lease is None and nbytes else _make(tiers, chunk, lease)
 
 
 def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO:
     """Return the I/O of a chunk with its lease; blocks until one is free."""
     nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
-    return ChunkIO(tiers, chunk, tiers.pool.lease(quota, nbytes) if nbytes else None)
+    return _make(tiers, chunk, tiers.pool.lease(quota, nbytes) if nbytes else None)
+
+
+def _make(tiers: Tiers, chunk: Chunk, lease: Lease | None) -> ChunkIO:
+    try:
+        return ChunkIO(tiers, chunk, lease)
+    except MemoryError:
+        if lease is not None:
+            lease.release()
+        raise

@@ -11,11 +11,10 @@ error, as with ``Config(check_edits=True)``. Where the copy is the master there 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
 
 from infinity.core.errors import ParameterChangedError
+from infinity.core.turn import Use
 from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
@@ -26,15 +25,34 @@ from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
 from .state_io import States, bump
 
-#: The units of blocks that edit, of any engine. An interrupt may leave one, which does no harm.
-_EDITED: weakref.WeakValueDictionary[object, ParamUnit] = weakref.WeakValueDictionary()
+#: The units of blocks that edit, of any engine. An error may leave one, which does no harm.
+_EDITED: weakref.WeakSet[ParamUnit] = weakref.WeakSet()
 
 
-class _Block(NamedTuple):
-    """What edits a unit on several ranks: the rank whose edits count, and checksums of what there was."""
+class Block:
+    """A `gathered` block: the owner of its claims, and what its end is about.
 
-    source: int
-    sums: list[int]
+    Attributes:
+        named: by unit, the parameters that the block is for, by index.
+        source: on several ranks, the one whose edits count.
+        moved: by unit, the parameters that were given other data and are bound again, not adopted yet.
+        refused: those of them whose data could not be taken.
+        sums: on several ranks, by unit, checksums of what there was.
+    """
+
+    def __init__(self, use: Use, named: dict[int, set[int]], source: int) -> None:
+        self._use = weakref.ref(use)
+        self.named = named
+        self.source = source
+        self.moved: dict[int, set[int]] = {unit: set() for unit in named}
+        self.refused: dict[int, set[int]] = {unit: set() for unit in named}
+        self.sums: dict[int, list[int]] = {}
+        self.failed = False  # to end, once
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its `with` statement is over, which has the only reference to its use."""
+        return self._use() is None
 
 
 class Edits:
@@ -50,7 +68,7 @@ class Edits:
         self._tiers = tiers
         self._states = states
         self.given = Given(staged=tiers.device.staged)
-        self._blocks: dict[int, list[_Block]] = {}  # of several ranks, by unit, innermost last
+        self._blocks: dict[int, list[Block]] = {}  # that edit, by unit, innermost last
 
     def check_delayed(self) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
@@ -98,7 +116,7 @@ class Edits:
             known.setdefault(sharded.unit, set()).add(sharded.index)
         for unit in self._tiers.units if units is None else units:
             if unit.on_device and unit.writers:
-                self._take(unit, {p.index for p in unit.params})
+                self._take(unit, self._blocks[unit.index][-1], {p.index for p in unit.params})
             elif unit.on_device:
                 edited = _edited(unit) if found is None else known.get(unit.index)
                 if edited:
@@ -125,26 +143,33 @@ class Edits:
         self.given.forget(unit.params[index] for index in edited)
         unit.looked(edited)
 
-    def _take(self, unit: ParamUnit, named: set[int]) -> None:
+    def _take(self, unit: ParamUnit, block: Block, named: set[int]) -> None:
         """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
         edited; with several ranks, those of the block's source. Raise `ParameterChangedError` after that if
-        data have another shape, or another rank has edited what the source has not."""
-        units = tuple(_EDITED.values())
+        data have another shape, or another rank has edited what the source has not. Another error may end
+        it anywhere: the next call goes on."""
+        units = tuple(_EDITED)
         written = {u.storage._cdata for u in units}
         for each in units:
             each.own_data(written)
-        moved = {p.index for p in unit.params if not p.in_place(unit.storage)}
-        refused = unit.rebind()
+        moved, refused = block.moved[unit.index], block.refused[unit.index]
+        apart = [p for p in unit.params if not p.in_place(unit.storage)]
+        refused.update(p.index for p in apart if p.param.shape != p.spec.shape)
+        moved.update(p.index for p in apart)
+        unit.rebind()
         edited = _edited(unit) | moved
         lost = None
         if self._comm.world > 1:
-            named, lost = self._agree(unit, edited, named)
+            named, lost = self._agree(unit, block, edited, named)
             edited = set()
         self.adopt(unit, edited | named)
+        moved.clear()
         if refused:
+            first = unit.params[min(refused)]
+            refused.clear()
             raise ParameterChangedError(
-                f"the parameter {refused[0].name!r} was given data that do not fit it",
-                expected=f"shape {refused[0].spec.shape}",
+                f"the parameter {first.name!r} was given data that do not fit it",
+                expected=f"shape {first.spec.shape}",
                 found="another shape; the parameter has the values that it had",
                 cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
                 "`infinity.unwrap(model)`, change it, and wrap it again",
@@ -153,12 +178,11 @@ class Edits:
             raise lost
 
     def _agree(
-        self, unit: ParamUnit, edited: set[int], named: set[int]
+        self, unit: ParamUnit, block: Block, edited: set[int], named: set[int]
     ) -> tuple[set[int], ParameterChangedError | None]:
-        """Give all ranks the values of the innermost block's source. Return the parameters to adopt; and
+        """Give all ranks the values of the block's source. Return the parameters to adopt; and
         an error, if another rank has changed one that the source has not edited. Collective."""
-        blocks = self._blocks[unit.index]
-        source, before = blocks[-1]
+        source, before = block.source, block.sums[unit.index]
         changed = {i for i, (a, b) in enumerate(zip(before, _sums(unit), strict=True)) if a != b}
         kinds = named, edited | changed, changed
         mine = bytes(sum((i in kind) << bit for bit, kind in enumerate(kinds)) for i in range(len(before)))
@@ -166,7 +190,7 @@ class Edits:
         found = {i for i, of in enumerate(told[source]) if of}
         self._comm.broadcast(unit.view(0, unit.layout.gathered_nbytes), source)
         bump([p for p in unit.params if p.index in found])
-        blocks[-1] = _Block(source, _sums(unit))
+        block.sums[unit.index] = _sums(unit)
         for rank, of_rank in enumerate(told):
             for index, of in enumerate(of_rank):
                 if of & 4 and not told[source][index] & 2:
@@ -179,30 +203,45 @@ class Edits:
                     )
         return found, None
 
-    @contextmanager
-    def editing(self, unit: ParamUnit, named: set[int], owner: object, source: int = 0) -> Iterator[None]:
-        """Adopt the parameters in `named` of an unsharded unit at the end of the block, however they were
-        edited, and others that torch knows were; also when the block raises. `owner` keeps the unit.
+    @sheltered
+    def begin(self, block: Block) -> None:
+        """Have `end` adopt the parameters that the block is for, however they are edited, and others that
+        torch knows were. It keeps the units, which are unsharded."""
+        for index in block.named:
+            unit = self._tiers.units[index]
+            assert unit.state is UnitState.UNSHARDED
+            if self._comm.world > 1:
+                block.sums[index] = _sums(unit)
+            self._blocks.setdefault(index, []).append(block)
+            _EDITED.add(unit)
+            unit.writers.add(block)
+
+    @sheltered
+    def end(self, block: Block, index: int) -> None:
+        """Adopt what the block has edited of a unit; nothing if that was done. After another error than the
+        one below it can be called again, and goes on.
 
         Raises:
             ParameterChangedError: a parameter was given data of another shape; the rest is kept.
         """
-        assert unit.state is UnitState.UNSHARDED
-        block = object()
-        if self._comm.world > 1:
-            self._blocks.setdefault(unit.index, []).append(_Block(source, _sums(unit)))
-        _EDITED[block] = unit
-        unit.writers.add(owner)
+        unit = self._tiers.units[index]
+        if block not in unit.writers:
+            return
         try:
-            yield
-        finally:
-            try:
-                self._take(unit, named)
-            finally:
-                if self._comm.world > 1:
-                    self._blocks[unit.index].pop()
-                _EDITED.pop(block, None)
-                unit.writers.discard(owner)
+            self._take(unit, block, block.named[index])
+        except ParameterChangedError:
+            self.drop(block, index)
+            raise
+        self.drop(block, index)
+
+    def drop(self, block: Block, index: int) -> None:
+        """Have the block edit a unit no more. What was not adopted is an edit outside of a block."""
+        unit, blocks = self._tiers.units[index], self._blocks.get(index, [])
+        if block in blocks:
+            blocks.remove(block)
+        if not blocks:
+            _EDITED.discard(unit)
+        unit.writers.discard(block)  # last: `end` goes by it
 
 
 def _sums(unit: ParamUnit) -> list[int]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.core.errors import (
     GradientError,
+    OutOfMemoryError,
     PrecisionError,
     StateDictError,
     WrapError,
@@ -116,6 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self._steps = 0
+        self._unfinished: list[Any] = []  # what the closure returned to a step that was made, and raised
         self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
 
     # -- what a user calls ------------------------------------------------------------------
@@ -154,21 +156,42 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         fp16: a step whose gradients overflow is skipped and halves the loss scale.
 
+        Where the update has no memory, it stops, and any call that needs it has it go on. The next `step()`
+        finishes a step that raised that: it makes no other one, and calls no `closure`, unless there was a
+        backward in between. Nothing is lost, and it counts as one.
+
         Raises:
             PrecisionError: an fp16 backward of a loss that was not scaled.
             StorageError: a transfer failed; the parameter's chunk is named.
+            OutOfMemoryError: an update has no memory, this one's or the one before; the unit is named.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         start = time.perf_counter()
-        self._seams.step()
-        # What an interrupt ends before this call has not happened, and what it ends after it has.
-        self.shelter.run(self._start_update, hold=_HOLD)
-        self._finish_step()
+        if self._unfinished and not self._is_new():
+            loss = self._unfinished[0]
+            self._seams.step()
+        else:
+            self._unfinished, loss = [], None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                start = time.perf_counter()
+            self._seams.step()
+            # What an interrupt ends before this call has not happened, and what it ends after it has.
+            self.shelter.run(self._start_update, hold=_HOLD)
+        try:
+            self._finish_step()
+        except OutOfMemoryError:
+            self._unfinished = [loss]
+            raise
+        self._unfinished = []
         self._seams.stepped(time.perf_counter() - start)
         return loss
+
+    def _is_new(self) -> bool:
+        """Return whether there are gradients that no step has used."""
+        grads = (p.grad for p in self._params)
+        given = any(g is not None and not isinstance(g, ShardedGrad) for g in grads)
+        return given or self._gradients.backwards != self._gradients.stepped
 
     @sheltered
     def _finish_step(self) -> None:

@@ -3,6 +3,9 @@
 One pass of the kernel unscales, clips, decays, updates and writes the compute-dtype copy. It
 runs where the state is: on the CPU for `host` and `nvme`, on the device for `device`, with the
 same bits ([Note: one rounding per operation]).
+
+Where there is no memory for a chunk of which nothing is changed yet, the update stops, and goes on later:
+[Note: updates that stop].
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from infinity.core.errors import OutOfMemoryError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.hardware import adam_reference, cpu_adam
@@ -24,6 +28,12 @@ from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
+
+#: What helps where an update that cannot go on has changed something.
+LOST: Final = (
+    "build the model anew and load the last checkpoint (`infinity.load`), with more memory: free some, or "
+    "lower host_memory, device_memory or chunk_elements"
+)
 
 
 class ParamUpdate(NamedTuple):
@@ -65,6 +75,8 @@ class Updater:
         self._stream: HostStream | None = None
         self._ahead: deque[ChunkIO] = deque()
         self._task: Task | None = None
+        #: What was posted and is not updated, in the order of the work.
+        self._left: deque[ChunkUpdate] = deque()
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self._posted = 0  # updates so far: the generation of what is made
         self.drift = Drift()
@@ -79,26 +91,32 @@ class Updater:
         copies that are made are for the forward after the next; no back is newer than its front."""
         if self._stream is None:
             self._stream = HostStream("update", there=self._tiers.device.worker)
-        ahead = self._take_ahead()
+        early = {io.chunk.id: io for io in self._take_ahead()}
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
         self._updates.post((u.chunk for u in work), blocks_loads=not delayed)
+        self._left = deque(work)
         self._unwritten = {u.chunk.id for u in work}
         self._tiers.gradients.sending.reserve((u.chunk.id, u.gradient) for u in work)
         self.next_number()
-        self._task = self._stream.submit(lambda: self._work(work, ahead, after, delayed))
+        drift = Drift() if delayed else None
+        self._task = self._stream.submit(lambda: self._work(early, after, drift))
 
     def wait(self) -> None:
-        """Block until what was posted is complete on its tier; raise what went wrong."""
+        """Block until what was posted is complete on its tier; raise what went wrong. What stopped goes on,
+        if somebody was told of that."""
         task = self._task
         if task is not None:
             wait = self._recorder.waits()
-            try:
-                task.wait()
-            except BaseException as error:
-                if error is task.error:
-                    self._task = None
-                    self._updates.mark_reported()
-                raise  # after an interrupt it is still under way, and the next call waits
+            while True:
+                self._updates.wait_all()
+                try:
+                    task.wait()  # after an interrupt it is still under way, and the next call waits
+                except BaseException as error:
+                    if error is not task.error or self._stream is None:
+                        raise
+                    self._stream.synchronize()  # a later task went on with it
+                if not self._updates.stopped:
+                    break
             self._task = None
             # When the last kernel has run, what is left are writes.
             self._recorder.waited(wait, ("update", self._updates.finished_at), ("nvme", 0))
@@ -136,22 +154,60 @@ class Updater:
             _abandon(io)
         if self._stream is not None:
             self._stream.close()
+        self._updates.give_up()
 
     def _take_ahead(self) -> deque[ChunkIO]:
         ahead, self._ahead = self._ahead, deque()
         return ahead
 
-    def _work(
-        self, work: Sequence[ChunkUpdate], ahead: deque[ChunkIO], after: Event | None, delayed: bool
-    ) -> None:
-        drift = Drift() if delayed else None
+    def _work(self, early: dict[int, ChunkIO], after: Event | None, drift: Drift | None) -> None:
+        at: list[ChunkIO] = []
         try:
             self._tiers.device.wait_on_device(after)
-            _run(self._tiers, work, ahead, self._finish, self._unwritten, drift, self._recorder)
+            _run(self._tiers, self._left, at, early, self._finish, self._unwritten, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
-            self._updates.fail(error)
-            raise
+            while early:
+                _abandon(early.popitem()[1])
+            if not is_out_of_memory(error):
+                self._updates.fail(error)
+                raise
+            if not self._left:
+                return  # every chunk is updated, and the store keeps their writes
+            changed = any(io.changed for io in at)
+            try:
+                found: BaseException = self._out_of_memory(error, changed=changed)
+            except MemoryError:
+                found = MemoryError()  # not even for what says so
+            if changed:
+                self._updates.fail(found)
+            else:
+                self._updates.stop(found, lambda: self._go_on(after, drift))
+            raise found from error
+
+    def _go_on(self, after: Event | None, drift: Drift | None) -> None:
+        assert self._stream is not None
+        self._stream.submit(lambda: self._work({}, after, drift))
+
+    def _out_of_memory(self, error: BaseException, *, changed: bool) -> OutOfMemoryError:
+        """Return what says which unit had no memory, and what helps."""
+        left, units = self._left, self._tiers.units
+        what = f"the update of unit {units[left[0].chunk.unit].layout.name!r}"
+        found = str(error).split("\n")[0] or type(error).__name__
+        if changed:
+            return OutOfMemoryError(
+                f"{what} has no memory, and has changed a part of the state",
+                expected="memory for the update of one chunk",
+                found=found,
+                cure=LOST,
+            )
+        return OutOfMemoryError(
+            f"{what} has no memory; {len(left)} chunks wait, and nothing is lost",
+            expected="memory for the update of one chunk",
+            found=found,
+            cure="free memory, then make the same call again: the update goes on where it stopped, and a "
+            "`step()` that raised this is finished by the next `step()`",
+        )
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
         load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
@@ -177,8 +233,14 @@ class Drift:
         """Add one chunk."""
         now = io.master[:NORM_BLOCK]
         squares = adam_reference.sum_of_squares_reference if io.on_device else cpu_adam.sum_of_squares
-        self._norm += float(squares(now).sum())
-        self._moved += float(squares(before.sub_(now)).sum())
+        try:
+            norm, moved = (float(squares(values).sum()) for values in (now, before.sub_(now)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                return  # the chunk is changed by now, and this is but a figure
+            raise
+        self._norm += norm
+        self._moved += moved
 
     @property
     def value(self) -> float:
@@ -188,19 +250,21 @@ class Drift:
 
 def _run(
     tiers: Tiers,
-    work: Sequence[ChunkUpdate],
-    ahead: deque[ChunkIO],
+    left: deque[ChunkUpdate],
+    at: list[ChunkIO],
+    early: dict[int, ChunkIO],
     finished: Callable[[Chunk, ChunkIO], None],
     unwritten: set[int],
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
-    todo = deque(work)
-    reading: deque[tuple[ChunkUpdate, ChunkIO]] = deque()
+    """Update what is `left`, and take it from there. `at`: the chunk that is being updated; `early`: what was
+    read ahead, by chunk."""
+    todo = left.copy()
+    reading: deque[ChunkIO] = deque()
     writing: deque[ChunkIO] = deque()
-    early = {v.chunk.id: v for v in ahead}
     try:
-        for number in set(early) - {u.chunk.id for u in work}:
+        for number in set(early) - {u.chunk.id for u in left}:
             early.pop(number).close()  # it is not updated in this step
         while todo or reading:
             while writing and writing[0].done():
@@ -218,15 +282,17 @@ def _run(
                         early.popitem()[1].close()
                         continue
                     io = open_chunk(tiers, chunk)
+                reading.append(io)
                 update = todo.popleft()
-                reading.append((update, io))
                 if drift is not None:
                     io.delay()
                 io.read(gradient=update.grad_dtype, version=update.gradient)
                 if len(reading) > 2 and not tiers.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
-            update, io = reading.popleft()
+            update, io = left[0], reading[0]
             writing.append(io)
+            reading.popleft()
+            at[:] = [io]
             io.wait()
             if drift is not None:
                 tiers.publisher.wait_published(update.chunk.id)
@@ -243,6 +309,8 @@ def _run(
             # Who waits for the copy does not wait for the CRCs of the state.
             io.write(state=True, copy=False)
             unwritten.discard(update.chunk.id)
+            left.popleft()
+            at.clear()
             end = now()  # with the CRC of what it made
             recorder.updating += end - begin
             if (log := recorder.log) is not None:
@@ -250,9 +318,18 @@ def _run(
         while writing:
             writing.popleft().close()
     finally:
-        # Only after an error is anything left; leases go home when their transfers are over.
-        for io in [*writing, *(v for _, v in reading), *early.values()]:
-            _abandon(io)
+        # Only after an error is anything left; leases go home when their transfers are over. One by one:
+        # there may be no memory for a list.
+        for held in (writing, reading):
+            while held:
+                _abandon(held.popleft())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that the host or the device has no memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+    )
 
 
 def _abandon(io: ChunkIO) -> None:
@@ -271,6 +348,7 @@ def _moved(update: ChunkUpdate, io: ChunkIO) -> int:
 
 
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:
+    """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
     segments = [
         cpu_adam.Segment(s.start, s.numel, *update.params[s.param])
         for s in update.chunk.segments
@@ -286,6 +364,7 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
     master, exp_avg, exp_avg_sq = io.state
     grad = io.grad(update.grad_dtype)
     cpu_adam.adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, segments)
+    io.changed = True  # not before: what that raises it raises before a byte is written
 
 
 def _compute_on_device(
@@ -304,6 +383,7 @@ def _compute_on_device(
 
     def work() -> None:
         master, exp_avg, exp_avg_sq = io.state
+        io.changed = True  # it takes memory on its way
         adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
         if made is not None:
             made.copy_(master)

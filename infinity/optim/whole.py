@@ -3,6 +3,7 @@ them. With one rank, nothing is done."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from infinity.core.errors import DivergenceError
 from infinity.hardware.ranks import Comm
+from infinity.hardware.watch import differences
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 
@@ -54,12 +56,26 @@ def agree_on_step(
         RankError: another rank failed, or does something else.
     """
     if comm.world > 1:
-        options = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
+        options = json.dumps(
+            {
+                f"{key} of param group {number}": repr(value)
+                for number, group in enumerate(groups)
+                for key, value in group.items()
+                if key != "params"
+            }
+        ).encode()
         seen = ("factor", "limits", "is_zero")
         params = repr([(s.name, *(getattr(s.param.grad, n, None) for n in seen)) for s in present])
-        crcs = f"{zlib.crc32(params.encode()):08x}, with options {zlib.crc32(options.encode()):08x}"
         edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
-        comm.exchange(f"a step of {len(present)} parameters {crcs}{edits}")
+        what = f"a step of {len(present)} parameters {zlib.crc32(params.encode()):08x}{edits}"
+        if len({*comm.exchange(what, zlib.crc32(options).to_bytes(4, "little"))}) > 1:
+            told = comm.exchange("the options of a step, which differ", options)
+            raise DivergenceError(
+                "the ranks make a step with different options",
+                expected="the same in the param groups of all ranks",
+                found=differences([json.loads(each) for each in told]),
+                cure="set the options of param groups, and step schedulers, in the same way on every rank",
+            )
         comm.patience = 1.0  # all have begun
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ class Load:
         self.event: Event | None = None
         self.error: BaseException | None = None
         self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
+        self.look: Callable[[], None] | None = None  # raises where the update found no memory
         # For traces: when it was started, when its last chunk was updated and read (0: none was).
         self.began, self.updated, self.read = now(), 0, 0
         self.behind_update = False
@@ -70,9 +71,19 @@ class Load:
         self.here = {}
         self.issued.open()
 
+    def wait(self) -> None:
+        """Block until the copies are on the stream, or it failed.
+
+        Raises:
+            OutOfMemoryError: the update that it may wait for found no memory, and is to be tried again.
+        """
+        while not self.issued.wait(POLL):
+            if self.look is not None:
+                self.look()
+
     def wait_issued(self) -> Event | None:
-        """Block until the copies are on the stream; return the event of the last; raise its error."""
-        self.issued.wait()
+        """`wait`, then return the event of the last copy; raise its error."""
+        self.wait()
         if self.error is not None:
             raise self.error
         return self.event
@@ -108,6 +119,7 @@ class Loader:
         plans: Sequence[ChunkParts],
         updates: Updates,
     ) -> None:
+        self._updates = updates
         self._worker = _Worker(store, pool, device, plans, updates)
         updates.listen(self._worker.wake)
         self._thread = threading.Thread(target=self._worker.run, name="infinity-load", daemon=True)
@@ -122,6 +134,7 @@ class Loader:
         Raises:
             ClosedError: the loader was closed.
         """
+        load.look = self._updates.check_stopped
         self._worker.add(load, urgent)
 
     def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:

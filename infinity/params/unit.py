@@ -186,13 +186,13 @@ class ParamUnit(UnitMemory):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 given, version = sharded.param.data, sharded.version
-            sharded.bind(self.storage, offset)
-            sharded.version = version
+            # Values first: where an error ends this, what was given is still there.
             if given.shape == sharded.spec.shape:
-                with torch._C.DisableTorchFunctionSubclass():
-                    sharded.param.data.copy_(given)
+                self.values(sharded).view(given.shape).copy_(given)
             else:
                 refused.append(sharded)
+            sharded.bind(self.storage, offset)
+            sharded.version = version
         return refused
 
     def place(self) -> None:
@@ -363,15 +363,15 @@ class ParamUnit(UnitMemory):
 
     def _wait_load(self) -> None:
         """Wait until nothing is on its way to the storage."""
-        self._gather.wait()
         load = self._load
         if load is not None and self._loader is not None:
             self._loader.start(load)  # where an interrupt came first; once more does nothing
-            load.issued.wait()
-            if load.error is None:
-                # On CUDA the storage was allocated on the compute stream; it must see the copy
-                # before the memory is given to something else.
-                self._device.wait_on_device(load.event)
+            load.wait()  # before what gathers it, which cannot be told that an update has stopped
+        self._gather.wait()
+        if load is not None and load.error is None:
+            # On CUDA the storage was allocated on the compute stream; it must see the copy
+            # before the memory is given to something else.
+            self._device.wait_on_device(load.event)
         self._load = None  # not before: an interrupt may end a wait, but not what fills the storage
 
     def reshard(self) -> bool:

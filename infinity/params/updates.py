@@ -3,11 +3,15 @@
 The update runs on one worker thread, in the order of the forward. Whoever needs a unit waits for
 that unit; whoever needs everything waits for everything. A failure wakes every waiter and is
 raised by each, so nobody waits for what will not come.
+
+[Note: updates that stop] Where the worker found no memory for a chunk, and has not begun to change it, the
+update has stopped: what is left of it waits. That is raised, too, once at least; whoever looks or waits after
+that has it go on. For all others it is under way: its chunks wait, and its gradients are kept for it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from infinity.core.errors import InfinityError
@@ -28,6 +32,8 @@ class Updates:
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
         self._error: BaseException | None = None
+        #: Why the update stopped, and what has it go on: one, or none.
+        self._stopped: deque[tuple[BaseException, Callable[[], None]]] = deque()
         self._reported = False
         self._blocks_loads = True
         self._listeners: list[Callable[[], None]] = []
@@ -62,10 +68,58 @@ class Updates:
         for call in self._listeners:
             call()
 
+    def stop(self, error: BaseException, go_on: Callable[[], None]) -> None:
+        """Note that what is left waits for `go_on`, because of `error`: [Note: updates that stop]."""
+        self._reported = False
+        self._stopped.append((error, go_on))
+        self._changed.ring()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether what is left waits to go on."""
+        return bool(self._stopped)
+
+    def go_on(self) -> None:
+        """Have what stopped go on.
+
+        Raises:
+            ClosedError: the worker has ended, or belongs to another process.
+        """
+        try:
+            stopped = self._stopped.pop()  # one caller gets it
+        except IndexError:
+            return
+        reported, self._reported = self._reported, False
+        try:
+            stopped[1]()
+        except BaseException:
+            self._reported = reported
+            self._stopped.append(stopped)
+            raise
+
+    def give_up(self) -> None:
+        """What stopped will not go on: the worker has ended."""
+        if self._stopped:
+            error, _ = self._stopped.pop()
+            self.fail(error)
+
     def check(self) -> None:
+        """Raise the error of an update, if one failed, or stopped; see `check_stopped`."""
+        self.check_failed()
+        self.check_stopped()
+
+    def check_failed(self) -> None:
         """Raise the error of an update, if one failed."""
         error = self._error
         if error is not None:
+            self._reported = True
+            raise _copy_error(error)
+
+    def check_stopped(self) -> None:
+        """Raise why the update stopped, if nobody was told; else have it go on."""
+        if self._reported:
+            self.go_on()
+        for error, _ in tuple(self._stopped):
             self._reported = True
             raise _copy_error(error)
 
@@ -73,10 +127,6 @@ class Updates:
     def failed(self) -> bool:
         """Whether an update failed."""
         return self._error is not None
-
-    def mark_reported(self) -> None:
-        """Note that the user is told of the failure at this moment."""
-        self._reported = True
 
     def check_once(self) -> None:
         """Raise the error of an update, if nobody was told of it."""
@@ -91,7 +141,7 @@ class Updates:
         """Return whether a chunk still waits for its update; raise if that failed."""
         if chunk not in self._chunks:
             return False
-        self.check()
+        self.check_failed()
         return True
 
     def blocks_load(self, chunk: int) -> bool:
@@ -117,10 +167,17 @@ class Updates:
         if unit not in self._units:
             return
         wait = self._recorder.waits()
-        while unit in self._units:
-            self.check()
-            self._changed.wait(lambda: self._error is not None or unit not in self._units)
+        self._wait(lambda: unit not in self._units)
         self._recorder.waited(wait, ("update", 0), unit=unit)
+
+    def wait_all(self) -> None:
+        """Block until nothing waits for its update; raise if that failed."""
+        self._wait(lambda: not self._chunks and not self._stopped)
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.check()
+            self._changed.wait(lambda: self._error is not None or self._stopped or over())
 
 
 def _copy_error(error: BaseException) -> BaseException:

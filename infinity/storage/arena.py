@@ -13,7 +13,8 @@ keep the lock of a parent that died.
 
 [Note: no arena is left behind] An arena that serves one run only is unlinked at `close`. What a
 killed run leaves is locked by nobody (`leftovers.py`); the next run in that directory takes its space,
-whatever its own size. A file that has the arena's name and is none of ours is refused as it is.
+whatever its own size. The last run that ends removes the subdirectory, too; one that begins at that moment
+makes it again. A file that has the arena's name and is none of ours is refused as it is.
 
 [Note: a key never becomes a path] The names in the directory are ours: a constant and the rank's
 number. Nothing that a user, a model or a checkpoint names becomes part of a path.
@@ -38,7 +39,7 @@ from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.hardware.aio import DirectFile
 from infinity.hardware.descriptor import Descriptor
 
-from .leftovers import MARK_NBYTES, SUBDIRECTORY, arenas, mark, why_foreign
+from .leftovers import MARK_NBYTES, SUBDIRECTORY, arenas, mark, remove_folder, why_foreign
 
 _ATTEMPTS: Final = 100
 _STATX_DIOALIGN: Final = 0x2000
@@ -138,9 +139,11 @@ class Arena:
         self._check_space(self.directory, 0)
 
     def _open_folder(self) -> Descriptor:
-        folder = os.path.join(self.directory, SUBDIRECTORY)
-        with contextlib.suppress(FileExistsError):  # of an earlier run, or of another rank
-            os.mkdir(folder, 0o700)
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileExistsError):  # of an earlier run, or of another rank
+                os.mkdir(os.path.dirname(self.path), 0o700)
+            with contextlib.suppress(FileNotFoundError):  # a run that has just ended removed it
+                return self._look_into_folder()
         return self._look_into_folder()
 
     def _look_into_folder(self) -> Descriptor:
@@ -162,7 +165,12 @@ class Arena:
         """Open the arena and lock it; see [Note: one run per arena]."""
         assert self._folder is not None
         for _ in range(_ATTEMPTS):
-            self._file = Descriptor(self._open_file)
+            try:
+                self._file = Descriptor(self._open_file)
+            except FileNotFoundError:  # the folder that is open is none any more
+                self._folder.close()
+                self._folder = self._open_folder()
+                continue
             held = os.fstat(self.fd)
             if not stat.S_ISREG(held.st_mode):
                 raise self._in_the_way(self.path, "a regular file of our own", errno.EEXIST)
@@ -404,9 +412,11 @@ class Arena:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        for descriptor in (self._file, self._folder):
-            if descriptor is not None:
-                descriptor.close()
+        if self._file is not None:
+            self._file.close()
+        if self._folder is not None:
+            remove_folder(self._folder.number, os.path.dirname(self.path))
+            self._folder.close()
 
 
 def _fallocate(fd: int, nbytes: int) -> int:

@@ -82,9 +82,24 @@ def arenas(directory: str, *, remove: bool = False) -> list[Found]:
         with os.scandir(directory):  # a missing directory is an error, one without arenas is not
             return []
     with _closing(fd):
-        names = sorted(name for name in os.listdir(fd) if _NAME.fullmatch(name))
-        found = (_look(fd, name, os.path.join(folder, name), remove) for name in names)
-        return [each for each in found if each is not None]
+        try:
+            names = sorted(name for name in os.listdir(fd) if _NAME.fullmatch(name))
+        except FileNotFoundError:  # the last run that had an arena there has just ended
+            return []
+        looked = [_look(fd, name, os.path.join(folder, name), remove) for name in names]
+        found = [each for each in looked if each is not None]
+        if any(remove and each.state == "dead" for each in found):
+            remove_folder(fd, folder)
+        return found
+
+
+def remove_folder(fd: int, path: str) -> None:
+    """Remove our subdirectory, which is open as `fd`, where nothing is in it, unless a user made it: ours has
+    the mode 0700. Does nothing where `fd` is not open."""
+    with contextlib.suppress(OSError):  # an arena of another run is there
+        found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and found.st_mode & 0o777 == 0o700:
+            os.rmdir(path)
 
 
 def reclaim(directories: Iterable[str]) -> None:

@@ -50,13 +50,17 @@ class Order:
 
     def submit(self, transfer: Transfer) -> None:
         """Begin a transfer when all that must come before it is complete."""
+        lease = transfer.lease
         try:
             self._submit(transfer)
         except BaseException as error:
+            if transfer.lease is lease and isinstance(error, MemoryError):
+                raise  # nothing has happened: the first thing is to take the lease
             self._poison(transfer, error)
             raise
 
     def _submit(self, transfer: Transfer) -> None:
+        transfer.take()
         queue = self._queues.setdefault((transfer.chunk, transfer.part, transfer.slot), _SlotQueue())
         before: list[Transfer | None] = [queue.write]
         if transfer.is_write:
@@ -65,7 +69,6 @@ class Order:
         else:
             queue.reads.add(transfer)
         self._pending[transfer] = None
-        transfer.take()
         for other in before:
             if other is not None and not other.finished and other not in transfer.waits_for:
                 transfer.waits_for.add(other)

@@ -135,8 +135,9 @@ class Lease:
         with self._pool._lock:
             if self._released:
                 raise ClosedError("this lease was released", cure="`retain` it before you release it")
-            self._buffer.users += 1
-        return Lease(self._pool, self._buffer, self.nbytes)
+            lease = Lease(self._pool, self._buffer, self.nbytes)
+            self._buffer.users += 1  # not before: where there is no memory for it, nobody would release it
+        return lease
 
     def release(self) -> None:
         """Give this handle up. A second call does nothing."""
@@ -415,11 +416,12 @@ class PinnedPool:
         quota.take_returned()
         if not quota.free:
             return None
-        buffer = _Buffer(quota, quota.mapping, quota.free.pop())
+        lease = Lease(self, _Buffer(quota, quota.mapping, quota.free[-1]), nbytes)
+        quota.free.pop()  # not before: where there is no memory for the lease, the buffer stays at home
         quota.in_use += 1
         quota.leases += 1
         quota.peak = max(quota.peak, quota.in_use)
-        return Lease(self, buffer, nbytes)
+        return lease
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():

@@ -1,0 +1,108 @@
+"""Which `gathered` blocks are open, and how they end.
+
+[Note: the end of a block] An error may come anywhere in the end of a `with` statement, even before anything
+of ours is called: a RecursionError does. So a block does not last until its end was called, but for as long
+as its `with` statement refers to its `Use`: that goes with the statement, or is dropped by the first thing
+that the statement's end does. What an end does can be done again, and is known here: where it did not come to
+its end, the next call of the engine ends the block first, and no edit is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from infinity.core.errors import InfinityError, ParameterChangedError
+from infinity.core.turn import Use
+from infinity.hardware.shelter import sheltered
+from infinity.params.residency import Residency
+
+from .edits import Block, Edits
+
+#: What may not come again when the end of a block is made again.
+_PASSING = (MemoryError, RecursionError, torch.OutOfMemoryError)
+
+
+class Blocks:
+    """The `gathered` blocks of an engine. See [Note: the end of a block]."""
+
+    def __init__(self, residency: Residency, edits: Edits) -> None:
+        self.shelter = residency.shelter
+        self._residency = residency
+        self._edits = edits
+        self._open: list[Block] = []  # innermost last
+
+    def begin(self, use: Use, named: dict[int, set[int]], *, write: bool, source: int) -> Block:
+        """Claim the units of `named`, in their newest version, until nobody refers to `use`."""
+        block = Block(use, named, source)
+        del use  # an error that a user keeps has this frame
+        self._open.append(block)  # before its claims: an interrupt may come in between
+        self._residency.acquire(named, block, note=False, keep=True, newest=True)
+        if write:
+            self._edits.begin(block)
+        return block
+
+    def end_left(self) -> None:
+        """End the blocks that were left, innermost first: their edits count, their claims go.
+
+        Raises:
+            ParameterChangedError: there are edits that cannot be kept. Those blocks have ended, too.
+            StorageError: a transfer failed; the next call tries again, and gives up what fails once more.
+        """
+        if any(block.is_left for block in self._open):
+            self._end_left()
+
+    @sheltered
+    def _end_left(self) -> None:
+        errors: list[Exception] = []
+        for block in [b for b in reversed(self._open) if b.is_left]:
+            found = self._end(block)
+            if not block.failed:
+                self._open.remove(block)
+            errors += found
+        for first, then in itertools.pairwise(errors):
+            then.__context__ = then.__context__ or first
+        if errors:
+            raise errors[-1]
+
+    def _end(self, block: Block) -> list[Exception]:
+        """End a block, as far as that goes; it has `failed` if that is not all."""
+        errors: list[Exception] = []
+        tried, block.failed = block.failed, True
+        failed = False
+        for index in reversed(block.named):
+            try:
+                self._edits.end(block, index)
+            except ParameterChangedError as error:
+                errors.append(error)
+            except Exception as error:
+                if tried and not isinstance(error, _PASSING):
+                    errors.append(self._give_up(block, index, error))
+                else:
+                    failed = True
+                    errors.append(error)
+        if failed:
+            return errors
+        try:
+            self._residency.release(block.named, block)
+        except ParameterChangedError as error:
+            errors.append(error)
+        block.failed = False
+        return errors
+
+    def _give_up(self, block: Block, index: int, error: Exception) -> InfinityError:
+        self._edits.drop(block, index)
+        unit = self._residency.units[index]
+        lost = ParameterChangedError(
+            f"the edits of unit {unit.layout.name!r} in a `gathered` block cannot be kept",
+            expected="an end of the block that takes them over, or a second attempt that does",
+            found=f"two that failed, the last with {type(error).__name__}: {error}",
+            cure="see to what failed, and edit again; or load a checkpoint, with `infinity.load`",
+        )
+        lost.__cause__ = error
+        return lost
+
+    def close(self) -> None:
+        """The engine closes: its blocks are over, and their ends have nothing to do."""
+        self._open.clear()

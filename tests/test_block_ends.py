@@ -1,0 +1,212 @@
+"""The end of a `gathered` block that an error meets: the block is over all the same, and no edit is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import engine_of
+
+from .interrupts import Interrupt, Tracer
+from .offloaded import ON_HOST, config_for
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer_state": "host", "gradients": "host"},
+    "nvme": {},
+    "delayed": {**ON_HOST, "update": "delayed", "delay_warmup_steps": 0},
+}
+
+
+class Loop:
+    """A model in training, with and without the engine's troubles: steps, and edits before them."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        folder.mkdir()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.model, self.adam = infinity.wrap(net, adam, config_for(folder, **settings))
+        self.engine = engine_of(self.model)
+
+    def block(self, number: int, write: bool) -> Iterator[None]:
+        """Edit, in the ways that there are, in a block that ends when this goes on."""
+        with infinity.gathered(self.model, write=write):
+            with torch.no_grad():
+                if write:
+                    self.model[0].weight.data = torch.full((8, 8), number / 100).t()
+                    self.model[0].bias.add_(0.25)
+                    self.model[1].weight.data.mul_(0.5)
+                    self.model[1].bias.numpy()[:] = number
+            yield
+
+    def backward(self, number: int) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        self.model(x).square().mean().backward()
+
+    def step(self) -> None:
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        with infinity.gathered(self.model):
+            return [p.detach().clone() for p in self.model.parameters()]
+
+    def is_clean(self) -> bool:
+        return not any(u.keepers or u.writers for u in self.engine.units)
+
+
+@contextlib.contextmanager
+def pair(folder: Path, place: str) -> Iterator[tuple[Loop, Loop]]:
+    loops = [Loop(folder / name, PLACES[place]) for name in ("one", "other")]
+    yield loops[0], loops[1]
+    for loop in loops:
+        infinity.close(loop.adam)
+
+
+def compare(one: Loop, other: Loop, number: int, write: bool, end: Callable[[Iterator[None]], None]) -> bool:
+    """Make a round in both, with `end` in `one` as the end of the block, which may fail; return whether the
+    block was left and had not ended then."""
+    for loop in (one, other):
+        loop.backward(number)
+        block = loop.block(number, write)
+        next(block)
+        if loop is one:
+            end(block)
+            del block
+            broken = bool(loop.engine.phases.blocks._open)
+            assert torch.is_grad_enabled()
+        else:
+            next(block, None)
+        loop.step()
+    assert one.is_clean()
+    assert all(torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True)), number
+    return broken
+
+
+def depth() -> int:
+    frame, count = sys._getframe(), 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1  # type: ignore[assignment]
+    return count
+
+
+def deep(down: int, block: Iterator[None]) -> None:
+    if down:
+        deep(down - 1, block)
+    else:
+        next(block, None)
+
+
+def on_thread(call: Callable[[], None]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(100)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize(("where", "place"), [*(("main", place) for place in PLACES), ("thread", "device")])
+def test_a_block_whose_end_meets_the_recursion_limit(
+    where: str, place: str, write: bool, tmp_path: Path
+) -> None:
+    broken = []
+
+    def end(block: Iterator[None]) -> None:
+        with contextlib.suppress(RecursionError):
+            deep(sys.getrecursionlimit() - depth() - left, block)
+
+    with pair(tmp_path, place) as (one, other):
+
+        def rounds() -> None:
+            nonlocal left
+            for left in range(2, 50, 3 if where == "thread" else 2):
+                broken.append(compare(one, other, left, write, end))
+
+        left = 0
+        (on_thread if where == "thread" else lambda call: call())(rounds)
+    assert any(broken)
+    assert not all(broken)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize("error", [Interrupt, MemoryError])
+def test_a_block_whose_end_an_error_ends_at_any_point(
+    error: type[BaseException], write: bool, tmp_path: Path
+) -> None:
+    broken = []
+    with pair(tmp_path, "nvme") as (one, other):
+        for at in range(0, 2000, 4):
+            tracer = Tracer(at, error=error)
+            broken.append(compare(one, other, at, write, functools.partial(traced, tracer)))
+            if not tracer.fired:
+                break
+    assert not tracer.fired
+    assert any(broken)
+
+
+def traced(tracer: Tracer, block: Iterator[None]) -> None:
+    tracer.start()
+    with contextlib.suppress(Interrupt, MemoryError):
+        next(block, None)
+    tracer.stop()
+
+
+PROGRAM = """
+    import os, sys, torch, infinity
+    from torch import nn
+
+    held = []
+
+    def block(place, write):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        folder = os.path.join(sys.argv[1], f"{place}-{write}")
+        os.mkdir(folder)
+        config = infinity.Config(nvme=folder, device="cpu", dtype="fp32", device_memory="8MiB",
+            host_memory="64MiB", parameters=place, optimizer_state="host", gradients="host")
+        model, adam = infinity.wrap(net, adam, config)
+        with infinity.gathered(model, write=write):
+            if write:
+                model[0].weight.data.fill_(0.5)
+                model[1].weight.data = torch.ones(8, 8)
+            yield model[0].weight * 2
+
+    for place in ("nvme", "device"):
+        for write in (False, True):
+            held.append(block(place, write))
+            next(held[-1])
+"""
+
+
+def test_a_program_that_ends_with_blocks_open_prints_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        timeout=120,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
