@@ -195,8 +195,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def _finish_step(self) -> None:
-        """Wait for what the end of a step promises. The step is made, and who tries again makes another: where
-        the device has no memory for this, whoever uses a unit next meets that."""
+        """Wait for what the end of a step promises. The step is made, and a retry makes another: where the
+        device has no memory for this, whoever uses a unit next meets that."""
         if self._update == "sync":
             self._updater.wait()
         with contextlib.suppress(torch.OutOfMemoryError):
