@@ -177,6 +177,93 @@ def test_an_edit_of_another_rank_than_the_source(stage: int, device: str, tmp_pa
     assert first == second
 
 
+OUTSIDE = """
+from infinity.core.errors import DivergenceError, InfinityError, ParameterChangedError
+weight, stage = model.last.weight, config.zero_stage
+if stage:  # where each rank has a copy of what is frozen
+    model.last.requires_grad_(False)
+    step()
+def in_place(factor):
+    with torch.no_grad():
+        weight.mul_(factor)
+def data(factor):
+    weight.data.mul_(factor)
+def read_only(factor):
+    with infinity.gathered(weight):
+        in_place(factor)
+before = model.state_dict()["last.weight"].clone()
+ways = [in_place, data, *([] if stage else [read_only])]
+ends = [step, *([lambda: infinity.save(adam, sys.argv[2] + "/never")] if sys.argv[2] else [])]
+for way in ways:
+    for alone in (False, True) if way is not read_only else (False,):  # which all enter
+        for end in ends:
+            if rank or not alone:
+                way(2.0 + rank)
+            try:
+                end()
+            except (DivergenceError, ParameterChangedError) as error:
+                print(way, alone, error, flush=True)
+            else:
+                raise AssertionError((way, alone))
+            if not stage:  # the edits are there: the cure
+                with infinity.gathered(weight, write=True, source=0):
+                    if rank == 0:
+                        weight.data.copy_(before)
+                assert torch.equal(model.state_dict()["last.weight"], before), (way, alone)
+            adam.zero_grad()
+            step()
+            before = model.state_dict()["last.weight"].clone()
+if not stage:
+    in_place(0.5)  # on all alike
+    step()
+values = model.state_dict().values()
+print("end", sum(float(value.double().sum()) for value in values))
+infinity.close(adam)
+"""
+
+
+@pytest.mark.parametrize("stage", quick(range(3), [0, 1]))
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["fp32"]))
+def test_edits_outside_of_blocks_that_differ(stage: int, dtype: str, tmp_path: Path) -> None:
+    """Where each rank has a copy of a parameter, of the same values; also before a save."""
+    settings = {**of_stage(tmp_path, stage), "dtype": dtype}
+    script = HEAD + LOOP + OUTSIDE
+    results = run_ranks(2, script, json.dumps(settings), str(tmp_path), seconds=120)
+    first, second = (said.splitlines()[-1] for said in all_well(results))
+    assert first == second
+
+
+BUFFERS_APART = """
+from infinity.core.errors import DivergenceError
+sizes = {"shape": torch.ones(2 + rank), "dtype": torch.ones(2, dtype=[torch.float32, torch.int64][rank])}
+apart = json.loads(sys.argv[2])
+if apart in sizes:
+    model.register_buffer("of_rank", sizes[apart])
+elif apart == "order":
+    for name in ("mean", "std")[:: -1 if rank else 1]:
+        model.register_buffer(name, torch.ones(2))
+elif rank == 0:
+    model.register_buffer("of_rank", torch.ones(2))
+try:
+    infinity.wrap(model, adam, config)
+except DivergenceError as error:
+    print(error, flush=True)
+else:
+    raise AssertionError(apart)
+"""
+
+
+@pytest.mark.parametrize("apart", quick(["shape", "dtype", "order", "missing"], ["shape", "order"]))
+def test_buffers_that_differ_between_ranks_are_named(apart: str, tmp_path: Path) -> None:
+    """Buffers are the first rank's: others would get the bytes of another one, or end."""
+    results = run_ranks(
+        2, HEAD + BUFFERS_APART, json.dumps(of_stage(tmp_path, 0)), json.dumps(apart), seconds=60
+    )
+    for said in all_well(results):
+        assert "the ranks have different models" in said
+        assert "the buffer " in said or apart == "order"
+
+
 PATHS = """
 from infinity.core.errors import ConfigError
 folder, mine = sys.argv[3], f"{sys.argv[3]}/{rank}"

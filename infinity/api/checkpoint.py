@@ -26,7 +26,7 @@ from infinity.core.config import IO_DEADLINE
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
-from infinity.hardware.ranks import Comm
+from infinity.hardware.ranks import Comm, told
 from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
@@ -87,19 +87,23 @@ def settle(engine: Engine) -> None:
 
     Raises:
         ParameterError: parameters are being edited, or were where that would be lost.
+        DivergenceError: ranks have edited their copies to different values.
     """
-    engine.phases.finish()
-    names = [u.layout.name for u in engine.units if u.writers]
-    if names:  # what a block has changed counts when it ends
-        raise ParameterError(
-            f"the parameters of unit {names[0]!r} are about to be saved or copied while they are edited",
-            expected="`infinity.save`, `export` and `copy_to` outside of `gathered(write=True)` blocks",
-            found="a block that is still open",
-            cure="leave `with infinity.gathered(...)` first",
-        )
-    engine.edits.check_unseen()
-    engine.edits.check_delayed()
-    engine.edits.adopt_all()
+    with told(engine.comm):
+        engine.phases.finish()
+        names = [u.layout.name for u in engine.units if u.writers]
+        if names:  # what a block has changed counts when it ends
+            raise ParameterError(
+                f"the parameters of unit {names[0]!r} are about to be saved or copied while they are edited",
+                expected="`infinity.save`, `export` and `copy_to` outside of `gathered(write=True)` blocks",
+                found="a block that is still open",
+                cure="leave `with infinity.gathered(...)` first",
+            )
+        engine.edits.check_unseen()
+        engine.edits.check_delayed()
+        edited = engine.edits.found()
+    engine.edits.agree(edited, engine.residency)
+    engine.edits.adopt_all(found=edited)
 
 
 def check_free(path: str, nbytes: int, what: str, cure: str) -> None:

@@ -128,7 +128,7 @@ class Engine:
         specs = param_specs(model, members, groups, config.compute_dtype, kept)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
-            check_same(comm, units, config)
+            check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
         layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
@@ -236,9 +236,12 @@ class Engine:
             persistent = owners.world > 1 and self.config.zero_stage < 3
             anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
             watched: Collection[int] = ()
-            if self.config.check_edits:
+            stays = (placed_here and owners.world == 1) or persistent
+            if self.config.check_edits or (
+                comm.world > 1 and stays
+            ):  # ranks have copies, which are to be equal
                 watched = range(len(sharded))
-            elif anew and ((placed_here and owners.world == 1) or persistent):  # [Note: edits]
+            elif anew and stays:  # [Note: edits]
                 watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
             units.append(
                 ParamUnit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -49,11 +49,18 @@ def check_stage(world: int, config: Config) -> None:
         )
 
 
-def check_same(comm: Comm, units: Sequence[tuple[str, Sequence[ParamSpec]]], config: Config) -> None:
+def check_same(
+    comm: Comm,
+    units: Sequence[tuple[str, Sequence[ParamSpec]]],
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    config: Config,
+) -> None:
     """Raise `DivergenceError` unless all ranks have the same model and the same settings."""
     names = [name for name in sorted(vars(config)) if name not in (*OWN, "placements")]
     _compare(comm, "settings", {name: repr(getattr(config, name)) for name in names})
-    _compare(comm, "models", {f"{unit}: {s.name}": repr(s) for unit, specs in units for s in specs})
+    model = {f"{unit}: {s.name}": repr(s) for unit, specs in units for s in specs}
+    model |= {f"the buffer {name}": f"{tuple(b.shape)}, {b.dtype}" for name, b in buffers}
+    _compare(comm, "models", model)
 
 
 def _compare(comm: Comm, what: str, mine: Mapping[str, str]) -> None:

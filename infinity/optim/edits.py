@@ -11,7 +11,7 @@ error, as with ``Config(check_edits=True)``. Where the copy is the master there 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from infinity.core.errors import ParameterChangedError
 from infinity.core.turn import Use
@@ -19,11 +19,13 @@ from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
+from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit, UnitState, unseen
 
 from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
 from .state_io import States, bump
+from .whole import agree_on_edits
 
 #: The units of blocks that edit, of any engine. An error may leave one, which does no harm.
 _EDITED: weakref.WeakSet[ParamUnit] = weakref.WeakSet()
@@ -90,6 +92,32 @@ class Edits:
         here = [unit for unit in self._tiers.units if unit.on_device]
         looked = {*unseen(unit for unit in here if not unit.look and not unit.writers)}
         return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
+
+    @sheltered
+    def agree(
+        self, edited: Sequence[ShardedParam], residency: Residency, change: Collection[int] = ()
+    ) -> None:
+        """Raise unless all ranks have `edited` the same parameters, to the same values, and none of which they
+        have slices and copies; in units that `change`, that is seen as they do. Collective.
+
+        Raises:
+            DivergenceError: they have not the same values.
+            ParameterChangedError: a parameter was edited of which each rank keeps a slice; all have the same
+                values again, each slice as its rank has made it.
+        """
+        if self._comm.world == 1:
+            return
+        copies = residency.edited_copies(change)
+        values = {s.name: self._tiers.units[s.unit].values(s) for s in edited}
+        found = agree_on_edits(self._comm, values, [u.layout.name for u in copies])
+        if found:
+            residency.drop_copies(u for u in self._tiers.units if u.layout.name in found)
+            raise ParameterChangedError(
+                f"parameters of unit {min(found)!r} were edited on another rank",
+                expected="edits inside a `gathered` block, where this stage keeps slices of what is edited",
+                found="an edit of that rank's copy alone",
+                cure="edit inside `with infinity.gathered(params, write=True, source=0):` on all ranks",
+            )
 
     @sheltered
     def check_unseen(self, *, unwraps: bool = False) -> None:

@@ -212,7 +212,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         changing = {s.unit for s in present}
         self._scaled, self._gradients.stepped = False, self._gradients.backwards
         edited = self._edits.found()
-        agree_on_step(self._comm, present, edited, self.param_groups)
+        agree_on_step(self._comm, present, self.param_groups)
+        self._edits.agree(edited, self._residency, changing)
         norm = self._norm(present)
         self.grad_norm = norm
         self._edits.check_delayed()

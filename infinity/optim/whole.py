@@ -45,11 +45,10 @@ def of_owners(
 def agree_on_step(
     comm: Comm,
     present: Sequence[ShardedParam],
-    edited: Sequence[ShardedParam],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
     """Have all ranks update the same parameters with the same options, after the same clipping: each only
-    sees its own slices. And have the user edited the same ones, where each has its own. Collective.
+    sees its own slices. Collective.
 
     Raises:
         DivergenceError: they would not.
@@ -66,8 +65,7 @@ def agree_on_step(
         ).encode()
         seen = ("factor", "limits", "is_zero")
         params = repr([(s.name, *(getattr(s.param.grad, n, None) for n in seen)) for s in present])
-        edits = f", after edits of {', '.join(s.name for s in edited)}" if edited else ""
-        what = f"a step of {len(present)} parameters {zlib.crc32(params.encode()):08x}{edits}"
+        what = f"a step of {len(present)} parameters {zlib.crc32(params.encode()):08x}"
         if len({*comm.exchange(what, zlib.crc32(options).to_bytes(4, "little"))}) > 1:
             told = comm.exchange("the options of a step, which differ", options)
             raise DivergenceError(
@@ -77,6 +75,30 @@ def agree_on_step(
                 cure="set the options of param groups, and step schedulers, in the same way on every rank",
             )
         comm.patience = 1.0  # all have begun
+
+
+def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Sequence[str]) -> set[str]:
+    """Have the user made the same edits on all ranks: values by name. Return which of their `copies` of units
+    were edited on any. Collective.
+
+    Raises:
+        DivergenceError: they are not the same.
+        RankError: another rank failed, or does something else.
+    """
+    said = json.dumps([{name: f"{crc_of(value):08x}" for name, value in edited.items()}, copies]).encode()
+    if len({*comm.exchange("the edits of parameters", zlib.crc32(said).to_bytes(4, "little"))}) == 1:
+        return {*copies}
+    told = [json.loads(each) for each in comm.exchange("the edits of parameters, which differ", said)]
+    values = [each[0] for each in told]
+    if any(each != values[0] for each in values):
+        raise DivergenceError(
+            "ranks have edited parameters outside of a `gathered` block, and not all in the same way",
+            expected="the same values on all ranks, as each has a copy",
+            found=f"CRC-32 of what was edited: {differences(values)}",
+            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: the values of that rank "
+            "count then",
+        )
+    return {name for each in told for name in each[1]}
 
 
 def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None:

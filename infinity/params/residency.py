@@ -230,6 +230,19 @@ class Residency:
                     cure="leave `with infinity.gathered(...)` first",
                 )
 
+    def edited_copies(self, change: Collection[int] = ()) -> list[ParamUnit]:
+        """Return the units of which each rank has a copy from its first use on, and of which this one was
+        edited; not those that `change`, which are looked at as they do."""
+        stay = [u for u in self.units if u.persistent and not u.on_device and u.state is UnitState.UNSHARDED]
+        return [u for u in stay if u.index not in change and not u.in_use and u.edited()]
+
+    @sheltered
+    def drop_copies(self, units: Iterable[ParamUnit]) -> None:
+        """Have units gathered anew when they are used next. Raises what is said of edits."""
+        for unit in units:
+            self._idle([unit], persistent=True)
+            self.cache.invalidate(unit)
+
     @sheltered
     def refresh(self) -> None:
         """Give the memory of changed units that somebody holds its new values; when this returns, an
