@@ -809,7 +809,7 @@ adam.step()
     given = settings_of(tmp_path, "device", "fp32", zero_stage=0, gradients=None)
     for _, _, err in run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "0"):
         assert "DivergenceError" in err
-        assert "edits of last.weight" in err
+        assert "last.weight: rank 0: " in err
     all_well(run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "2"))
 
 
