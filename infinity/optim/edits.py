@@ -97,8 +97,8 @@ class Edits:
     def agree(
         self, edited: Sequence[ShardedParam], residency: Residency, change: Collection[int] = ()
     ) -> None:
-        """Raise unless all ranks have `edited` the same parameters, to the same values, and none of which each
-        has slices and a copy; in units that `change`, that is seen as they do. Collective.
+        """Raise unless all ranks have `edited` the same parameters, to the same values, and no copies of what
+        they have slices of. Units that `change` are looked at as they do. Collective.
 
         Raises:
             DivergenceError: they have not the same values.
