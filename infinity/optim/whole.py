@@ -95,7 +95,7 @@ def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Seque
             "ranks have edited parameters outside of a `gathered` block, and not all in the same way",
             expected="the same values on all ranks, as each has a copy",
             found=f"CRC-32 of what was edited: {differences(values)}",
-            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: the values of that rank "
+            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: that rank's values "
             "count then",
         )
     return {name for each in told for name in each[1]}
