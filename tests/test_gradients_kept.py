@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -547,6 +548,22 @@ def test_a_tensor_that_was_added_may_change_afterwards(place: str, tmp_path: Pat
             noise.zero_()
             adam.step()
             adam.zero_grad()
+        close_to(model, reference)
+
+
+@places
+def test_a_multiple_of_the_weights_is_added(place: str, tmp_path: Path) -> None:
+    """As weight decay by hand does it."""
+    with wrapped(tmp_path, place) as (model, optimizer):
+        reference, plain = build()
+        for net, adam in ((model, optimizer), (reference, plain)):
+            for _ in range(2):
+                backward(net, adam)
+                with infinity.gathered(net) if net is model else contextlib.nullcontext():
+                    for p in net.parameters():
+                        p.grad.add_(p.detach(), alpha=0.1)
+                adam.step()
+                adam.zero_grad()
         close_to(model, reference)
 
 

@@ -307,10 +307,11 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor) or alpha != 1:
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor):
         return NotImplemented
     if isinstance(other, _Shown) or other.shape != grad.shape:
         return NotImplemented
+    other = other if alpha == 1 else other * alpha
     # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
     grad.source.add(grad, other, scaled=in_backward())
     grad.has_graph |= other.requires_grad
