@@ -332,3 +332,15 @@ def test_a_parameter_that_was_frozen_meanwhile_begins_with_its_first_step(tmp_pa
         states = adam.state_dict()["state"].values()
         infinity.close(adam)
     assert [float(s["step"]) for s in states] == [1, 1, 3, 3]
+
+
+def test_who_makes_a_directory_need_not_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may list what was made in it only later; the save waited for its own lock then."""
+    monkeypatch.setattr("infinity.api.save.is_in", lambda name, path: False)
+    model = nn.Linear(8, 8)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config_for(tmp_path))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    saved = infinity.save(optimizer, tmp_path / "saved")
+    infinity.load(optimizer, saved)
+    infinity.close(model)

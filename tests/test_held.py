@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from pathlib import Path
@@ -13,7 +14,13 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ClosedError, ParameterChangedError, PrecisionError, WrapError
+from infinity.core.errors import (
+    ClosedError,
+    ParameterChangedError,
+    ParameterError,
+    PrecisionError,
+    WrapError,
+)
 
 from .models import case
 from .offloaded import config_for
@@ -458,4 +465,47 @@ def test_evaluation_in_inference_mode_and_then_training(tmp_path: Path) -> None:
     optimizer.step()
     wanted = plain(batch()).square().mean()
     assert torch.equal(loss, wanted)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme"])
+@pytest.mark.parametrize("how", ["step", "edit"])
+def test_hooks_that_keep_copies_see_no_newer_values(how: str, place: str, tmp_path: Path) -> None:
+    """In torch the backward takes their copies. Where nothing was copied it is torch's error, not other values."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    nets = [plain, wrapped(tmp_path, copy.deepcopy(plain), parameters=place)[0]]
+    found = []
+    for net in nets:
+        engine = engine_of(net) if net is not plain else None
+        adam = (
+            engine.optimizer if engine is not None else torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-2)
+        )
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            loss = net(torch.ones(2, 8)).square().mean()
+            loss.backward(retain_graph=True)
+            if how == "step":
+                adam.step()
+            else:
+                with infinity.gathered(net, write=True) if engine else torch.no_grad(), torch.no_grad():
+                    net[2].weight.mul_(2)
+            adam.zero_grad()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert engine is not None
+                assert place != "device"
+                assert "modified by an inplace operation" in str(error)
+                break
+        found.append([infinity.gradient(p) if engine else p.grad for p in net.parameters()])
+    for a, b in zip(*found, strict=True) if len(found) > 1 else ():
+        torch.testing.assert_close(a, b)
+    infinity.close(nets[1])
+
+
+def test_mutation_of_saved_tensors_is_not_allowed(tmp_path: Path) -> None:
+    model, _ = wrapped(tmp_path)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        with pytest.raises(ParameterError, match="allow_mutation_on_saved_tensors"):
+            model(batch())
+    model(batch())
     infinity.close(model)

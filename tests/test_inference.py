@@ -245,6 +245,22 @@ def test_a_forward_outside_of_no_grad_keeps_no_graph(standing: Any, tmp_path: Pa
         assert not model(given).requires_grad
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_transforms_of_functions(place: str, tmp_path: Path) -> None:
+    """`vmap` is a forward; what takes gradients is refused."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+    wanted = model(torch.ones(3, 4)).detach()
+    model = infinity.inference(model, config_for(tmp_path, parameters=place))
+    torch.testing.assert_close(torch.func.vmap(model)(torch.ones(3, 4)), wanted)
+    for call in (
+        lambda: torch.func.jacrev(model)(torch.ones(4)),
+        lambda: torch.func.jvp(model, (torch.ones(4),), (torch.ones(4),)),
+    ):
+        with pytest.raises(ParameterError, match="for inference"):
+            call()
+    infinity.close(model)
+
+
 def test_nothing_is_written_once_it_stands(directory: Any, standing: Any, tmp_path: Path) -> None:
     def written() -> list[int]:
         store = engine_of(model).store

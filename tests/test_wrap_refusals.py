@@ -259,3 +259,24 @@ def test_parameters_that_torch_would_exchange_are_refused(config: infinity.Confi
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
         infinity.close(model)
+
+
+def test_an_attribute_that_shares_memory_with_a_parameter(config: infinity.Config) -> None:
+    """It would keep the values from before the first step."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.alias = self.layer.weight.data
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + x @ self.alias
+
+    model = Shared()
+    with pytest.raises(WrapError, match=r"attribute 'alias' shares memory with the parameter 'layer.weight'"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model.alias = model.alias.clone()
+    infinity.close(infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[0])
+    normed = nn.utils.spectral_norm(nn.Linear(8, 8))  # has one that each forward makes anew
+    infinity.close(infinity.wrap(normed, torch.optim.AdamW(normed.parameters()), config)[0])

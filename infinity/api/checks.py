@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -155,25 +157,35 @@ def check_model(
             found="none",
             cure="wrap a model that has some",
         )
-    buffers = [(n, b) for n, b in model.named_buffers() if id(b) not in known and _has_address(b)]
-    _check_apart([(n, p) for n, p in named if not p.is_meta], buffers)
+    others = [*model.named_buffers(), *_attributes(model)]
+    _check_apart(
+        [(n, p) for n, p in named if not p.is_meta],
+        [(n, t) for n, t in others if id(t) not in known and _has_address(t)],
+    )
     if not first:
         _check_attributes(model)
     return groups
 
 
-def _check_attributes(model: nn.Module) -> None:
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are attributes of modules and no parameters or buffers, by name."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                raise WrapError(
-                    f"the attribute {'.'.join(filter(None, [prefix, name]))!r} has no values on this rank",
-                    expected="tensors on the meta device that are parameters or buffers, which get the first "
-                    "rank's values",
-                    found="one that is neither",
-                    cure="make it a buffer, register_buffer(name, tensor, persistent=False); or build the "
-                    "model inside `with infinity.init(config):`, which keeps it",
-                )
+            if isinstance(value, torch.Tensor) and f"{name}_orig" not in module._parameters:  # made anew
+                yield ".".join(filter(None, [prefix, name])), value
+
+
+def _check_attributes(model: nn.Module) -> None:
+    for name, value in _attributes(model):
+        if value.is_meta:
+            raise WrapError(
+                f"the attribute {name!r} has no values on this rank",
+                expected="tensors on the meta device that are parameters or buffers, which get the first "
+                "rank's values",
+                found="one that is neither",
+                cure="make it a buffer, register_buffer(name, tensor, persistent=False); or build the "
+                "model inside `with infinity.init(config):`, which keeps it",
+            )
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
@@ -244,13 +256,12 @@ def _refuse(
     if buffers:
         param = other if name in buffers else name
         raise WrapError(
-            f"the buffer {buffers[0]!r} shares memory with the parameter {param!r}",
-            expected="buffers with memory of their own",
-            found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the buffer would keep "
-            "the values of now",
-            cure=f"leave out the buffer and have its module's forward use the parameter, detached: "
-            f"`model.{param}.detach()`; or, if these values are to stay, give it a copy: "
-            "register_buffer(name, p.detach().clone())",
+            f"the buffer or attribute {buffers[0]!r} shares memory with the parameter {param!r}",
+            expected="buffers, and tensors that are attributes of modules, with memory of their own",
+            found=f"{min(end, other_end) - other_begin} bytes in which they overlap: it would keep what they "
+            "have now",
+            cure=f"leave it out, and have its module's forward use the parameter, detached: "
+            f"`model.{param}.detach()`; or, if these values are to stay, give it a copy: p.detach().clone()",
         )
     same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
     raise WrapError(

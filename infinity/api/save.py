@@ -246,8 +246,9 @@ class _Saving:
         while True:
             path, mark, counter = together(comm, f"{self._what}: its directory", take)[makers[-1]]
             self._counter = max(self._counter, counter)
-            look = partial(is_in, mark, path) if mine < 0 else bool
-            if together(comm, f"{self._what}: who sees it", look)[comm.rank]:
+            look = partial(is_in, mark, path) if mine < 0 and comm.rank != makers[-1] else bool
+            sees = together(comm, f"{self._what}: who sees it", look)[comm.rank]
+            if sees or comm.rank == makers[-1]:  # who made it need not look
                 mine = len(makers) - 1
             seen = agree(comm, f"{self._what}: who has seen one", mine >= 0)
             if all(seen):

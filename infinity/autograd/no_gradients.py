@@ -38,6 +38,10 @@ def refuse_backward(output: Any) -> Any:
 def _refused(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.requires_grad or tensor.is_inference():
         return tensor
+    if (func := torch._C._functorch.peek_interpreter_stack()) is not None:
+        if func.key() != torch._C._functorch.TransformType.Vmap:
+            raise not_for_training("torch.func.grad, vjp, jacrev or jvp")
+        return tensor
     anchor = torch.empty(0, device=tensor.device, requires_grad=True)
-    refused: torch.Tensor = _Refuse.apply(anchor, tensor.detach())  # type: ignore[no-untyped-call]
+    refused: torch.Tensor = _Refuse.apply(anchor, tensor.detach())
     return refused

@@ -185,6 +185,14 @@ class Phases:
         self.shelter.begin(use)
         self.blocks.end_left()
         self._edits.given.check()
+        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            raise ParameterError(
+                "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model",
+                expected="a forward outside of it: it keeps what torch's operators are about to change, and "
+                "does not see what an update or the end of a `gathered` block does",
+                found="a forward inside of it",
+                cure="clone() what is changed before its backward",
+            )
         self.newest = not training
         if torch.is_grad_enabled():
             self._of_graph = self.newest

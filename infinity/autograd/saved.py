@@ -8,7 +8,9 @@ auxiliary loss in a side channel, in a gradient penalty, after a `gathered` bloc
 
 [Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed. So
 each is packed with its version and compared here. What is kept is kept as a detached alias, which shares
-the version counter. Inside hooks of others (activation checkpointing) torch compares nothing, and nor do we.
+the version counter. Inside activation checkpointing torch compares nothing, and nor do we: what is recomputed is
+of the values that there are then. Inside other hooks torch has what they made of the values when they were saved,
+and we have the present ones: so there versions are compared.
 
 [Note: one pair of hooks] torch applies the innermost pair of hooks only. So whatever others push (a user,
 activation checkpointing) gets ours on top, which hands on what does not lie in a unit; `_composed` sees to
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import graph
+from torch.utils import checkpoint
 
 from infinity.core.errors import PrecisionError
 from infinity.core.stack import frames
@@ -135,8 +138,8 @@ def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
         raise autocast_error("a forward", tensor.device.type)
     found = _find(tensor)
     if found is not None:
-        if beneath is not None:
-            found.version = None  # torch does not compare what the hooks of others packed; nor do we
+        if beneath is not None and beneath[0].__module__ == checkpoint.__name__:
+            found.version = None
         return found
     if beneath is not None:
         return _Theirs(beneath[0](tensor), beneath[1])

@@ -29,7 +29,7 @@ from infinity.api.ranks import OWN
 from infinity.api.trace import is_trace, trace
 from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError, DirectoryError, InfinityError
 from infinity.core.sizes import Tier, format_size
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
@@ -150,9 +150,12 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
             training.say_saved()
         except BaseException as error:
             job.failed(error)
+            try:
+                close(optimizer)
+            except InfinityError as then:  # often of the same cause, which the first one names
+                report.line(f"and at the end of the run: {then.what}", style="yellow")
             raise
-        finally:
-            close(optimizer)
+        close(optimizer)
     incomplete = [*report.incomplete, *(report.lost_output() if job.first else [])]
     result: dict[str, Any] = finite(
         {

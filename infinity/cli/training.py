@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import errno
 import itertools
+import json
 import math
 import os
 import resource
@@ -318,7 +319,7 @@ class Training:
         saved = shlex.quote(self.saved)
         self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
         self.report.line(f"  infinity export {saved} DIR    for others that read safetensors")
-        self.report.line(f'  infinity.load(optimizer, "{self.saved}")    loads it in Python')
+        self.report.line(f"  infinity.load(optimizer, {json.dumps(self.saved)})    loads it in Python")
 
     def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:
         at = self.job.at

@@ -159,7 +159,17 @@ def _reopen(path: str, fd: int, access: int) -> int:
     """Return a descriptor without O_DIRECT on the file behind `fd`."""
     try:
         return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
-    except FileNotFoundError:  # no /proc; the name may have changed hands, so compare
+    except OSError as error:
+        if error.errno != numbers.ENOENT:
+            raise DirectoryError(
+                f"a file that no path names any more cannot be opened again, in {os.path.dirname(path)}",
+                errno=error.errno,
+                path=path,
+                expected="a file system on which /proc/self/fd does that, as ext4, XFS and btrfs are",
+                found=error.strerror,
+                cure="name a directory on another file system",
+            ) from error
+        # No /proc; the name may have changed hands, so compare.
         plain_fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
     ours, found = os.fstat(fd), os.fstat(plain_fd)
     if (ours.st_dev, ours.st_ino) != (found.st_dev, found.st_ino):

@@ -12,8 +12,8 @@ import fcntl
 import os
 import re
 import resource
+import secrets
 import stat
-import tempfile
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -247,8 +247,8 @@ def _alignment(fd: int) -> int | None:
 def nameless_file(directory: str) -> tuple[int, bool]:
     """Return a descriptor of a new file in `directory` that no path names, and whether it is O_DIRECT.
 
-    It is gone when it is closed, however the process ends. Without O_TMPFILE it has a name, in a
-    directory of its own, for the moment in which it is opened.
+    It is gone when it is closed, however the process ends. Without O_TMPFILE it has a name for the moment in
+    which it is opened.
 
     Raises:
         OSError: no file can be made there.
@@ -259,14 +259,11 @@ def nameless_file(directory: str) -> tuple[int, bool]:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
-        folder = tempfile.mkdtemp(prefix=".infinity-", dir=directory)
-        name = os.path.join(folder, "data")
-        try:
-            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            os.rmdir(folder)
+        # In no directory of its own: where what is open is renamed as it goes (NFS, FUSE), that would stay.
+        name = os.path.join(directory, f".infinity-{secrets.token_hex(8)}")
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
