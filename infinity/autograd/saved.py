@@ -8,9 +8,9 @@ auxiliary loss in a side channel, in a gradient penalty, after a `gathered` bloc
 
 [Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed. So
 each is packed with its version and compared here. What is kept is kept as a detached alias, which shares
-the version counter. Inside activation checkpointing torch compares nothing, and nor do we: what is recomputed is
-of the values that there are then. Inside other hooks torch has what they made of the values when they were saved,
-and we have the present ones: so there versions are compared.
+the version counter. Inside activation checkpointing torch compares nothing, and nor do we: a recomputation
+takes the values that there are then. Other hooks have what they made of the values as they were saved, and
+we have the present ones: so there, too, versions are compared.
 
 [Note: one pair of hooks] torch applies the innermost pair of hooks only. So whatever others push (a user,
 activation checkpointing) gets ours on top, which hands on what does not lie in a unit; `_composed` sees to
