@@ -472,7 +472,7 @@ def test_evaluation_in_inference_mode_and_then_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])
 @pytest.mark.parametrize("how", ["step", "edit"])
 def test_hooks_that_keep_copies_see_no_newer_values(how: str, place: str, tmp_path: Path) -> None:
-    """In torch the backward takes their copies; where there are none, it is torch's error, not other values."""
+    """In torch the backward takes their copies. Where there are none, it is torch's error."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model, optimizer = wrapped(tmp_path, copy.deepcopy(plain), parameters=place)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2)
