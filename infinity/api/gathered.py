@@ -97,6 +97,9 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         engine.phases.check()
         if self._write and not engine.trains:
             raise not_for_training("`gathered(write=True)`")
+        assert self._use is not None
+        engine.shelter.turn.enter(self._use)
+        engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         engine.gradients.wait()
         named: dict[int, set[int]] = {unit: set() for unit in sorted({engine.params[p].unit for p in params})}
         for param in params:
@@ -112,8 +115,6 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
                 _check_one_version(engine)
             else:
                 engine.publish()
-        assert self._use is not None
-        engine.shelter.turn.enter(self._use)
         saved.enter(engine.phases.blocks.begin(self._use, named, write=self._write, source=self._source))
 
     def __exit__(self, *error: object) -> None:

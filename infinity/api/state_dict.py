@@ -72,9 +72,9 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.phases.check()
-        engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         turn.enter(module)
         try:
+            engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
             prepare(module, prefix, keep_vars)
         except BaseException:
             turn.leave(module)

@@ -25,7 +25,7 @@ from torch.autograd.variable import Variable
 
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
-from infinity.core.stack import calls_of
+from infinity.core.stack import calls_of, is_outermost
 from infinity.core.turn import is_inside
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import in_backward
@@ -183,6 +183,7 @@ class Phases:
         """A forward begins from outside of any other: have the turn for it, in the version that `training` or
         evaluating uses."""
         self.shelter.begin(use)
+        self.reset_abandoned()
         self.blocks.end_left()
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
@@ -248,6 +249,8 @@ class Phases:
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = Forward(scope, self.newest)
+        if self.in_forward and not forward.recomputes and self.shelter.turn.mine and is_outermost(scope.module):
+            self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
         elif self._roots:
@@ -432,8 +435,11 @@ class Phases:
         self.shelter.turn.reset()
 
     def reset_abandoned(self) -> None:
-        """`reset`, if something is left and no forward or backward is under way."""
-        if self.state is TrainingState.IDLE and any(u.users for u in self._residency.units):
+        """`reset`, if something is left and no forward or backward is under way. The caller has the turn: what
+        another thread is in the middle of is not left."""
+        if in_backward() or self.is_forward_here():
+            return
+        if any(u.users for u in self._residency.units):
             self.reset()
 
     def _reset_backward(self) -> None:

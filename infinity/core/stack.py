@@ -64,6 +64,18 @@ def calls_of(module: object) -> int:
     return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames())
 
 
+def is_outermost(module: object) -> bool:
+    """Return whether this thread is inside of one call of `module`, and of no other module's."""
+    count = 0
+    for frame in frames():
+        if "_call_impl" not in frame.f_code.co_name:
+            continue
+        if frame.f_locals.get("self") is not module:
+            return False
+        count += frame.f_code.co_name == "_call_impl"
+    return count == 1
+
+
 def _innermost(ident: int | None) -> FrameType | None:
     # CPython has a lock while it makes these, which whoever starts a thread waits for. A garbage collection
     # within may wait for that thread (torch gives tensors back without the GIL): CPython's issue 106883.

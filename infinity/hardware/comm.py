@@ -68,6 +68,7 @@ _CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once
 _NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
 _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
+_LAST_SECONDS: Final = 0.25  # for a collective that a rank which failed has made, too, to end here
 _FOR_EVER: Final = timedelta(days=100)
 _LINGER_SECONDS: Final = 10.0  # for a rank that failed before it made an engine to tell the others
 
@@ -554,7 +555,13 @@ class Ranks(Comm):
                     now = time.monotonic()
                     elapsed = now - begun
                     time.sleep(min(max(elapsed / 16, 2e-5), _LONGEST_PAUSE))
-                    self._usable()
+                    try:
+                        self._usable()
+                    except RankError:
+                        # It may have failed by what this very collective has told it, as this one is about to.
+                        if until(work.is_completed, _LAST_SECONDS):
+                            break
+                        raise
                     if elapsed > say_after and not said:
                         said = True
                         self._watch.waiting(self._number, what)
