@@ -181,6 +181,46 @@ def test_an_evaluation_after_an_interrupted_forward_sees_the_newest(placement: s
 
 
 @placements
+@pytest.mark.parametrize("ended", ["a backward that raised", "a forward that was interrupted"])
+def test_who_looks_after_what_ended_early_sees_the_newest(ended: str, placement: str, tmp_path: Path) -> None:
+    """A `gathered` block, and a module that is called by itself: torch calls no hook at either end."""
+    this, model, adam = started(tmp_path, placement)
+    part, x = model.blocks[1], torch.randn(2, 5, 32)
+
+    def end_early() -> None:
+        error = ValueError if "raised" in ended else KeyboardInterrupt
+
+        def hook(*_: Any) -> None:
+            raise error
+
+        method = "register_full_backward_hook" if error is ValueError else "register_forward_hook"
+        handle = getattr(part.norm2, method)(hook)
+        with pytest.raises(error):
+            this.loss(model, this.batches[3]).backward()
+        handle.remove()
+        adam.zero_grad()
+
+    with closing(adam):
+        newest = values(model)
+        end_early()
+        assert same(gathered_values(model), newest)
+        end_early()
+        with infinity.gathered(model):
+            assert same([p.detach() for p in model.parameters()], newest)
+        end_early()
+        with torch.no_grad():
+            shown = part.eval()(x)
+        part.train()
+        with infinity.gathered(part):
+            wanted = {n: p.detach().clone() for n, p in part.named_parameters()}
+        infinity.flush(adam)
+        with torch.no_grad():
+            assert torch.equal(part.eval()(x), shown)
+        with infinity.gathered(part):
+            assert all(torch.equal(p, wanted[n]) for n, p in part.named_parameters())
+
+
+@placements
 def test_a_step_inside_gathered_is_refused(placement: str, tmp_path: Path) -> None:
     this, model, adam = started(tmp_path / "a", placement)
     with closing(adam):

@@ -249,7 +249,8 @@ class Phases:
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = Forward(scope, self.newest)
-        if self.in_forward and not forward.recomputes and self.shelter.turn.mine and is_outermost(scope.module):
+        here = self.in_forward and not forward.recomputes and self.shelter.turn.mine
+        if here and is_outermost(scope.module):
             self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
@@ -435,8 +436,8 @@ class Phases:
         self.shelter.turn.reset()
 
     def reset_abandoned(self) -> None:
-        """`reset`, if something is left and no forward or backward is under way. The caller has the turn: what
-        another thread is in the middle of is not left."""
+        """`reset`, if something is left and no forward or backward is under way. The caller has the turn:
+        what another thread is in the middle of is not left."""
         if in_backward() or self.is_forward_here():
             return
         if any(u.users for u in self._residency.units):

@@ -558,7 +558,7 @@ class Ranks(Comm):
                     try:
                         self._usable()
                     except RankError:
-                        # It may have failed by what this very collective has told it, as this one is about to.
+                        # It may have failed by what this very collective has told it.
                         if until(work.is_completed, _LAST_SECONDS):
                             break
                         raise
