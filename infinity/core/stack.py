@@ -76,13 +76,23 @@ def is_outermost(module: object) -> bool:
     return count == 1
 
 
+def all_frames() -> Iterator[FrameType]:
+    """Return the Python frames of all threads."""
+    for frame in _current().values():
+        yield from _from(frame)
+
+
 def _innermost(ident: int | None) -> FrameType | None:
+    return _current().get(ident or 0)
+
+
+def _current() -> dict[int, FrameType]:
     # CPython has a lock while it makes these, which whoever starts a thread waits for. A garbage collection
     # within may wait for that thread (torch gives tensors back without the GIL): CPython's issue 106883.
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(ident or 0)
+        return sys._current_frames()
     finally:
         if collects:
             gc.enable()

@@ -13,6 +13,9 @@ waits and finds it ended, or inside of nothing any more. What has an end of its 
 `Use`, which only the frame or the object that will end it refers to: one that is gone has ended, even where
 an error came before its end could be called. A guest is one for as long as the frame that it
 joined in is on its stack: a thread's number is given to another when it ends.
+
+On a device, autograd runs a backward on threads of its own. Python knows them only while a hook runs there:
+what they have begun goes on for as long as some thread is inside of a backward.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from types import FrameType
 from typing import Final
 
 from .errors import ThreadError
-from .stack import frames
+from .stack import all_frames, frames
 from .waiting import POLL, Bell
 
 _PAUSE: Final = 1e-4
@@ -158,8 +161,10 @@ class Turn:
                     cure="have both gather all that they need in one `gathered`, or use one model after "
                     "the other",
                 )
-            stale = 0 if self._lasts() or is_inside(holder) else stale + 1
-            if stale > 1 or not _lives(holder):
+            known = _lives(holder)
+            goes_on = is_inside(holder) or (not known and _is_backward_anywhere())
+            stale = 0 if self._lasts() or goes_on else stale + 1
+            if stale > 1 or not (known or goes_on):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
                 # `enter`, or has ended.
                 self._uses.clear()
@@ -176,7 +181,8 @@ class Turn:
 
 
 #: Parts of the names of torch's functions inside of which a thread has a use that `reset` ends.
-_CALLS: Final = ("_call_impl", "_engine_run_backward", "state_dict")
+_BACKWARD: Final = "_engine_run_backward"
+_CALLS: Final = ("_call_impl", _BACKWARD, "state_dict")
 
 
 #: The turn that each thread waits for, by its number.
@@ -199,7 +205,14 @@ def is_inside(ident: int | None = None) -> bool:
 
 
 def _lives(ident: int) -> bool:
-    return any(thread.ident == ident for thread in threading.enumerate())
+    """Return whether a thread is one that Python has started, and goes on."""
+    threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
+    return any(thread.ident == ident for thread in threads)
+
+
+def _is_backward_anywhere() -> bool:
+    """Return whether any thread is inside of a backward."""
+    return any(_BACKWARD in frame.f_code.co_name for frame in all_frames())
 
 
 def _name(ident: int) -> str:

@@ -68,15 +68,15 @@ class Shelter:
         looks at what is the user's (`p.grad`, param groups), which the user changes next. `turn`: it has the
         engine to itself.
         """
-        here = threading.get_ident()
+        here, wait = threading.get_ident(), self._waits()
         self.wait_interrupted()
         if os.getpid() != self._pid:
             with torch.no_grad():
                 return call()
         if here != self._main or self._closed:
             who = self._main if here == self._thread.ident else here
-            return self._make(call, who or here, torch.no_grad, turn)
-        task = Task(functools.partial(self._make, call, here, self._carry(), turn))
+            return self._make(call, who or here, torch.no_grad, turn, wait)
+        task = Task(functools.partial(self._make, call, here, self._carry(), turn, wait))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
             self._under_way = task
@@ -95,16 +95,23 @@ class Shelter:
 
     def begin(self, use: object) -> None:
         """Begin a forward or a backward of this thread; `turn.leave` or `turn.reset` ends it."""
-        # On a device, autograd's threads work for one that waits for them and may have the turn.
-        wait = not (self._staged and torch._C._current_graph_task_id() != -1)
-        self.turn.enter(use, wait=wait)
+        self.turn.enter(use, wait=self._waits())
+
+    def _waits(self) -> bool:
+        """Return whether this thread waits for its turn. In a backward on a device it does not: several
+        threads make it, autograd's and the one that has called it, and each may have the turn."""
+        return not (self._staged and torch._C._current_graph_task_id() != -1)
 
     def _make(
-        self, call: Callable[[], _R], who: int, there: Callable[[], AbstractContextManager[Any]], turn: bool
+        self,
+        call: Callable[[], _R],
+        who: int,
+        there: Callable[[], AbstractContextManager[Any]],
+        turn: bool,
+        wait: bool,
     ) -> _R:
         use = Use()
         if turn:
-            wait = not (self._staged and torch._C._current_graph_task_id() != -1)
             self.turn.enter(use, who=who, wait=wait)
         try:
             with there(), torch.no_grad():
