@@ -102,6 +102,9 @@ class Memory:
             self.storage.resize_(self._nbytes)
             self._device.give(self._poison())
 
+    def used(self) -> None:
+        pass
+
     def drop(self) -> None:
         self._device.take_back(self._poison())
         self.storage.resize_(0)

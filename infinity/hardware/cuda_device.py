@@ -19,18 +19,35 @@ from .streams import Event
 
 
 class ResizedMemory:
-    """The storage of one unit on a device with an allocator of its own: resized to 0 and back."""
+    """The storage of one unit on a device with an allocator of its own: resized to 0 and back.
+
+    The allocator gives what goes back to the stream that it was allocated on, at once. So that stream first
+    waits for all others that have used it.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storage = torch.UntypedStorage(0, device=device)
         self._nbytes = nbytes
+        self._stream: torch.cuda.Stream | None = None
+        self._users: set[torch.cuda.Stream] = set()
 
     def fill(self) -> None:
         """Make it usable."""
-        self.storage.resize_(self._nbytes)
+        if not self.storage.nbytes():
+            self.storage.resize_(self._nbytes)
+            self._stream = torch.cuda.current_stream(self.storage.device)
+
+    def used(self) -> None:
+        """The current stream is about to use it."""
+        self._users.add(torch.cuda.current_stream(self.storage.device))
 
     def drop(self) -> None:
         """Give the memory back to torch's allocator."""
+        self.used()
+        if self._stream is not None:
+            for stream in self._users - {self._stream}:
+                self._stream.wait_stream(stream)
+        self._users.clear()
         self.storage.resize_(0)
 
 

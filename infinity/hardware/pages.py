@@ -138,6 +138,9 @@ class PagedMemory:
         pages.moved += at
         pages.trim()
 
+    def used(self) -> None:
+        """Nothing to do: what is asked for is done when the call returns."""
+
     def drop(self) -> None:
         """Let its pages go."""
         if not self._filled:

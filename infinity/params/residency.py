@@ -107,6 +107,7 @@ class Residency:
             self.cache.prefetch(newest=newest)
         self._gather_first(max((u.index + 1 for u in wanted), default=0))
         for unit in wanted:
+            unit.used()
             if unit.on_device:
                 self._resume(unit)
             elif unit.state is not UnitState.UNSHARDED:

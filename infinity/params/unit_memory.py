@@ -81,6 +81,11 @@ class UnitMemory:
         begin = self._begins[chunk.id]
         return self._shard[begin : begin + chunk.copy_nbytes].view(chunk.dtype)
 
+    def used(self) -> None:
+        """Whatever the caller computes in is about to use the storage."""
+        if not self.in_place:
+            self._memory.used()
+
     def drop(self) -> None:
         """Give the storage's memory back, unless it has it for good."""
         if not self.in_place:
