@@ -136,6 +136,13 @@ class ChunkIO:
         for transfer in transfers:
             transfer.wait()
 
+    def wait_unread(self) -> None:
+        """Block until no copy to the device reads the copy where it lies: it is about to change."""
+        if self._delayed:
+            self._tiers.publisher.wait_published(self.chunk.id)
+        if self._tiers.store.tier(self.chunk.id, "copy", self.copy_version) is Tier.HOST:
+            self._tiers.units[self.chunk.unit].wait_read()
+
     def copy_master(self) -> None:
         """Give a back in host memory the values that its update begins with, where it is the master."""
         plan, chunk, store = self._plan, self.chunk, self._tiers.store

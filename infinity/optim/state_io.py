@@ -279,8 +279,8 @@ class States:
                 io = self._open(chunk, leaving)
                 now.append(io)
                 if back:
-                    self._tiers.publisher.wait_published(chunk.id)
                     io.delay()
+                io.wait_unread()
                 tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
                 if fresh and all(s.param in of[chunk.unit] for s in chunk.segments):
                     for tensor in (tensors if back else self._tensors(io, _KINDS)).values():

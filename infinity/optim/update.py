@@ -294,8 +294,7 @@ def _run(
             reading.popleft()
             at[:] = [io]
             io.wait()
-            if drift is not None:
-                tiers.publisher.wait_published(update.chunk.id)
+            io.wait_unread()
             begin = now()
             if drift is not None:
                 io.copy_master()

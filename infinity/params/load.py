@@ -307,7 +307,7 @@ class _Worker:
             last = not load.chunks and not load.supplies and not any(f.load is load for f in self._flights)
         if last and not load.issued.is_open:
             if load.error is not None and load.event is not None:
-                _wait_over(load.event)
+                wait_over(load.event)
             load.finish()
 
     def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
@@ -337,7 +337,7 @@ class _Worker:
             load.error = load.error or error
         if not any(f.load is load for f in self._flights):
             if load.event is not None:
-                _wait_over(load.event)
+                wait_over(load.event)
             load.finish()
 
     def _release_leases(self, *, wait: bool) -> None:
@@ -355,7 +355,7 @@ class _Worker:
             wait = False
 
 
-def _wait_over(event: Event) -> None:
+def wait_over(event: Event) -> None:
     """Wait for `event`, whatever became of it: its storage may be freed afterwards."""
     try:
         event.wait()

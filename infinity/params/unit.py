@@ -29,13 +29,13 @@ import torch
 
 from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import format_size
-from infinity.hardware.device import Device
+from infinity.hardware.device import Device, Event
 from infinity.hardware.ranks import Comm
 from infinity.planning.partition import UnitLayout
 from infinity.storage.versions import Slot
 
 from .gather import Gather
-from .load import Load, Loader
+from .load import Load, Loader, wait_over
 from .param import ShardedParam
 from .unit_memory import UnitMemory
 
@@ -96,6 +96,7 @@ class ParamUnit(UnitMemory):
         self._device = device
         self._comm = comm
         self._load: Load | None = None
+        self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
         self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
@@ -372,7 +373,16 @@ class ParamUnit(UnitMemory):
             # On CUDA the storage was allocated on the compute stream; it must see the copy
             # before the memory is given to something else.
             self._device.wait_on_device(load.event)
+            self._read = load.event
         self._load = None  # not before: an interrupt may end a wait, but not what fills the storage
+
+    def wait_read(self) -> None:
+        """Block until no load that was begun reads copies in host memory any more. Any thread that is about
+        to change these calls it: for a load that nobody has used nobody else waits."""
+        load = self._load
+        for event in (self._read, None if load is None else load.event):
+            if event is not None:
+                wait_over(event)
 
     def reshard(self) -> bool:
         """LOADING, LOADED or GATHERED → SHARDED: free the storage. The copy was clean: nothing is written.
