@@ -74,6 +74,7 @@ class _Calls(ctypes.Structure):
         ("query", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)),
         ("synchronize", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
         ("forget", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
+        ("use", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)),
     )
 
 
@@ -109,6 +110,7 @@ def make_known() -> None:
         "query": lambda event: int(world().query(_events[event])),
         "synchronize": lambda stream: world().synchronize(world().streams[stream]),
         "forget": lambda event: _events.pop(event, None) and None,
+        "use": lambda address, stream: world().record_use(address, world().streams[stream]),
     }
     calls = _Calls(**{name: kind(given[name]) for name, kind in _Calls._fields_})
     library.lagging_begin(ctypes.byref(calls), 2)

@@ -34,6 +34,7 @@ struct Calls {
   int64_t (*query)(int64_t event);
   void (*synchronize)(int64_t stream);
   void (*forget)(int64_t event);
+  void (*use)(void* address, int64_t stream);
 };
 Calls calls;
 
@@ -125,6 +126,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) {
       ask(calls.forget, reinterpret_cast<int64_t>(event));
     }
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    ask(calls.use, data.get(), stream.id());
   }
   void synchronizeStream(const c10::Stream& stream) const override { ask(calls.synchronize, stream.id()); }
 };

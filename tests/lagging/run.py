@@ -25,6 +25,7 @@ from infinity.hardware import cuda_device
 from infinity.hardware.cuda_device import CudaDevice
 
 from .cuda import lagging_cuda, make_known
+from .programs import PROGRAMS, Loop
 from .world import Finding
 
 #: Where parameters, optimizer state and gradients are, and what else is set.
@@ -51,7 +52,25 @@ CASES |= {
     },
     "activations": {"activations": "host", "parameters": "host", "optimizer_state": "host"},
     "fp16": {"dtype": "fp16", "parameters": "host", "optimizer_state": "nvme"},
+    "reentrant": {"recompute": "reentrant", "parameters": "host", "optimizer_state": "host"},
+    "recomputed": {"recompute": "non-reentrant", "parameters": "nvme", "optimizer_state": "nvme"},
 }
+#: What else users do, with all on the host, on the device or on NVMe; and as few units there as may be.
+_TIGHT = {"device_memory": "176KiB", "prefetch_memory": "64KiB"}
+for _program in PROGRAMS.keys() - {"accumulate"}:
+    for _tier in ("device", "host", "nvme"):
+        CASES[f"{_program}-{_tier}"] = {
+            "program": _program,
+            "parameters": _tier,
+            "optimizer_state": "host" if _tier == "device" else _tier,
+            **({} if _tier == "device" else _TIGHT),
+        }
+    CASES[f"{_program}-delayed"] = {
+        "program": _program,
+        "parameters": "host",
+        "update": "delayed",
+        "delay_warmup_steps": 1,
+    }
 
 
 class Block(nn.Module):
@@ -70,48 +89,43 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Four blocks, recomputed or not."""
 
-    def __init__(self, width: int = 64, *, recompute: bool = False) -> None:
+    def __init__(self, width: int = 64, *, recompute: str = "") -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(4))
         self.head = nn.Linear(width, 8)
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_(self.recompute == "reentrant")
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            if self.recompute:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+            else:
+                x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def train(case: dict[str, Any], nvme: str, device: str, steps: int = 4) -> list[torch.Tensor]:
+def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     """Return losses and final values; both on the CPU."""
-    settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", **case}
+    settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
+    program, kind = settings.pop("program", "accumulate"), settings.pop("recompute", None)
     config = infinity.Config(
         device="cpu",
         nvme=nvme,
-        device_memory="64MiB",
         host_memory="256MiB",
         threads=1,
         units=["Block", "head"],
         **settings,
     )
     torch.manual_seed(0)
-    model = Net(recompute=config.activations == "host")
+    model = Net(recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap(model, adam, config)
-    losses = []
-    for step in range(steps):
-        for _ in range(2):
-            x, y = torch.randn(512, 64).to(device), torch.randint(0, 8, (512,)).to(device)
-            loss = nn.functional.cross_entropy(model(x).float(), y)
-            (optimizer.scale(loss) if settings["dtype"] == "fp16" else loss).backward()
-        optimizer.step()
-        if step == 2:  # an edit, and what sees it
-            with infinity.gathered(model.head.bias, write=True), torch.no_grad():
-                model.head.bias.add_(0.125)
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    made = [loss.cpu() for loss in losses]
-    made += [value.detach().cpu().clone() for value in model.state_dict().values()]
+    loop = Loop(model, optimizer, device)
+    PROGRAMS[program](loop)
+    made = [loss.detach().cpu() for loss in loop.losses]
+    if program != "left_open":
+        made += [value.detach().cpu().clone() for value in model.state_dict().values()]
     infinity.close(model)
     return made
 

@@ -1,0 +1,157 @@
+"""What users do with a model on a device: each program trains it, and returns tensors on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+
+#: What a program is given.
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Loop:
+    """A model under training. `device` is where its inputs go."""
+
+    def __init__(self, model: Any, optimizer: Any, device: str) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.losses: list[torch.Tensor] = []
+
+    def batch(self) -> Batch:
+        return torch.randn(512, 64).to(self.device), torch.randint(0, 8, (512,)).to(self.device)
+
+    def loss(self, batch: Batch, model: Any = None) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy((model or self.model)(x).float(), y)
+
+    def backward(self) -> None:
+        loss = self.loss(self.batch())
+        scaled = self.optimizer.scale(loss) if hasattr(self.optimizer, "loss_scale") else loss
+        scaled.backward()
+        self.losses.append(loss.detach())
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.losses.append(self.loss(self.batch(), self.model.eval()))
+        self.model.train()
+
+
+def accumulate(loop: Loop) -> None:
+    """Two backwards a step, and an edit, with what sees it."""
+    for step in range(4):
+        loop.backward()
+        loop.backward()
+        loop.optimizer.step()
+        if step == 2:
+            with infinity.gathered(loop.model.head.bias, write=True), torch.no_grad():
+                loop.model.head.bias.add_(0.125)
+        loop.optimizer.zero_grad()
+
+
+def streams(loop: Loop) -> None:
+    """Training and evaluation on a stream of the user's, and evaluation on the default one at once: neither
+    waits for what the other does with parameters."""
+    default = torch.cuda.current_stream() if loop.device != "cpu" else None
+    own = torch.cuda.Stream() if default is not None else None
+    for _ in range(4):
+        batches = [loop.batch() for _ in range(4)]
+        if own is not None:
+            own.wait_stream(default)
+        with _on(own):
+            for batch in batches[:2]:
+                loss = loop.loss(batch)
+                loss.backward()
+                loop.losses.append(loss.detach())
+            loop.step()
+        for batch in batches[2:]:
+            for stream in (own, default):
+                with _on(stream), torch.no_grad():
+                    loop.losses.append(loop.loss(batch))
+        x = batches[0][0].to(loop.model.head.weight.dtype)
+        if own is not None:
+            own.wait_stream(default)
+        for (
+            block
+        ) in loop.model.blocks:  # one loads it, the other uses it, and the first has another in its place
+            for stream in (own, default):
+                with _on(stream), torch.no_grad():
+                    loop.losses.append(block(x))
+    if default is not None:
+        default.wait_stream(own)
+
+
+def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def routes(loop: Loop) -> None:
+    """What was loaded ahead is not what is used: another part of the model is, or none."""
+    for step in range(4):
+        loop.backward()
+        loop.step()
+        x = torch.randn(8, 64).to(loop.device, loop.model.head.weight.dtype)
+        with torch.no_grad():
+            loop.losses.append(loop.model.blocks[3 - step](x))
+        with infinity.gathered(loop.model.blocks[step].up.weight):
+            loop.losses.append(loop.model.blocks[step].up.weight.detach().clone())
+
+
+def two_threads(loop: Loop) -> None:
+    """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
+    model, seen, errors, others, came_in = loop.model, [], [], [], []
+    x = torch.randn(8, 64).to(loop.device, model.head.weight.dtype)
+
+    def look() -> None:
+        try:
+            with infinity.gathered(model.blocks[0].up.weight):
+                seen.append(model.blocks[0].up.weight.detach().clone())
+            with torch.no_grad():
+                seen.append(model.blocks[1](x))
+        except BaseException as error:
+            errors.append(error)
+
+    def begin(grad: torch.Tensor) -> None:
+        others.append(threading.Thread(target=look, daemon=True))
+        others[-1].start()
+        others[-1].join(1.0)
+        came_in.append(not others[-1].is_alive())
+
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(begin)
+
+    handle = model.blocks[2].register_forward_hook(watch)
+    for _ in range(2):
+        loop.backward()
+        others[-1].join(60)
+        if others[-1].is_alive():
+            raise AssertionError("the other thread waits for good")
+        loop.step()
+    handle.remove()
+    if errors:
+        raise errors[0]
+    if any(came_in):
+        raise AssertionError("another thread has used the model in the middle of a backward")
+    loop.losses += seen
+
+
+def left_open(loop: Loop) -> None:
+    """The program ends with everything under way."""
+    accumulate(loop)
+    loop.backward()
+    loop.loss(loop.batch())
+
+
+PROGRAMS: dict[str, Callable[[Loop], None]] = {
+    p.__name__: p for p in (accumulate, streams, routes, two_threads, left_open)
+}
