@@ -111,23 +111,24 @@ def between(
     if what == "evaluate alone" and rank:
         return
     model.eval()
+    device = next(iter(made.batches[0].values())).device
     with torch.no_grad():
         if what.startswith("evaluate"):
             model.depth = step["depths"][0][rank] if "depths" in step else None
             yield made.loss(model, made.batches[rank]).item()
             model.depth = None
         elif what == "generate" and hasattr(model, "generate"):
-            tokens = torch.arange(rank + 1, rank + 4)[None]
+            tokens = torch.arange(rank + 1, rank + 4, device=device)[None]
             made_of = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "synced_gpus": synced}
             yield from model.generate(input_ids=tokens, **made_of)[0].tolist()
         elif what == "generate":
-            tokens = torch.arange(rank, rank + 3)[None] % VOCABULARY
+            tokens = torch.arange(rank, rank + 3, device=device)[None] % VOCABULARY
             for _ in range(3):
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
             yield from tokens[0].tolist()
         elif what == "module":
             part, width = model.head, model.head.in_features
-            x = torch.linspace(-1, 1, 2 * width, dtype=dtype).view(2, width)
+            x = torch.linspace(-1, 1, 2 * width, dtype=dtype).view(2, width).to(device)
             yield part(x).double().sum().item()
     model.train()
 
@@ -162,7 +163,7 @@ def change_alone(alone: Mapping[str, Any], model: nn.Module, optimizer: Any, ran
         return
     param, what = model.get_parameter(alone["name"]), alone["what"]
     if what == "given":
-        param.grad = torch.zeros(param.shape, dtype=param.dtype)
+        param.grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
     elif what == "frozen":
         param.requires_grad_(False)
     elif what == "zero_grad" or param.grad is None or param.grad.is_zero:  # or it would change nothing
@@ -189,6 +190,7 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     model, optimizer = infinity.wrap(made.model, adam, config)
     params, engine = dict(model.named_parameters()), engine_of(optimizer)
     dtype = DTYPES[settings["config"]["dtype"]]
+    made = at(made, model)
     names = {p: n for n, p in params.items()}
     found: dict[str, Any] = {"losses": [], "units": {n: engine.params[p].unit for n, p in params.items()}}
     norms: list[float] = []
@@ -226,9 +228,17 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     states = optimizer.state_dict()["state"]
     ordered = [p for g in optimizer.param_groups for p in g["params"]]
     found["state"] = {names[p]: state for i, p in enumerate(ordered) if (state := states.get(i))}
-    found["values"] = {n: v.clone() for n, v in model.state_dict().items()}
+    found["values"] = {n: v.cpu().clone() for n, v in model.state_dict().items()}
     infinity.close(optimizer)
     return found, norms
+
+
+def at(made: Case, model: nn.Module) -> Case:
+    """Return a case with its batches where the parameters of `model` are."""
+    device = next(model.parameters()).device
+    return dataclasses.replace(
+        made, batches=[{name: value.to(device) for name, value in batch.items()} for batch in made.batches]
+    )
 
 
 def built(settings: dict[str, Any]) -> Case:

@@ -64,7 +64,8 @@ _BLOCK: Final = 1024  # bytes that each rank sends to each in an exchange
 _HEAD: Final = struct.Struct("<IIQ")  # bytes of `what`, its CRC, bytes of the value
 _WORDS: Final = 256  # bytes of `what` that are sent
 _ROOM: Final = _BLOCK - _HEAD.size - _WORDS
-_CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once
+_CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once; on a device it has the other number
+_CAME_THERE: Final = 64 * MiB
 _NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
 _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
@@ -330,7 +331,7 @@ class Ranks(Comm):
             settings: dict[str, Any] = {"timeout": _FOR_EVER}
             if len(ranks) < dist.get_world_size():
                 settings |= {"ranks": ranks, "use_local_synchronization": True}
-            self._nccl = device.type == "cuda"
+            self._nccl = device.type != "cpu"
             try:
                 for backend in ("gloo", "nccl" if self._nccl else "gloo"):
                     make = functools.partial(dist.new_group, backend=backend, **settings)
@@ -389,26 +390,21 @@ class Ranks(Comm):
         self.sent += run.nbytes // self.world * (self.world - 1)
         parts = run.detach().view(self.world, -1)
         mine = parts[self.rank]
-        if self._nccl:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-            total = torch.empty_like(mine)
-            self._do("reduce", lambda: [self._data._reduce_scatter_base(total, parts.view(-1), options)])
-            return total if narrow else total.to(torch.float32)
-        total = mine if narrow or run.dtype is torch.float32 else torch.empty(mine.numel())
-        # Piece by piece, so that what comes lies in a cache, and in memory that stays.
-        most = max(_CAME // (self.world - 1) // run.itemsize, 1)
+        wide = not narrow and run.dtype is not torch.float32
+        total = torch.empty(mine.numel(), dtype=torch.float32, device=run.device) if wide else mine
+        # Piece by piece: on the CPU what comes lies in a cache then, and in memory that stays.
+        most = max((_CAME_THERE if self._nccl else _CAME) // (self.world - 1) // run.itemsize, 1)
         for begin in range(0, mine.numel(), most):
             self._mean(parts[:, begin : begin + most], total[begin : begin + most])
         return total
 
     def _mean(self, parts: torch.Tensor, out: torch.Tensor) -> None:
-        """Put the mean of all ranks' `parts[rank]` into `out`, which may be this rank's. Over gloo."""
+        """Put the mean of all ranks' `parts[rank]` into `out`, which may be this rank's."""
         others = [r for r in range(self.world) if r != self.rank]
         sizes = [out.numel() * (r != self.rank) * parts.itemsize for r in range(self.world)]
         of = _bytes(parts[others[0]] if len(others) == 1 else parts[others].view(-1))
-        if self._came.numel() < sum(sizes):
-            self._came = torch.empty(sum(sizes), dtype=torch.uint8)
+        if self._nccl or self._came.numel() < sum(sizes):  # the allocator of a device keeps its own
+            self._came = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.device)
         to = self._came[: sum(sizes)]
         self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)])
         came = iter(to.view(parts.dtype).view(len(others), -1))

@@ -72,8 +72,8 @@ class Comm:
         once to the dtype of `run`. Collective.
 
         `run`: flat, contiguous, `world` equal slices, floating; undefined afterwards. What has its dtype may
-        be returned in its memory. On the CPU each value is converted to fp32 and added in the order of the
-        ranks, then the sum is divided once; NCCL averages in the dtype of `run`.
+        be returned in its memory. Each value is converted to fp32 and added in the order of the ranks, then
+        the sum is divided once: the same bits over gloo and NCCL, whose own mean rounds at each hop.
         """
         raise NotImplementedError
 
@@ -154,10 +154,11 @@ class Alone(Comm):
 def mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Put the mean of `parts` into `out`, which may be one of them: flat, of any floating dtypes. Each value
     is converted to fp32 and added in order; the sum is divided once, and rounded once."""
-    for begin in range(0, out.numel(), _SUMMED):  # torch converts all that it is given before it adds
-        first, *rest = (part[begin : begin + _SUMMED] for part in parts)
+    at_once = _SUMMED if out.device.type == "cpu" else max(out.numel(), 1)
+    for begin in range(0, out.numel(), at_once):  # torch converts all that it is given before it adds
+        first, *rest = (part[begin : begin + at_once] for part in parts)
         total = first.to(torch.float32, copy=True)
         for part in rest:
             total += part.to(torch.float32)
-        total /= len(parts)
-        out[begin : begin + _SUMMED].copy_(total)
+        total /= total.new_full((), len(parts))  # by a number CUDA multiplies with its reciprocal
+        out[begin : begin + at_once].copy_(total)

@@ -41,6 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "overlap-fp32": {"update": "overlap", "dtype": "fp32", "parameters": "host"},
+    "device-fp32": {
+        "dtype": "fp32",
+        "parameters": "device",
+        "optimizer_state": "device",
+        "gradients": "device",
+    },
     "delayed-device": {"update": "delayed", "delay_warmup_steps": 1, "parameters": "device"},
     "delayed-host": {"update": "delayed", "delay_warmup_steps": 1, "parameters": "host"},
     "delayed-nvme": {

@@ -1,5 +1,5 @@
-"""Ranks on a device with memory of its own, as far as a CPU can show it (staged.py), against plain torch, bit
-for bit. `pytest --device staged` runs the other tests of ranks there, too."""
+"""Ranks on a device that is late (tests/lagging), over the double of NCCL, against plain torch, bit for bit:
+also the mean of their gradients, which is not NCCL's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 from .quick import quick
 from .ranks import all_well, run_ranks
 
-DEVICE = "staged"
+#: Attention without a kernel of the CPU's own, which the device has not.
+SCRIPT = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tests.lagging.nccl import lagging_ranks
+from tests.rank_training import main
+with lagging_ranks(), sdpa_kernel(SDPBackend.MATH):
+    main()
+"""
 #: What is done to one parameter, or two, behind each step of two backwards; all others stay as they are.
 PROGRAM: list[dict[str, Any]] = [
     {"turns": 2, "edits": {"blocks.0.norm1.weight": 0.5}, "source": 1},
@@ -46,6 +53,5 @@ def test_what_is_done_to_one_parameter_leaves_the_others(
     config = {"device": "cpu", "dtype": dtype, "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
     config |= {"device_memory": "64MiB", "host_memory": "512MiB", **PLACES[place]}
     given = {"model": "gpt", "program": PROGRAM, "config": config}
-    script = "from tests.rank_training import main; main()"
-    results = run_ranks(2, script, json.dumps(given), seconds=120, device=DEVICE)
+    results = run_ranks(2, SCRIPT, json.dumps(given), seconds=240, device="cpu")
     assert all_well(results) == ["same\n"] * 2
