@@ -51,6 +51,8 @@ class Guard:
         exporting = getattr(torch.compiler, "is_exporting", bool)()  # from torch 2.7 on
         if exporting or torch._C._get_tracing_state() is not None:
             raise traced_error("torch.export" if exporting else "torch.jit.trace")
+        if self._device_type != "cpu" and torch.cuda.is_current_stream_capturing():
+            raise traced_error("a CUDA graph that is being captured")
 
     def check_params(self) -> None:
         """Raise `ParameterChangedError` if a parameter was cast, moved (`p.data = t`, but in a block that

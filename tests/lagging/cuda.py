@@ -65,7 +65,7 @@ def _built() -> Path:
 
 class _Calls(ctypes.Structure):
     _fields_ = (
-        ("allocate", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)),
+        ("allocate", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)),
         ("free", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
         ("current_stream", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)),
         ("set_stream", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)),
@@ -101,7 +101,7 @@ def make_known() -> None:
     torch.utils.rename_privateuse1_backend("lagging")
     library = ctypes.CDLL(str(_built()), mode=ctypes.RTLD_GLOBAL)
     given = {
-        "allocate": lambda nbytes: world().allocate(nbytes),
+        "allocate": lambda nbytes, device: world().allocate(nbytes, device),
         "free": _free,
         "current_stream": lambda device: world().current(device).number if _world is not None else device,
         "set_stream": lambda device, stream: world().set_current(world().streams[stream]),
@@ -192,14 +192,27 @@ class Event:
         return 0.0
 
 
+_current = threading.local()  # the number of each thread's device
+
+
 def _index(device: Any) -> int:
     if device is None:
-        return 0
+        return getattr(_current, "index", 0)
     return (device if isinstance(device, int) else torch.device(device).index) or 0
 
 
 def current_stream(device: Any = None) -> Stream:
     return Stream(queue=world().current(_index(device)))
+
+
+@contextlib.contextmanager
+def _device(wanted: Any) -> Iterator[None]:
+    """torch.cuda.device."""
+    before, _current.index = _index(None), _index(wanted)
+    try:
+        yield
+    finally:
+        _current.index = before
 
 
 @contextlib.contextmanager
@@ -372,8 +385,9 @@ def _kernels(patch: pytest.MonkeyPatch, here: World) -> None:
 
 
 @contextlib.contextmanager
-def lagging_cuda(schedule: str = "late", seed: int = 0) -> Iterator[World]:
-    """Engines have a `CudaDevice` for the CPU inside of this. Raises `Finding` for what was found."""
+def lagging_cuda(schedule: str = "late", seed: int = 0, index: int = 0) -> Iterator[World]:
+    """Engines have a `CudaDevice` for the CPU inside of this, of that number. Raises `Finding` for what was
+    found."""
     global _world
     make_known()
     here = World(schedule, seed)
@@ -384,8 +398,9 @@ def lagging_cuda(schedule: str = "late", seed: int = 0) -> Iterator[World]:
             ("Event", Event),
             ("stream", stream),
             ("current_stream", current_stream),
-            ("device", lambda device: contextlib.nullcontext()),
+            ("device", _device),
             ("cudart", _Runtime),
+            ("is_current_stream_capturing", lambda: here.captures),
             ("mem_get_info", lambda device=None: (1 << 30, 1 << 30)),
         ):
             patch.setattr(torch.cuda, name, value)
@@ -397,7 +412,7 @@ def lagging_cuda(schedule: str = "late", seed: int = 0) -> Iterator[World]:
         patch.setattr(torch.Tensor, "data", _Data(), raising=False)
 
         def open_device(name: str | None, recorder: Recorder | None = None) -> CudaDevice:
-            return CudaDevice(torch.device("lagging", 0), recorder)
+            return CudaDevice(torch.device("lagging", index), recorder)
 
         patch.setattr("infinity.api.engine.open_device", open_device)
         before, _world = _world, here

@@ -25,7 +25,7 @@ constexpr auto kKind = c10::DeviceType::PrivateUse1;
 
 // What Python does. Each call takes the GIL; none may raise.
 struct Calls {
-  void* (*allocate)(size_t nbytes);
+  void* (*allocate)(size_t nbytes, int64_t device);
   void (*free)(void* address);
   int64_t (*current_stream)(int64_t device);
   void (*set_stream)(int64_t device, int64_t stream);
@@ -63,7 +63,7 @@ void give_back(void* address) {
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* address = nbytes == 0 ? nullptr : ask(calls.allocate, nbytes);
+    void* address = nbytes == 0 ? nullptr : ask(calls.allocate, nbytes, static_cast<int64_t>(current_device));
     TORCH_CHECK_WITH(OutOfMemoryError, nbytes == 0 || address != nullptr, "the lagging device has no ",
                      nbytes, " bytes");
     return {address, address, &give_back, c10::Device(kKind, current_device)};
@@ -152,6 +152,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   // A storage that is resized keeps nothing: the engine only resizes to 0 and from 0.
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
+    c10::DeviceGuard guard(storage.device());
     TORCH_CHECK(nbytes == 0 || impl->nbytes() == 0,
                 "a storage of the lagging device grows or shrinks with values in it");
     impl->set_data_ptr_noswap(memory.allocate(nbytes));

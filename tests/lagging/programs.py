@@ -7,10 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.core.errors import ParameterError
+
+from .cuda import world
 
 #: What a program is given.
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -145,6 +149,18 @@ def two_threads(loop: Loop) -> None:
     loop.losses += seen
 
 
+def captured(loop: Loop) -> None:
+    """A forward that a CUDA graph would record is refused, and the next one is as always."""
+    if loop.device != "cpu":
+        world().captures = True
+        with pytest.raises(ParameterError, match="cannot be recorded"):
+            loop.loss(loop.batch())
+        world().captures = False
+    torch.manual_seed(1)
+    loop.backward()
+    loop.step()
+
+
 def left_open(loop: Loop) -> None:
     """The program ends with everything under way."""
     accumulate(loop)
@@ -153,5 +169,5 @@ def left_open(loop: Loop) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
-    p.__name__: p for p in (accumulate, streams, routes, two_threads, left_open)
+    p.__name__: p for p in (accumulate, streams, routes, two_threads, captured, left_open)
 }

@@ -58,6 +58,7 @@ CASES |= {
     },
     "activations": {"activations": "host", "parameters": "host", "optimizer_state": "host"},
     "fp16": {"dtype": "fp16", "parameters": "host", "optimizer_state": "nvme"},
+    "second-device": {"index": 1, "parameters": "host", "optimizer_state": "device"},
     "reentrant": {"recompute": "reentrant", "parameters": "host", "optimizer_state": "host"},
     "recomputed": {"recompute": "non-reentrant", "parameters": "nvme", "optimizer_state": "nvme"},
 }
@@ -115,6 +116,7 @@ def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     """Return losses and final values; both on the CPU."""
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
     program, kind = settings.pop("program", "accumulate"), settings.pop("recompute", None)
+    settings.pop("index", None)
     config = infinity.Config(
         device="cpu",
         nvme=nvme,
@@ -178,8 +180,9 @@ def main() -> int:
             wanted = train(case, nvme, "cpu")
             without = WITHOUT[given.without]() if given.without else contextlib.nullcontext()
             try:
-                with without, lagging_cuda(given.schedule, given.seed) as world, quiet_end():
-                    got = train(case, nvme, "lagging")
+                index = case.get("index", 0)
+                with without, lagging_cuda(given.schedule, given.seed, index) as world, quiet_end():
+                    got = train(case, nvme, f"lagging:{index}")
                 differ = sum(not torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
                 found = f"{differ} of {len(wanted)} tensors differ" if differ else ""
             except Finding as error:

@@ -139,6 +139,7 @@ class World:
         self._autograd: dict[Any, Clock] = {}
         self.fails: int | None = None  # the number of the allocation that finds no memory
         self.refuses: int | None = None  # the number of the registration that is refused
+        self.captures = False  # whether the current stream records a graph
         self.latched = False  # whether the next launch meets an error that is not its own
 
     # -- clocks -----------------------------------------------------------------------------
