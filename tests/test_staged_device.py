@@ -19,6 +19,7 @@ from infinity.api.engine import engine_of
 from infinity.grads.gradient_chunks import GradientIO
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import CudaDevice, HostDevice
+from infinity.optim.chunk_io import ChunkIO
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
@@ -142,6 +143,41 @@ def test_gradients_on_the_device_wait_for_the_users_stream_first(
         first = next(i for i, call in enumerate(visit) if call != "buffer")
         assert visit[first] == "wait"
         assert "widen" not in visit[:first]
+    infinity.close(optimizer)
+
+
+def test_the_next_chunks_kernel_runs_while_a_copy_is_on_its_way(
+    tmp_path: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the last one's copy is waited for at once."""
+    said: list[tuple[str, int]] = []
+
+    def noted(name: str) -> None:
+        inner = getattr(ChunkIO, name)
+
+        def call(self: ChunkIO, *args: Any, **options: Any) -> Any:
+            said.append((name, self.chunk.id))
+            return inner(self, *args, **options)
+
+        monkeypatch.setattr(ChunkIO, name, call)
+
+    def slowly(self: Staged, *args: Any, **options: Any) -> Any:
+        self._submit("h2d", lambda: time.sleep(0.05))
+        return h2d(self, *args, **options)
+
+    h2d = Staged.h2d
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    config = config_for(tmp_path, **{**ON_DEVICE, "optimizer_state": "host"})
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    noted("make_copy")
+    noted("wait_copied")
+    monkeypatch.setattr(Staged, "h2d", slowly)
+    optimizer.step()
+    infinity.flush(model)
+    (a, b, c) = [chunk for name, chunk in said if name == "make_copy"]
+    kernels, waits = "make_copy", "wait_copied"
+    assert said == [(kernels, a), (kernels, b), (waits, a), (kernels, c), (waits, b), (waits, c)]
     infinity.close(optimizer)
 
 

@@ -127,6 +127,11 @@ class ChunkIO:
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` would not."""
+        return all(t.done for t in self._transfers) and all(e.done() for e in self._arriving)
+
     def wait(self) -> None:
         """Block until what was read is here, checked."""
         while self._arriving:
@@ -277,9 +282,14 @@ class ChunkIO:
         for event in self._events:
             event.wait()
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether `wait_copied` would not."""
+        return all(e.done() for e in self._events)
+
     def done(self) -> bool:
         """Return whether `close` would not wait."""
-        return all(t.done for t in self._transfers) and all(e.done() for e in self._events)
+        return all(t.done for t in self._transfers) and self.is_copied
 
     def close(self) -> None:
         """Wait for what was sent, and give the lease back."""

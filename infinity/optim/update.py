@@ -259,10 +259,20 @@ def _run(
     recorder: Recorder,
 ) -> None:
     """Update what is `left`, and take it from there. `at`: the chunk that is being updated; `early`: what was
-    read ahead, by chunk."""
+    read ahead, by chunk. A chunk is `finished` when its copy is where it belongs: one on its way to a device
+    is waited for behind the next chunk's kernel."""
     todo = left.copy()
     reading: deque[ChunkIO] = deque()
     writing: deque[ChunkIO] = deque()
+    copying: deque[tuple[Chunk, ChunkIO]] = deque()
+
+    def finish_copied() -> None:
+        while copying:
+            at.append(copying[0][1])  # what fails here has changed state
+            finished(*copying[0])
+            at.pop()
+            copying.popleft()
+
     try:
         for number in set(early) - {u.chunk.id for u in left}:
             early.pop(number).close()  # it is not updated in this step
@@ -293,6 +303,8 @@ def _run(
             writing.append(io)
             reading.popleft()
             at[:] = [io]
+            if not io.is_here:
+                finish_copied()
             io.wait()
             io.wait_unread()
             begin = now()
@@ -304,7 +316,10 @@ def _run(
             else:
                 _compute(tiers, update, io)
             io.write(state=False, copy=True)
-            finished(update.chunk, io)
+            finish_copied()
+            copying.append((update.chunk, io))
+            if io.is_copied or not reading:
+                finish_copied()
             # Who waits for the copy does not wait for the CRCs of the state.
             io.write(state=True, copy=False)
             unwritten.discard(update.chunk.id)
@@ -319,9 +334,12 @@ def _run(
     finally:
         # Only after an error is anything left; leases go home when their transfers are over. One by one:
         # there may be no memory for a list.
-        for held in (writing, reading):
-            while held:
-                _abandon(held.popleft())
+        try:
+            finish_copied()
+        finally:
+            for held in (writing, reading):
+                while held:
+                    _abandon(held.popleft())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
