@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from infinity.cli.main import VERBS, cli, run
-from infinity.cli.model import GPTShape
 from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
+from infinity.cli.shape import GPTShape
 from infinity.cli.shown import show_error
 from infinity.core.errors import ConfigError
 from infinity.version import __version__

@@ -33,9 +33,9 @@ from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbyt
 
 from .job import Place
 from .machine import among, described, here
-from .model import Activations
 from .output import drive_of, further, place_of
 from .settings import OPTIONS, Run, TrainSettings
+from .shape import Activations
 from .workload import workload_of
 
 T = TypeVar("T")

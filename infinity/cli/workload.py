@@ -26,8 +26,9 @@ from infinity.params.discover import discover, param_specs
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
 
-from .model import GPT, Activations, GPTShape, activations_of, idle_of, shape_from, units_of
+from .model import GPT
 from .settings import ModelSettings, Run
+from .shape import Activations, GPTShape, activations_of, idle_of, shape_from, units_of
 
 _DIMENSIONS = (
     *("layers", "width", "heads", "vocab", "mlp", "positions", "tied", "kv_heads", "inner", "experts"),
