@@ -22,6 +22,7 @@ from infinity.api.hugging_face import dtype_keyword
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.optional import broken, optional
+from infinity.core.sizes import ITEMSIZES, dtype_name
 from infinity.params.discover import discover, param_specs
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
@@ -53,8 +54,8 @@ class Workload(abc.ABC):
         """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
 
     @abc.abstractmethod
-    def dtype(self, config: Config) -> torch.dtype:
-        """Return the dtype of most parameters, and of activations."""
+    def dtype(self, config: Config) -> str:
+        """Return the short name of the dtype of most parameters, and of activations."""
 
     @abc.abstractmethod
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
@@ -114,15 +115,16 @@ class BuiltIn(Workload):
         shapes = [s for _, params in units_of(self.shape) for _, s in params]
         if self.shape.tied:
             shapes.append((self.shape.vocab, self.shape.width))
-        return [math.prod(s) * torch.get_default_dtype().itemsize for s in shapes]
+        return [math.prod(s) * ITEMSIZES["fp32"] for s in shapes]
 
-    def dtype(self, config: Config) -> torch.dtype:
+    def dtype(self, config: Config) -> str:
         """See `Workload`."""
-        return config.compute_dtype or torch.get_default_dtype()
+        return dtype_name(config.dtype or "fp32")
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; exact without experts (see [Note: activations])."""
-        return activations_of(self.shape, batch, sequence, self.dtype(config).itemsize, recompute=recompute)
+        itemsize = ITEMSIZES[self.dtype(config)]
+        return activations_of(self.shape, batch, sequence, itemsize, recompute=recompute)
 
     def build(self, recompute: bool) -> nn.Module:
         """See `Workload`."""
@@ -206,16 +208,16 @@ class HuggingFace(Workload):
     def _own_dtype(self) -> torch.dtype:
         return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
 
-    def dtype(self, config: Config) -> torch.dtype:
+    def dtype(self, config: Config) -> str:
         """See `Workload`."""
-        return config.compute_dtype or self._own_dtype
+        return dtype_name(config.dtype or self._own_dtype)
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
         layers, width = self._dimensions
         heads = self._heads if width % (2 * self._heads) == 0 else 1
         shape = GPTShape(layers=layers, width=width, heads=heads, vocab=self.vocab, context=self.context)
-        itemsize = self.dtype(config).itemsize
+        itemsize = (config.compute_dtype or self._own_dtype).itemsize
         base = activations_of(shape, batch, sequence, itemsize, recompute=recompute)
         # The MLP's own width, with the three tensors of a gated one.
         wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
