@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from infinity.core.sizes import Tier, format_size
+from infinity.hardware.launch import Place
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
 from .commands import ENDURANCE
 from .console import finish, table_of
-from .job import Place
 from .machine import load_machine
 from .output import read_run
 
