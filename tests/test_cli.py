@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from infinity.cli.main import VERBS, cli, run
-from infinity.cli.model import GPTShape
 from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
+from infinity.cli.shape import GPTShape
 from infinity.cli.shown import show_error
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
 from .quick import covering
+
+MACHINE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +64,38 @@ def test_what_is_refused_waits_for_no_import(arguments: list[str], code: int) ->
         f"assert not [m for m in {slow!r} if m in sys.modules]",
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--json"], 0),
+        (["--nvme", ".", "--optimizer-state", "nvme", "--update", "delayed"], 0),
+        (["--no-save", "--experts", "4", "--tied", "--recompute", "--activations", "host"], 0),
+        (["--fit", "--ranks", "2"], 0),
+        (["--host-memory", "1MiB"], 1),  # it does not fit, and says what to change
+        (["--dtype", "fp8"], 2),
+        (["--device", "tpu"], 2),
+        (["--optimizer-state", "nvme", "--nvme", "nowhere"], 2),
+        (["--ranks", "2", "--update", "delayed"], 2),
+        (["--resume", "--output", "nowhere"], 2),
+        (["--machine", MACHINE], 0),
+        (["--machine", MACHINE, "--fit", "--json", "--ranks", "8", "--ranks-per-node", "4"], 0),
+        (["--machine", MACHINE, "--device", "cuda", "--activations", "host", "--dtype", "fp16"], 0),
+    ],
+)
+def test_a_plan_of_a_preset_needs_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
+    """How long that takes is not asserted: machines differ."""
+    if not {"--machine", "--device"} & {*arguments}:
+        arguments = [*arguments, "--device", "cpu"]  # elsewhere torch may be asked for a GPU
+    done = python(
+        "-c",
+        "import os, sys; from infinity.cli.main import run; "
+        f"os.chdir({str(tmp_path)!r}); code = run({['plan', '--preset', '10m', *arguments]!r}); "
+        "print(code, *({'torch', 'transformers'} & {*sys.modules}), file=sys.stderr)",
+    )
+    assert done.stderr.splitlines()[-1] == str(code), done.stdout + done.stderr
 
 
 def test_python_m_infinity() -> None:

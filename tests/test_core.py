@@ -163,11 +163,26 @@ def test_values_are_parsed(tmp_path: Path) -> None:
     )
     assert config.directories == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (config.device_memory, config.host_memory) == (1 << 30, 5)
+    assert config.dtype == "fp32"
     assert config.compute_dtype is torch.float32
     assert config.output_dtype is None
     assert config.placements["optimizer_state"] == {Tier.HOST: 0.25, Tier.NVME: 0.75}
     assert config.units == ("Block",)
     assert config.replace(host_memory="6B").host_memory == 6
+
+
+def test_devices_are_those_of_torch() -> None:
+    """`Config` knows them without it."""
+    for name in ("cpu", "cuda", "cpu:0", "cuda:10", "cuda:01", "cuda:", "cuda:-1", "CUDA", "hip", ""):
+        try:
+            expected = torch.device(name).type in ("cpu", "cuda")
+        except RuntimeError:
+            expected = False
+        if expected:
+            assert Config(device=name).device == name
+        else:
+            with pytest.raises(ConfigError, match="unknown device"):
+                Config(device=name)
 
 
 def test_it_is_frozen_and_takes_keywords_only() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import NORM_BLOCK, GiB, MiB, Tier
+from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, GiB, MiB, Tier
 from infinity.planning.footprint import Budget, Footprint, demand, footprint
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
 
 NUMEL = 4 * NORM_BLOCK
-UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), torch.bfloat16, True, 0)]) for i in range(8)]
+UNITS = [(f"block.{i}", [ParamSpec(f"block.{i}.w", (NUMEL,), "bf16", True, 0)]) for i in range(8)]
 
 
 def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footprint:
@@ -56,11 +55,11 @@ def test_on_the_device_and_the_host() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype: str) -> None:
     """Of E elements (ZeRO, arXiv 1910.02054, section 5, in our bytes): c of the copy, 4 of the gradient, 12
     of the state, or 8 where the copy is the master; besides units in use and gradients in flight."""
-    units = [(n, [p._replace(dtype=dtype) for p in params]) for n, params in UNITS]
+    units = [(n, [p._replace(precision=dtype) for p in params]) for n, params in UNITS]
     gradients = None if stage < 2 else "device"
     config = Config(parameters="device", optimizer_state="device", gradients=gradients, zero_stage=stage)
     layouts = partition(units, config.elements_per_chunk, rank=world - 1, world=world, replicated=stage == 0)
@@ -71,8 +70,8 @@ def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype
         staged=False,
     )
     wanted = demand(layouts, plans, [[i] for i in range(len(UNITS))], config, staged=False)
-    elements, c, g = 8 * NUMEL, dtype.itemsize, 4
-    s = 8 if dtype is torch.float32 else 12
+    elements, c, g = 8 * NUMEL, ITEMSIZES[dtype], 4
+    s = 8 if dtype == "fp32" else 12
     said = {
         0: elements * (c + g + s),
         1: elements * (c + g) + elements * s // world,

@@ -18,8 +18,9 @@ import torch
 import infinity
 from infinity.cli.generate import Figures, per_forward, sentence
 from infinity.cli.main import run
-from infinity.cli.model import GPT, GPTShape
+from infinity.cli.model import GPT
 from infinity.cli.settings import ModelSettings, Run, TrainSettings
+from infinity.cli.shape import GPTShape
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["def add(x):", "import os and", "y"]

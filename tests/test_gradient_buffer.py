@@ -276,7 +276,7 @@ def test_whatever_arrives_is_what_a_plain_model_has(
 def test_what_did_not_arrive_is_zero_in_the_buffer(dtype: str) -> None:
     """Padding too, in memory that was another's."""
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-    params = [ParamSpec(n, s, kind, n != "odd", 0) for n, s in SIZES.items()]
+    params = [ParamSpec(n, s, dtype, n != "odd", 0) for n, s in SIZES.items()]
     layout: UnitLayout = partition([("unit", params)], 65536)[0]
     device = Watched(torch.device("cpu"))
     for put in ((), (0,), (2, 3), (0, 2, 3)):

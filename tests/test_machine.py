@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,7 +97,8 @@ def test_nothing_of_this_machine_is_read(
     for place in (
         *("infinity.api.this_machine.available_host_memory", "infinity.hardware.probe.available_host_memory"),
         *("infinity.api.this_machine.bandwidths", "infinity.hardware.tuned.bandwidths"),
-        *("infinity.api.this_machine.nameless_file", "infinity.cli.machine.open_device"),
+        *("infinity.api.this_machine.nameless_file", "infinity.cli.machine.has_cuda"),
+        "infinity.hardware.device.open_device",
     ):
         monkeypatch.setattr(place, never)
     monkeypatch.setattr(os, "statvfs", never)
@@ -106,6 +109,27 @@ def test_nothing_of_this_machine_is_read(
     code, result = plan(capsys, *described, "--optimizer-state", "nvme")
     assert code == 1
     assert "--nvme /drives/a" in result["problems"][0]["cure"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("may_have", [None, True, False])
+def test_torch_is_asked_for_a_device_only_where_one_may_be(may_have: bool | None) -> None:
+    """`may_have`: what stands for the look at the machine; None: nothing does."""
+    code = f"""
+import sys
+from infinity.hardware import probe
+if {may_have} is not None:
+    probe._may_have_gpu = lambda: {may_have}
+said, asked = probe.has_cuda(), "torch" in sys.modules
+assert asked or not said
+assert {may_have} in (None, asked)
+import torch
+here = torch.cuda.is_available()
+assert said == here or {may_have} is False
+assert probe.has_cuda() == here  # who has it asks it
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

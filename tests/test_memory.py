@@ -28,7 +28,8 @@ import infinity
 from infinity.core.sizes import Tier
 from infinity.api.engine import engine_of
 from infinity.cli.measure import Peak
-from infinity.cli.model import GPT, GPTShape, activations_of
+from infinity.cli.model import GPT
+from infinity.cli.shape import GPTShape, activations_of
 
 nvme, layers, width, dtype, device, host, where, steps, seed = sys.argv[1:]
 shape = GPTShape(layers=int(layers), width=int(width), heads=4, context=64)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.cli.model import (
-    GPT,
+from infinity.cli.model import GPT
+from infinity.cli.settings import ModelSettings
+from infinity.cli.shape import (
     KNOWN,
     PRESETS,
     GPTShape,
@@ -21,7 +22,6 @@ from infinity.cli.model import (
     shape_from,
     units_of,
 )
-from infinity.cli.settings import ModelSettings
 from infinity.cli.workload import BuiltIn, planned_from
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError

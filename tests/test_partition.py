@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from infinity.planning.partition import ParamSpec, UnitLayout, partition
 from infinity.planning.parts import plan_chunks
 from infinity.planning.placement import assign
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
 shapes = st.lists(st.integers(0, 400), max_size=2).map(tuple)
 
 
@@ -133,7 +132,7 @@ def test_the_place_of_a_parameter_does_not_depend_on_the_chunk_size(
 
 
 def test_groups_are_contiguous_within_a_run() -> None:
-    params = [ParamSpec(f"p{i}", (100,), torch.float32, True, i % 2) for i in range(6)]
+    params = [ParamSpec(f"p{i}", (100,), "fp32", True, i % 2) for i in range(6)]
     (layout,) = partition([("u", params)], NORM_BLOCK)
     groups = [params[s.param].group for c in layout.chunks for s in c.segments]
     assert groups == sorted(groups)
@@ -142,7 +141,7 @@ def test_groups_are_contiguous_within_a_run() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.05, 0.95), st.integers(4, 60))
 def test_a_split_follows_its_shares_all_along(share: float, count: int) -> None:
-    units = [(f"u{i}", [ParamSpec(f"p{i}", (NORM_BLOCK,), torch.bfloat16, True, 0)]) for i in range(count)]
+    units = [(f"u{i}", [ParamSpec(f"p{i}", (NORM_BLOCK,), "bf16", True, 0)]) for i in range(count)]
     layouts = partition(units, NORM_BLOCK)
     shares = {Tier.HOST: share, Tier.NVME: 1 - share}
     assignment = assign(layouts, shares, shares, shares)
@@ -152,13 +151,13 @@ def test_a_split_follows_its_shares_all_along(share: float, count: int) -> None:
 
 
 def test_the_copy_is_the_master_only_in_fp32_on_one_tier() -> None:
-    def sections(dtype: torch.dtype, copy: Tier, state: Tier) -> int:
+    def sections(dtype: str, copy: Tier, state: Tier) -> int:
         layouts = partition([("u", [ParamSpec("p", (10,), dtype, True, 0)])], NORM_BLOCK)
         plans = plan_chunks(
             layouts, assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}), staged=False
         )
         return len(plans[0].parts["state"].sections)
 
-    assert sections(torch.float32, Tier.NVME, Tier.NVME) == 2
-    assert sections(torch.float32, Tier.DEVICE, Tier.NVME) == 3
-    assert sections(torch.bfloat16, Tier.NVME, Tier.NVME) == 3
+    assert sections("fp32", Tier.NVME, Tier.NVME) == 2
+    assert sections("fp32", Tier.DEVICE, Tier.NVME) == 3
+    assert sections("bf16", Tier.NVME, Tier.NVME) == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, Tier
 from infinity.planning import parts
@@ -14,12 +13,12 @@ from infinity.planning.parts import PURPOSES, ChunkParts, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.layout import Layout
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = ("fp32", "bf16", "fp16")
 PLACES = list(itertools.product(Tier, Tier, Tier))
 
 
 def parts_of(
-    places: tuple[Tier, Tier, Tier], dtype: torch.dtype, *, staged: bool, delayed: bool, frozen: bool = False
+    places: tuple[Tier, Tier, Tier], dtype: str, *, staged: bool, delayed: bool, frozen: bool = False
 ) -> ChunkParts:
     layouts = partition([("u", [ParamSpec("p", (NORM_BLOCK,), dtype, not frozen, 0)])], NORM_BLOCK)
     assignment = assign(layouts, *({tier: 1.0} for tier in places))
@@ -30,9 +29,7 @@ def parts_of(
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_worked_on_in_a_lease_lies_side_by_side(
-    dtype: torch.dtype, staged: bool, delayed: bool
-) -> None:
+def test_what_is_worked_on_in_a_lease_lies_side_by_side(dtype: str, staged: bool, delayed: bool) -> None:
     for places in PLACES:
         plan = parts_of(places, dtype, staged=staged, delayed=delayed)
         assert set(plan.parts) <= set(PURPOSES)
@@ -52,17 +49,17 @@ def test_what_is_worked_on_in_a_lease_lies_side_by_side(
 
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_copy_is_the_master_where_it_can_be(dtype: torch.dtype, delayed: bool) -> None:
+def test_the_copy_is_the_master_where_it_can_be(dtype: str, delayed: bool) -> None:
     for places in PLACES:
         plan = parts_of(places, dtype, staged=True, delayed=delayed)
-        one_tier = dtype is torch.float32 and places[0] is places[1]
+        one_tier = dtype == "fp32" and places[0] is places[1]
         assert plan.copy_is_master == (one_tier and not (delayed and places[0] is Tier.DEVICE))
         assert plan.parts["state"].sections == (4 * NORM_BLOCK,) * (2 if plan.copy_is_master else 3)
 
 
 @pytest.mark.parametrize("tier", Tier)
 def test_a_frozen_chunk_has_a_copy_and_nothing_else(tier: Tier) -> None:
-    plan = parts_of((tier, Tier.NVME, Tier.NVME), torch.bfloat16, staged=True, delayed=True, frozen=True)
+    plan = parts_of((tier, Tier.NVME, Tier.NVME), "bf16", staged=True, delayed=True, frozen=True)
     assert list(plan.parts) == ["copy"]
     assert (plan.state_tier, plan.gradient_tier, plan.gradient_lease) == (None, None, 0)
     assert plan.load_lease == plan.update_lease == (2 * NORM_BLOCK if tier is Tier.NVME else 0)
@@ -70,7 +67,7 @@ def test_a_frozen_chunk_has_a_copy_and_nothing_else(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_delayed_update_has_two_slots_of_copy_and_gradient(dtype: torch.dtype) -> None:
+def test_a_delayed_update_has_two_slots_of_copy_and_gradient(dtype: str) -> None:
     for places in PLACES:
         once = parts_of(places, dtype, staged=True, delayed=False)
         assert [part.tiers for part in once.parts.values()] == [(places[0],), (places[1],), (places[2],)]
@@ -88,16 +85,16 @@ D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 @pytest.mark.parametrize(
     ("places", "dtype", "read", "written", "link"),
     [  # bytes per parameter that a step moves: ZeRO-Infinity (2104.07857), section 4, in our parts
-        ((D, H, H), torch.bfloat16, 0, 0, 4),
-        ((H, H, H), torch.bfloat16, 0, 0, 6),
-        ((D, N, H), torch.bfloat16, 12, 12, 4),
-        ((N, N, N), torch.bfloat16, 18, 16, 6),
-        ((N, N, N), torch.float32, 8 + 4 + 8 + 4, 4 + 8 + 4, 12),
-        ((D, D, D), torch.bfloat16, 0, 0, 0),
+        ((D, H, H), "bf16", 0, 0, 4),
+        ((H, H, H), "bf16", 0, 0, 6),
+        ((D, N, H), "bf16", 12, 12, 4),
+        ((N, N, N), "bf16", 18, 16, 6),
+        ((N, N, N), "fp32", 8 + 4 + 8 + 4, 4 + 8 + 4, 12),
+        ((D, D, D), "bf16", 0, 0, 0),
     ],
 )
 def test_what_a_step_moves_per_parameter(
-    places: tuple[Tier, Tier, Tier], dtype: torch.dtype, read: int, written: int, link: int
+    places: tuple[Tier, Tier, Tier], dtype: str, read: int, written: int, link: int
 ) -> None:
     moved = parts_of(places, dtype, staged=True, delayed=False).moved
     assert moved.read == read * NORM_BLOCK
@@ -109,9 +106,9 @@ def test_what_a_step_moves_per_parameter(
 def test_a_new_state_needs_its_name_and_no_more(
     places: tuple[Tier, Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = parts_of(places, torch.bfloat16, staged=True, delayed=False)
+    before = parts_of(places, "bf16", staged=True, delayed=False)
     monkeypatch.setattr(parts, "MOMENTS", (*parts.MOMENTS, "max_exp_avg_sq"))
-    after = parts_of(places, torch.bfloat16, staged=True, delayed=False)
+    after = parts_of(places, "bf16", staged=True, delayed=False)
     section, on_nvme = 4 * NORM_BLOCK, places[1] is Tier.NVME
     assert after.parts["state"].sections == (*before.parts["state"].sections, section)
     assert after.update_lease - before.update_lease == (section if on_nvme else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
@@ -25,7 +24,7 @@ PARAMETERS = BLOCKS * DIMENSION * DIMENSION  # sizes that need no padding
 ROOMY = Budget(device=64 * GiB, host=64 * GiB)
 
 
-def model_of(dtype: torch.dtype) -> Model:
+def model_of(dtype: str) -> Model:
     units = [
         (f"blocks.{i}", [ParamSpec(f"blocks.{i}.weight", (DIMENSION, DIMENSION), dtype, True, 0)])
         for i in range(BLOCKS)
@@ -49,7 +48,7 @@ def plan_of(
         drives=tuple(Drive(directory=d, free=free, system=d) for d in config.directories),
     )
     given = {"device_memory": budget.device, "host_memory": budget.host}
-    return Planner(model_of(config.compute_dtype)).plan(config.replace(**given), machine, **options)
+    return Planner(model_of(str(config.dtype))).plan(config.replace(**given), machine, **options)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: b
 def test_changes_fit(places: str, budget: Budget, activations: str) -> None:
     config = config_of(places, dtype="bf16", activations=activations)
     given = config.replace(device_memory=budget.device, host_memory=budget.host)
-    planner = Planner(model_of(torch.bfloat16))
+    planner = Planner(model_of("bf16"))
     machine = Machine(
         host_memory=GiB, device_memory=GiB, drives=(Drive(directory="/nvme", free=GiB, system=0),)
     )
@@ -170,7 +169,7 @@ def test_changes_fit(places: str, budget: Budget, activations: str) -> None:
 
 def test_budgets_are_lowered_for_activations() -> None:
     """One sum: what the engine places on the device, and the activations beside it."""
-    planner = Planner(model_of(torch.bfloat16))
+    planner = Planner(model_of("bf16"))
     machine = Machine(host_memory=GiB, device_memory=20 * MiB)
     config = config_of("host", dtype="bf16")
 
@@ -183,7 +182,7 @@ def test_budgets_are_lowered_for_activations() -> None:
 
 
 def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
-    planner = Planner(model_of(torch.float32))
+    planner = Planner(model_of("fp32"))
     config = config_of("host", dtype="fp32", device_memory="24MiB", host_memory="120MiB")
     alone = planner.plan(config, Machine(host_memory=GiB, device_memory=None))
     assert alone.fits
@@ -207,7 +206,7 @@ def test_a_full_drive_is_a_problem() -> None:
 @pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
 def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
     config = config_of(dtype="bf16", **changes)
-    layouts = partition(model_of(torch.bfloat16).units, config.elements_per_chunk)
+    layouts = partition(model_of("bf16").units, config.elements_per_chunk)
     kinds = ("parameters", "optimizer_state", "gradients")
     assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
     plans = plan_chunks(layouts, assignment, staged=True, delayed=config.update == "delayed")

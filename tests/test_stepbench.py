@@ -16,7 +16,7 @@ from infinity.cli.bench import io_load, step
 from infinity.cli.bench.group import bench_group
 from infinity.cli.bench.step import Request, check_room
 from infinity.cli.bench.step_run import PLACEMENTS, Measured, bound, in_memory, settings_of, steady
-from infinity.cli.model import GPTShape
+from infinity.cli.shape import GPTShape
 from infinity.core.config import UPDATES, Config
 from infinity.core.errors import BudgetError, ConfigError, DirectoryError, StorageError
 

@@ -121,17 +121,6 @@ def check_free(path: str, nbytes: int, what: str, cure: str) -> None:
         )
 
 
-def warn_apart(path: str, count: int) -> None:
-    """Warn, once, that `path` is on `count` file systems."""
-    warnings.warn(
-        f"{path} is not one directory for all ranks, but {count}, as where nodes share no file system. In "
-        "each of them a checkpoint has what its ranks have; they load it from there. Others need the files "
-        "of all in one directory.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
-
-
 def check_shared(path: str, rank: int) -> None:
     """Raise `DirectoryError` unless this rank sees the file that the first rank has just made, by a name that
     no other file has: then they share its directory."""

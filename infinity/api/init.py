@@ -28,7 +28,6 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -44,6 +43,8 @@ from infinity.hardware.comm import numbers
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.machine import LEAST_SCRATCH, roomiest
 from infinity.storage.leftovers import reclaim
+
+from .this_machine import temporary_directory
 
 _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
@@ -384,12 +385,3 @@ def _open_nameless(directory: str) -> int:
 def _close(fd: int) -> None:
     with contextlib.suppress(OSError):  # its drive may be gone; the file had no name, and nobody misses it
         os.close(fd)
-
-
-def temporary_directory() -> str:
-    """Return $TMPDIR, or /var/tmp (which is on a disk where /tmp may be memory), or Python's."""
-    if not os.environ.get("TMPDIR"):
-        persistent = Path("/var/tmp")
-        if persistent.is_dir() and os.access(persistent, os.W_OK):
-            return str(persistent)
-    return tempfile.gettempdir()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DivergenceError
 from infinity.core.sizes import Tier
-from infinity.hardware.ranks import Comm
 from infinity.hardware.watch import differences
 from infinity.planning.partition import ParamSpec
+
+if TYPE_CHECKING:  # a plan checks what is available with several ranks, without torch
+    import torch
+
+    from infinity.hardware.ranks import Comm
 
 #: Settings that may differ between ranks: where a rank has its drives and its devices.
 OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
@@ -79,6 +81,8 @@ def _compare(comm: Comm, what: str, mine: Mapping[str, str]) -> None:
 
 def seed(comm: Comm) -> None:
     """Give every rank random numbers of its own: rank r's seed is rank 0's, plus r."""
+    import torch
+
     first = comm.exchange("the seed", torch.initial_seed().to_bytes(8, "little"))[0]
     torch.manual_seed((int.from_bytes(first, "little") + comm.rank) % (1 << 64))
 

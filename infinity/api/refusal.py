@@ -32,7 +32,7 @@ def add_cure(
     """
     if isinstance(error, DirectoryError) and error.errno != errno.ENOSPC:
         return
-    machine = machine_here(config, device)
+    machine = machine_here(config, device.memory_free() if device.staged else None)
     planner = Planner(Model(units, working_sets))
 
     def tried(change: Change, free: int | None) -> Plan:

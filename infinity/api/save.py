@@ -14,7 +14,7 @@ import torch
 from infinity.core.errors import ConfigError
 from infinity.optim.whole import crc_of
 from infinity.planning.parts import MOMENTS
-from infinity.storage.checkpoints import Save, is_in
+from infinity.storage.checkpoints import Save, is_in, warn_apart
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
@@ -33,7 +33,6 @@ from .checkpoint import (
     ranges_here,
     settle,
     texts_of,
-    warn_apart,
     writing_ring,
 )
 from .engine import Engine, engine_of

@@ -6,26 +6,29 @@ import dataclasses
 import errno
 import os
 import shlex
-
-import numpy as np
+import struct
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import Tier
 from infinity.hardware.cores import adam_threads, usable_cores
-from infinity.hardware.device import Device
 from infinity.hardware.probe import available_host_memory, nameless_file
-from infinity.hardware.ranks import Comm
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine, budget_of
 from infinity.storage.leftovers import dead_nbytes
 
-from .init import temporary_directory
+if TYPE_CHECKING:  # what a plan asks of this machine needs no torch
+    from infinity.hardware.device import Device
+    from infinity.hardware.ranks import Comm
 
 
-def machine_here(config: Config, device: Device, *, unnamed: bool = False) -> Machine:
-    """Return what this machine has for a run of `config`. `unnamed`: its one directory only stands for one.
+def machine_here(config: Config, device_memory: int | None, *, unnamed: bool = False) -> Machine:
+    """Return what this machine has for a run of `config`. `device_memory`: what is free on a device with a
+    memory of its own; `unnamed`: its one directory only stands for one.
 
     Raises:
         DirectoryError: an NVMe directory is missing, no directory, or closed to us.
@@ -38,7 +41,7 @@ def machine_here(config: Config, device: Device, *, unnamed: bool = False) -> Ma
         drives = [drive_here(d, w) for d, w in zip(directories, weights, strict=True)]
     return Machine(
         host_memory=available_host_memory(),
-        device_memory=device.memory_free() if device.staged else None,
+        device_memory=device_memory,
         drives=tuple(drives),
         temporary=drive_here(temporary_directory()) if not drives or unnamed else None,
     )
@@ -71,16 +74,26 @@ def drive_here(directory: str, weight: float = 1.0) -> Drive:
     return Drive(directory=directory, free=free, system=found.st_dev, weight=weight)
 
 
+def temporary_directory() -> str:
+    """Return $TMPDIR, or /var/tmp (which is on a disk where /tmp may be memory), or Python's."""
+    if not os.environ.get("TMPDIR"):
+        persistent = Path("/var/tmp")
+        if persistent.is_dir() and os.access(persistent, os.W_OK):
+            return str(persistent)
+    return tempfile.gettempdir()
+
+
 def budget_here(config: Config, device: Device, comm: Comm) -> Budget:
     """Return the budgets of this rank in bytes; what is not named is taken from nine tenths of what is free.
     Ranks of one machine share its memory, and all have what the poorest has: what is evicted must not
     depend on the rank."""
     on_device = device.memory_free() if device.staged else None
     own = budget_of(config, available_host_memory(), on_device, comm.local_world)
-    mine = np.array([own.device, own.host])
-    told = comm.exchange("the budgets", mine.tobytes()) if comm.world > 1 else [mine.tobytes()]
-    least = np.min([np.frombuffer(t, dtype=mine.dtype) for t in told], axis=0)
-    return dataclasses.replace(own, device=int(least[0]), host=int(least[1]))
+    form = struct.Struct("<2q")
+    mine = form.pack(own.device, own.host)
+    told = comm.exchange("the budgets", mine) if comm.world > 1 else [mine]
+    device_least, host_least = map(min, zip(*map(form.unpack, told), strict=True))
+    return dataclasses.replace(own, device=device_least, host=host_least)
 
 
 def threads_of(config: Config, *, staged: bool) -> int:

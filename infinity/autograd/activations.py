@@ -28,17 +28,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.core.errors import ClosedError
-from infinity.core.sizes import KiB, format_size
+from infinity.core.sizes import format_size
 from infinity.hardware.device import Device, Event
 from infinity.hardware.shelter import Shelter, sheltered
+from infinity.planning.footprint import AHEAD, SMALLEST
 from infinity.storage.heap import HeapLease, PinnedHeap
 
 from .saved import check_version
 
-#: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
-SMALLEST: Final = 64 * KiB
-#: Times the largest input; see [Note: ahead, in bytes].
-AHEAD: Final = 2
 _CHECKPOINT: Final = "torch.utils.checkpoint"
 #: What may stand between it and a pack hook; before torch 2.7 `eager` is a function around the hook.
 _BETWEEN: Final = ("infinity.autograd.saved", "torch.autograd.function", "torch._dynamo.eval_frame")

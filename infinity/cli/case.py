@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from infinity.api.ranks import check_ranks, check_stage
-from infinity.autograd.activations import AHEAD, SMALLEST
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
+from infinity.hardware.launch import Place
 from infinity.planning.cures import (
     DIRECTORY,
     Change,
@@ -26,16 +26,15 @@ from infinity.planning.cures import (
     of_config,
     placement_text,
 )
+from infinity.planning.footprint import AHEAD, SMALLEST, whole_mebibytes
 from infinity.planning.footprint import room as room_of
-from infinity.planning.footprint import whole_mebibytes
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
 
-from .job import Place
 from .machine import among, described, here
-from .model import Activations
 from .output import drive_of, further, place_of
 from .settings import OPTIONS, Run, TrainSettings
+from .shape import Activations
 from .workload import workload_of
 
 T = TypeVar("T")

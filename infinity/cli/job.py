@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import torch
@@ -21,6 +21,7 @@ import torch
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.hardware.comm import Alone, Comm, Ranks, connect
+from infinity.hardware.launch import Place
 from infinity.hardware.ranks import PATIENCE
 
 from .ending import Ended, Quiet, ignore_signals
@@ -28,15 +29,6 @@ from .settings import read_values
 
 T = TypeVar("T")
 _PATIENCE: Final = 10.0  # seconds in which ranks come without a word
-
-
-class Place(NamedTuple):
-    """A rank among those of its job, and among those of its machine."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
 
 
 class Job:

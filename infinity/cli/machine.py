@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-
 from infinity.api.this_machine import machine_here
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier, parse_size
 from infinity.core.yaml_file import read_yaml
-from infinity.hardware.device import open_device
+from infinity.hardware.probe import has_cuda
 from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.arena import Arena
@@ -37,8 +35,8 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
         ConfigError: the device is not here.
         DirectoryError: an NVMe directory cannot be used, or something stands where its arena belongs.
     """
-    wanted = config.device or ""
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
+    wanted = config.device or ("cuda" if has_cuda() else "cpu")
+    if wanted.startswith("cuda") and not has_cuda():
         raise ConfigError(
             f"the device {wanted!r} is not here",
             expected="a CUDA device" + (", or a description of the machine that has it" if planning else ""),
@@ -47,16 +45,20 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
             if planning
             else "--device cpu",
         )
-    device = open_device(config.device)
+    device_memory = None
+    if wanted.startswith("cuda"):
+        from infinity.hardware.device import open_device  # with torch
+
+        device = open_device(wanted)
+        device_memory = device.memory_free()
+        device.close()
     try:
-        machine = machine_here(config, device, unnamed=unnamed)
+        machine = machine_here(config, device_memory, unnamed=unnamed)
     except DirectoryError as error:
         if not error.cure or error.cure.startswith("mkdir"):
             raise
         error.cure = f"--nvme {DIRECTORY}, a directory that this user may write to"
         raise
-    finally:
-        device.close()
     on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
     for directory in config.directories if on_nvme and not unnamed else ():
         Arena.check_way(directory)

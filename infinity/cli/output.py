@@ -15,11 +15,9 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from infinity.api.checkpoint import warn_apart
 from infinity.api.this_machine import drive_here
-from infinity.api.user_state import decode
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.core.system_errors import reason
 from infinity.planning.machine import Drive, Machine
@@ -31,11 +29,14 @@ from infinity.storage.checkpoints import (
     is_checkpoint,
     is_in,
     list_checkpoints,
+    warn_apart,
 )
 from infinity.storage.folder import Claim
 
-from .job import Job
 from .settings import OPTIONS, Run, TrainSettings, Values, read_values, run_of
+
+if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
+    from .job import Job
 
 #: The folder of directories that nobody named.
 _RUNS: Final = "runs"
@@ -225,6 +226,8 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     except DirectoryError as error:
         error.cure = "name the directory that the run said; without --resume a new run begins"
         raise
+    from infinity.api.user_state import decode
+
     made = found.content.get("state")
     made = made.get("train") if isinstance(made, dict) else None
     run = decode(made.get("run"), {}, found.path) if isinstance(made, dict) else None

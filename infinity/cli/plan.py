@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from infinity.core.sizes import Tier, dtype_name, format_size
+from infinity.core.sizes import Tier, format_size
+from infinity.hardware.launch import Place
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
 from .commands import ENDURANCE
 from .console import finish, table_of
-from .job import Place
 from .machine import load_machine
 from .output import read_run
 
@@ -69,7 +69,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "zero_stage": config.zero_stage if case.at.world > 1 else None,
         "parameters": plan.parameters,
         "trainable": plan.trainable,
-        "dtype": dtype_name(case.workload.dtype(config)),
+        "dtype": case.workload.dtype(config),
         "units": plan.units,
         "chunks": plan.chunks,
         "largest_unit": {"name": plan.largest_unit[0], "bytes": plan.largest_unit[1]},

@@ -23,7 +23,8 @@ from infinity.core.config import Config
 from infinity.core.sizes import NORM_BLOCK, parse_dtype
 from infinity.hardware import cpu_adam
 
-from .model import GPT, GPTShape
+from .model import GPT
+from .shape import GPTShape
 
 SHAPE: Final = GPTShape(layers=2, width=128, heads=4, vocab=256, context=32)
 STEPS: Final = 8

@@ -12,22 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from infinity.api.hugging_face import dtype_keyword
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.optional import broken, optional
-from infinity.params.discover import discover, param_specs
+from infinity.core.sizes import ITEMSIZES, dtype_name
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
 
-from .model import GPT, Activations, GPTShape, activations_of, idle_of, shape_from, units_of
 from .settings import ModelSettings, Run
+from .shape import Activations, GPTShape, activations_of, idle_of, shape_from, units_of
+
+if TYPE_CHECKING:  # it takes seconds, and a plan of the built-in model needs none: imported where one is made
+    import torch
+    from torch import nn
 
 _DIMENSIONS = (
     *("layers", "width", "heads", "vocab", "mlp", "positions", "tied", "kv_heads", "inner", "experts"),
@@ -52,8 +51,8 @@ class Workload(abc.ABC):
         """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
 
     @abc.abstractmethod
-    def dtype(self, config: Config) -> torch.dtype:
-        """Return the dtype of most parameters, and of activations."""
+    def dtype(self, config: Config) -> str:
+        """Return the short name of the dtype of most parameters, and of activations."""
 
     @abc.abstractmethod
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
@@ -70,6 +69,8 @@ class Workload(abc.ABC):
 
     def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of `targets`, (batch, sequence)."""
+        from torch.nn import functional as F
+
         return F.cross_entropy(self.logits(model, tokens).flatten(0, 1).float(), targets.flatten())
 
 
@@ -97,6 +98,10 @@ class BuiltIn(Workload):
     def planned(self, config: Config) -> Model:
         """See `Workload`. In closed form, unless units are named."""
         if config.units is not None:
+            import torch
+
+            from .model import GPT
+
             with torch.device("meta"):
                 return planned_from(GPT(self.shape), config)
         dtype = self.dtype(config)
@@ -113,18 +118,21 @@ class BuiltIn(Workload):
         shapes = [s for _, params in units_of(self.shape) for _, s in params]
         if self.shape.tied:
             shapes.append((self.shape.vocab, self.shape.width))
-        return [math.prod(s) * torch.get_default_dtype().itemsize for s in shapes]
+        return [math.prod(s) * ITEMSIZES["fp32"] for s in shapes]
 
-    def dtype(self, config: Config) -> torch.dtype:
+    def dtype(self, config: Config) -> str:
         """See `Workload`."""
-        return config.compute_dtype or torch.get_default_dtype()
+        return dtype_name(config.dtype or "fp32")
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; exact without experts (see [Note: activations])."""
-        return activations_of(self.shape, batch, sequence, self.dtype(config).itemsize, recompute=recompute)
+        itemsize = ITEMSIZES[self.dtype(config)]
+        return activations_of(self.shape, batch, sequence, itemsize, recompute=recompute)
 
     def build(self, recompute: bool) -> nn.Module:
         """See `Workload`."""
+        from .model import GPT
+
         return GPT(self.shape, recompute=recompute)
 
 
@@ -181,6 +189,10 @@ class HuggingFace(Workload):
 
     @functools.cached_property
     def _structure(self) -> nn.Module:
+        import torch
+
+        from infinity.api.hugging_face import dtype_keyword
+
         [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         try:
             with torch.device("meta"):
@@ -203,18 +215,20 @@ class HuggingFace(Workload):
 
     @property
     def _own_dtype(self) -> torch.dtype:
+        import torch
+
         return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
 
-    def dtype(self, config: Config) -> torch.dtype:
+    def dtype(self, config: Config) -> str:
         """See `Workload`."""
-        return config.compute_dtype or self._own_dtype
+        return dtype_name(config.dtype or self._own_dtype)
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
         """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
         layers, width = self._dimensions
         heads = self._heads if width % (2 * self._heads) == 0 else 1
         shape = GPTShape(layers=layers, width=width, heads=heads, vocab=self.vocab, context=self.context)
-        itemsize = self.dtype(config).itemsize
+        itemsize = (config.compute_dtype or self._own_dtype).itemsize
         base = activations_of(shape, batch, sequence, itemsize, recompute=recompute)
         # The MLP's own width, with the three tensors of a gated one.
         wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
@@ -224,6 +238,8 @@ class HuggingFace(Workload):
     def build(self, recompute: bool) -> nn.Module:
         """See `Workload`. Only safetensors are read: nothing is ever unpickled."""
         import transformers
+
+        from infinity.api.hugging_face import dtype_keyword
 
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -284,6 +300,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 def planned_from(model: nn.Module, config: Config) -> Model:
     """Return what planning needs to know of a model; one on the meta device will do."""
+    from infinity.params.discover import discover, param_specs
+
     members, scopes = discover(model, config.units)
     groups = {id(p): _group(p.ndim) for p in model.parameters()}
     specs = param_specs(model, members, groups, config.compute_dtype)
@@ -325,6 +343,8 @@ def generate(
         prompt: 1-d, int64, at least one token.
         context: the most tokens that are looked back to.
     """
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(count):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_dtype, parse_size
+from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_precision, parse_size, torch_dtype
 from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ IO_DEADLINE = 120.0
 #: which it counts in ns.
 MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
 _DEADLINES = 1e-9, 1e9
+#: What torch takes for a CPU or a CUDA device.
+_DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
 
 
@@ -42,7 +45,7 @@ class Config:
 
     Sizes are bytes or strings such as ``"20GiB"``. A placement is ``"device"``, ``"host"``,
     ``"nvme"`` or a split such as ``{"host": 0.3, "nvme": 0.7}`` (shares of the bytes; they sum
-    to 1). After construction every field holds its parsed value: bytes, a ``torch.dtype``, a
+    to 1). After construction every field holds its parsed value: bytes, the name of a dtype, a
     tuple of directories, a mapping from `Tier` to share.
 
     Args:
@@ -176,9 +179,9 @@ class Config:
             if value is not None or name == "read_ahead_memory":
                 put(self, name, parse_size(value, name))
         if self.dtype is not None:
-            put(self, "dtype", parse_dtype(self.dtype))
+            put(self, "dtype", parse_precision(self.dtype))
         if self.output_dtype not in (None, "auto"):
-            put(self, "output_dtype", parse_dtype(self.output_dtype, "output_dtype"))
+            put(self, "output_dtype", parse_precision(self.output_dtype, "output_dtype"))
         unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
         given = {n: getattr(self, n) for n in _PLACED}
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
@@ -229,20 +232,13 @@ class Config:
                 found=f"activations={self.activations!r}",
                 cure='activations="host", or leave activation_memory out',
             )
-        if self.device is not None:
-            import torch
-
-            try:
-                kind = torch.device(self.device).type
-            except RuntimeError:
-                kind = "unknown"
-            if kind not in ("cpu", "cuda"):
-                raise ConfigError(
-                    "unknown device",
-                    expected='"cpu" or "cuda[:index]"',
-                    found=repr(self.device),
-                    cure='device="cuda"',
-                )
+        if self.device is not None and not _DEVICE.fullmatch(str(self.device)):
+            raise ConfigError(
+                "unknown device",
+                expected='"cpu" or "cuda[:index]"',
+                found=repr(self.device),
+                cure='device="cuda"',
+            )
         if self.aio_backend not in AIO_BACKENDS:
             raise ConfigError(
                 "unknown I/O backend",
@@ -300,15 +296,16 @@ class Config:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """`dtype`, parsed; None: each parameter keeps its own."""
-        return self.dtype  # type: ignore[return-value]
+        """`dtype`, as torch has it; None: each parameter keeps its own."""
+        return None if self.dtype is None else torch_dtype(str(self.dtype))
 
     @property
     def cast_outputs(self) -> torch.dtype | None:
         """What outputs are cast to; None: they are left as they are."""
-        if self.output_dtype == "auto":
-            return None if self.dtype is None else parse_dtype("fp32")
-        return self.output_dtype  # type: ignore[return-value]
+        name = self.output_dtype
+        if name == "auto":
+            name = None if self.dtype is None else "fp32"
+        return None if name is None else torch_dtype(str(name))
 
     @property
     def elements_per_chunk(self) -> int:

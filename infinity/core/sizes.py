@@ -6,13 +6,14 @@ Sizes are in bytes. ``KiB`` … ``TiB`` are powers of 1024; a parsed ``KB`` … 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, Final
 
 from .errors import ConfigError
 
-if TYPE_CHECKING:  # `infinity doctor` reads this where there is no torch
+if TYPE_CHECKING:  # `infinity doctor` reads this where there is no torch, and a plan needs none
     import torch
 
 KiB: Final = 1 << 10
@@ -41,6 +42,8 @@ class Tier(str, enum.Enum):
 
 #: Compute dtypes, and torch's names for them.
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+#: Bytes of an element, by the short name of the dtype.
+ITEMSIZES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ALIASES: Final[dict[str, str]] = {
     "float32": "fp32",
     "float": "fp32",
@@ -56,32 +59,42 @@ _UNITS: Final[dict[str, int]] = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name (``fp32``, ``bf16``, ``fp16``) of a compute dtype."""
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """Return the short name (``fp32``, ``bf16``, ``fp16``) of a compute dtype, or of one of these names."""
     word = str(dtype).removeprefix("torch.")
     return _ALIASES.get(word, word)
 
 
-def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
-    """Return the torch dtype for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names); `name` is that
-    of the setting.
+@functools.cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a short name."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[name])
+    return dtype
+
+
+def parse_precision(value: str | torch.dtype, name: str = "dtype") -> str:
+    """Return the short name for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names, or its dtype); `name`
+    is that of the setting.
 
     Raises:
         ConfigError: `value` names no supported compute dtype.
     """
-    word = str(value).removeprefix("torch.").lower()
-    word = _ALIASES.get(word, word)
+    word = dtype_name(str(value).removeprefix("torch.").lower())
     if word in _DTYPES:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, _DTYPES[word])
-        return dtype
+        return word
     raise ConfigError(
         f"unknown {'compute dtype' if name == 'dtype' else name}",
         expected=", ".join(_DTYPES),
         found=repr(value),
         cure=f'{name}="fp32", "bf16" or "fp16"',
     )
+
+
+def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
+    """Return torch's dtype for what `parse_precision` takes, and raise what it does."""
+    return torch_dtype(parse_precision(value, name))
 
 
 def parse_size(value: int | str, name: str = "size") -> int:

@@ -12,12 +12,21 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from infinity.core.errors import ConfigError
 
 #: Ports that jobs of one node are spread over, by their number.
 _PORTS: Final = range(15_000, 30_000)
+
+
+class Place(NamedTuple):
+    """A rank among those of its job, and among those of its machine."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
 
 
 @dataclass(frozen=True)

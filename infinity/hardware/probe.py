@@ -7,6 +7,7 @@ not say is None.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,6 +15,7 @@ import re
 import resource
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -340,6 +342,29 @@ class Gpu(NamedTuple):
     free: int
     pci: str | None
     numa_node: int | None
+
+
+def has_cuda() -> bool:
+    """Return whether torch has a CUDA device. See [Note: torch is asked last]."""
+    if "torch" not in sys.modules and not _may_have_gpu():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _may_have_gpu() -> bool:
+    """[Note: torch is asked last] To import torch takes seconds. It has no CUDA device where there is neither
+    the library of NVIDIA's driver, which the CUDA runtime opens by this name, nor a file that drivers make:
+    that of NVIDIA, also on Tegra, of AMD, whose devices torch calls CUDA's too, or of WSL. Where one of them
+    is, there may still be no device: torch decides."""
+    if any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def gpus() -> tuple[Gpu, ...]:

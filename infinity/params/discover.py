@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ConfigError, PrecisionError
-from infinity.planning.partition import COPY_DTYPES, ParamSpec
+from infinity.core.sizes import ITEMSIZES, dtype_name
+from infinity.planning.partition import ParamSpec
 
 
 @dataclass
@@ -202,17 +203,17 @@ def param_specs(
         for p in m.parameters(recurse=False)
     }
 
-    def dtype_of(name: str, param: nn.Parameter) -> torch.dtype:
+    def precision_of(name: str, param: nn.Parameter) -> str:
         if name in kept or (dtype is not None and id(param) in keep):
-            return torch.float32
-        return _own_dtype(name, param, trains) if dtype is None else dtype
+            return "fp32"
+        return _own_precision(name, param, trains) if dtype is None else dtype_name(dtype)
 
     return [
         [
             ParamSpec(
                 name,
                 tuple(p.shape),
-                dtype_of(name, p),
+                precision_of(name, p),
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
             )
@@ -222,8 +223,8 @@ def param_specs(
     ]
 
 
-def _own_dtype(name: str, param: nn.Parameter, trains: bool) -> torch.dtype:
-    if param.dtype not in COPY_DTYPES:
+def _own_precision(name: str, param: nn.Parameter, trains: bool) -> str:
+    if dtype_name(param.dtype) not in ITEMSIZES:  # what the kernels of the update have
         raise PrecisionError(
             f"the parameter {name!r} is {str(param.dtype).removeprefix('torch.')}",
             expected="fp32, bf16 or fp16",
@@ -237,4 +238,4 @@ def _own_dtype(name: str, param: nn.Parameter, trains: bool) -> torch.dtype:
             found="dtype=None, and a parameter that is torch.float16",
             cure='Config(dtype="fp16") and `optimizer.scale(loss).backward()`; or Config(dtype="bf16")',
         )
-    return param.dtype
+    return dtype_name(param.dtype)

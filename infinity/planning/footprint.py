@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import ALIGNMENT, GiB, MiB, Tier, ceil_to, format_size
+from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
 from .partition import UnitLayout
 from .parts import DURABLE, PURPOSES, ChunkParts, Moved
@@ -41,6 +41,10 @@ _GRADIENT_BUFFERS = 4
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
 _ACTIVATIONS_MOST = 16 * GiB
 _ACTIVATIONS_SHARE = 4
+#: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
+SMALLEST = 64 * KiB
+#: What comes back of the inputs on the host before it is needed: times the largest; [Note: ahead, in bytes].
+AHEAD = 2
 
 
 @dataclass(frozen=True)

@@ -20,23 +20,21 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, SEGMENT_ELEMENTS, ceil_to, torch_dtype
 
-from infinity.core.sizes import NORM_BLOCK, SEGMENT_ELEMENTS, ceil_to
-
-#: What the copy of a parameter may be in: the dtypes that the kernels of the update have.
-COPY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `precision`, and needs no torch
+    import torch
 
 
 class ParamSpec(NamedTuple):
-    """What planning knows of one parameter. `dtype` is that of its copy; `group` is the index of
-    its optimizer group, -1 if it is frozen."""
+    """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
+    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    precision: str
     trainable: bool
     group: int
 
@@ -49,9 +47,14 @@ class ParamSpec(NamedTuple):
         return count
 
     @property
+    def dtype(self) -> torch.dtype:
+        """`precision`, as torch has it."""
+        return torch_dtype(self.precision)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its copy, and of its gradient as it is made."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * ITEMSIZES[self.precision]
 
 
 class Segment(NamedTuple):
@@ -72,15 +75,20 @@ class Chunk:
     unit: int
     start: int
     numel: int
-    dtype: torch.dtype
+    precision: str
     trainable: bool
     copy_offset: int
     segments: tuple[Segment, ...]
 
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """`precision`, as torch has it."""
+        return torch_dtype(self.precision)
+
     @property
     def copy_nbytes(self) -> int:
         """Bytes of the compute-dtype copy of this chunk."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * ITEMSIZES[self.precision]
 
     @property
     def section_nbytes(self) -> int:
@@ -105,13 +113,18 @@ class Run(NamedTuple):
     begin: int
     slice_numel: int
     world: int
-    dtype: torch.dtype
+    precision: str
     trainable: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`precision`, as torch has it."""
+        return torch_dtype(self.precision)
 
     @property
     def slice_nbytes(self) -> int:
         """Bytes of one slice."""
-        return self.slice_numel * self.dtype.itemsize
+        return self.slice_numel * ITEMSIZES[self.precision]
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +133,7 @@ class Run(NamedTuple):
 
     def sent_nbytes(self, *, wide: bool = False) -> int:
         """Bytes that a rank sends where the run is gathered, or its gradient is reduced; `wide`: in fp32."""
-        return self.slice_numel * (4 if wide else self.dtype.itemsize) * (self.world - 1)
+        return self.slice_numel * (4 if wide else ITEMSIZES[self.precision]) * (self.world - 1)
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class UnitLayout:
         """Return the run of parameter `index`, and its first element in there."""
         at = self.byte_offsets[index]
         run = next(r for r in self.runs if r.begin <= at < r.begin + r.nbytes)
-        return run, (at - run.begin) // run.dtype.itemsize
+        return run, (at - run.begin) // ITEMSIZES[run.precision]
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield who has which elements of parameter `index`: (rank, first, end), in order."""
@@ -189,7 +202,8 @@ class UnitLayout:
         next unit: what is still leaving, `wide` in fp32, and sums in fp32; and where each rank has the whole,
         all slices of that."""
         runs = [r for r in self.runs if r.trainable and r.world > 1]
-        came = max((r.slice_numel * r.world * (4 if wide else r.dtype.itemsize) for r in runs), default=0)
+        sizes = (r.slice_numel * r.world * (4 if wide else ITEMSIZES[r.precision]) for r in runs)
+        came = max(sizes, default=0)
         return came + sum(r.slice_numel * 4 * (1 + r.world * self.whole) for r in runs)
 
     @functools.cached_property
@@ -237,7 +251,7 @@ def _cut(
     # but the specs. The sort is stable, so registration order decides within a group.
     def run_key(i: int) -> tuple[bool, int, str]:
         p = params[i]
-        return (not p.trainable, -p.dtype.itemsize, str(p.dtype))
+        return (not p.trainable, -ITEMSIZES[p.precision], p.precision)
 
     order = sorted(range(len(params)), key=lambda i: (*run_key(i), params[i].group))
     byte_offsets = [0] * len(params)
@@ -256,10 +270,10 @@ def _cut(
             position += 1
         slice_numel = ceil_to(-(-max(length, 1) // world), SEGMENT_ELEMENTS)
         first = params[places[0][0]]
-        run = Run(copy_offset, slice_numel, world, first.dtype, first.trainable)
+        run = Run(copy_offset, slice_numel, world, first.precision, first.trainable)
         runs.append(run)
         for i, at in places:
-            byte_offsets[i] = copy_offset + at * first.dtype.itemsize
+            byte_offsets[i] = copy_offset + at * ITEMSIZES[first.precision]
         for rank, begin in itertools.product(shards, range(0, slice_numel, chunk_elements)):
             numel = min(chunk_elements, slice_numel - begin)
             at = rank * slice_numel + begin
@@ -269,9 +283,9 @@ def _cut(
                     unit=index,
                     start=start + (rank - shards[0]) * slice_numel + begin,
                     numel=numel,
-                    dtype=first.dtype,
+                    precision=first.precision,
                     trainable=first.trainable,
-                    copy_offset=copy_offset + at * first.dtype.itemsize,
+                    copy_offset=copy_offset + at * ITEMSIZES[first.precision],
                     segments=tuple(_segments(params, places, at, at + numel)),
                 )
             )

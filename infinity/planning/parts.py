@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 
 from .in_place import InPlace
@@ -182,7 +180,7 @@ def plan_chunks(
                 plans.append(_in_place(chunk, places[chunk.id]))
                 continue
             state_tier = assignment.states.get(chunk.id)
-            key = chunk.numel, chunk.dtype, copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            key = chunk.numel, chunk.precision, copy_tier, state_tier, assignment.gradients.get(chunk.id)
             if key not in made:
                 made[key] = _parts_of(chunk, *key[2:], staged=staged, delayed=delayed)
             plans.append(made[key])
@@ -217,7 +215,7 @@ def _parts_of(
     if state_tier is None or gradient_tier is None:  # frozen: its copy is written once
         copy = Part((nbytes,), (copy_tier,), 0 if on_nvme else None)
         return ChunkParts({"copy": copy}, False, load_lease, load_lease, 0, used)
-    shared = chunk.dtype is torch.float32 and copy_tier is state_tier
+    shared = chunk.precision == "fp32" and copy_tier is state_tier
     # What forward and backward use on the device must stay as it is beside an update.
     shared = shared and not (delayed and copy_tier is Tier.DEVICE)
     # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
@@ -237,7 +235,7 @@ def _parts_of(
         "state": Part(sections, (state_tier,), state_begins),
         "gradient": Part((fp32,), (gradient_tier,) * (2 if delayed else 1), gradient_begins),
     }
-    converted = gradient_tier is Tier.NVME or staged or chunk.dtype is not torch.float32
+    converted = gradient_tier is Tier.NVME or staged or chunk.precision != "fp32"
     moved = _with_update(used, parts, shared)
     return ChunkParts(parts, shared, load_lease, sum(sizes), fp32 if converted else 0, moved)
 

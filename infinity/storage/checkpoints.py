@@ -26,6 +26,7 @@ import re
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -408,6 +409,17 @@ class Save:
         if not whole:
             with contextlib.suppress(OSError):  # something else is in it
                 os.rmdir(path)
+
+
+def warn_apart(path: str, count: int) -> None:
+    """Warn, once, that `path` is on `count` file systems."""
+    warnings.warn(
+        f"{path} is not one directory for all ranks, but {count}, as where nodes share no file system. In "
+        "each of them a checkpoint has what its ranks have; they load it from there. Others need the files "
+        "of all in one directory.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
 def _words_at(path: str) -> set[str]:

@@ -21,8 +21,9 @@ import torch
 
 from infinity.cli.console import check_outputs, finish, finite, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
-from infinity.cli.model import GPT, GPTShape, activations_of, parameters_of, shape_from, units_of
+from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, words_option
+from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
 from infinity.core.errors import BudgetError, InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
