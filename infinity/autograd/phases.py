@@ -249,8 +249,8 @@ class Phases:
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = Forward(scope, self.newest)
-        here = self.in_forward and not forward.recomputes and self.shelter.turn.mine
-        if here and is_outermost(scope.module):
+        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.shelter.turn.mine
+        if inside and is_outermost(scope.module):  # of the root, `enter_root` has seen to that
             self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
