@@ -446,6 +446,12 @@ def _shut_down(
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
 
+    def close_shelter() -> None:
+        if store.given_up:  # a save, say, whose drive does not answer, is left where it is
+            shelter.close(store.left())
+        else:
+            shelter.close()
+
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(kept.close)
         stack.callback(comm.close)
@@ -456,7 +462,7 @@ def _shut_down(
             stack.callback(activations.close)
         for part in (gradients, loader, updater, shelter):
             stack.push(hurry)
-            stack.callback(part.close)
+            stack.callback(part.close if part is not shelter else close_shelter)
 
 
 def engine_of(thing: object) -> Engine:
