@@ -57,7 +57,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_ranks, check_same, check_stage
+from .ranks import check_ranks, check_same, check_stage, claim_directories
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -129,6 +129,7 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
+        claim_directories(comm, config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
         layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
