@@ -253,6 +253,7 @@ class Engine:
                     persistent=persistent,
                     look=self.config.check_edits,
                     watched=watched,
+                    trains=optimizer is not None,
                 )
             )
         self.units = units
