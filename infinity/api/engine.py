@@ -129,7 +129,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
-        claim_directories(comm, config)
+        if config.independent_replicas:
+            claim_directories(comm, config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
         layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
