@@ -152,6 +152,11 @@ class FaultFS:
                 raise RuntimeError("faultfs did not start")
             time.sleep(0.001)
 
+    def stop(self) -> None:
+        """Have it answer nothing any more, whatever is asked; `unmount` ends that."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
     def unmount(self) -> None:
         """End every request that waits (ECONNABORTED), the mount and its process."""
         if self._process is None:
@@ -161,6 +166,24 @@ class FaultFS:
         self._process.kill()
         self._process.wait(timeout=20)
         self._process = None
+
+
+@contextlib.contextmanager
+def block_drive(fs: FaultFS, folder: Path, nbytes: int) -> Iterator[str]:
+    """An ext4 on a loop device whose bytes are in a file of `fs`: when that answers no more, whoever asks it
+    waits in the kernel, where no signal is heard."""
+    image, place = fs.path / "image", folder / "drive"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(nbytes)
+    command = ["mkfs.ext4", "-q", "-F", "-m", "0", str(image)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True, timeout=60)
+    try:
+        yield str(place)
+    finally:
+        fs.unmount()  # what hangs fails, and nothing waits any more
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=60)
 
 
 # ------------------------------------------------------------------------------- one server

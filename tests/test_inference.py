@@ -24,6 +24,7 @@ from infinity.core.errors import (
     ClosedError,
     CorruptionError,
     DataError,
+    ParameterChangedError,
     ParameterError,
     WrapError,
 )
@@ -194,6 +195,34 @@ def test_a_model_that_was_built(standing: Any, tmp_path: Path) -> None:
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model(**batch), wanted)
     model.train()
+
+
+def test_a_model_that_edits_itself_says_what_helps(standing: Any, tmp_path: Path) -> None:
+    """RWKV divides its layers' weights in its first forward in eval mode."""
+    transformers = need("transformers")
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "context_length": 32, "hidden_size": 32, "num_hidden_layers": 3}
+        return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=1)).eval()
+
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = made()(tokens).logits
+        model = standing(made(), config_of(tmp_path, parameters="host"))
+        with pytest.raises(ParameterChangedError, match="edited in place") as told:
+            model(tokens)
+        assert "gathered(" not in told.value.cure
+        assert "before `infinity.inference(model, config)`" in told.value.cure
+        assert 'parameters="device"' in told.value.cure
+        infinity.close(model)
+        plain = made()
+        plain(tokens)
+        for model, place in ((plain, "host"), (made(), "device")):
+            there = standing(model, config_of(tmp_path, parameters=place))
+            for _ in range(2):
+                assert torch.equal(there(tokens).logits, wanted)
+            infinity.close(there)
 
 
 def test_a_refusal_leaves_the_model_as_it_was(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def test_a_rank_goes_on_with_its_own_buffers(stage: int, device: str, tmp_path: 
 REPLICAS = """
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torch.distributed as dist
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 shard, group = mesh["shard"], dist.new_group([0, 1])
@@ -377,8 +377,12 @@ if replica == 0:
     model, adam = infinity.wrap(model, adam, apart, shard)
 dist.barrier()
 if replica == 1:
-    with raises(DirectoryError, "in use"):
+    with raises(ConfigError, "where another replica of the job has its arenas"):
         infinity.wrap(model, adam, apart, shard)
+    # Also where nothing has an arena yet, which another replica's would meet.
+    within = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "host")
+    with raises(ConfigError, "where another replica of the job has its arenas"):
+        infinity.wrap(model, adam, apart.replace(**within), shard)
     with infinity.init(apart.replace(nvme=f"{folder}/{replica}"), shard):
         model = Model()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -744,3 +745,18 @@ def test_generate_looks_back_no_further_than_the_context() -> None:
     made = list(generate(logits, torch.tensor([3]), 12, context=4))
     assert made == [(4 + i) % 10 for i in range(12)]
     assert max(seen) == 4
+
+
+def test_a_seed_is_that_of_every_generator(text: str, nvme: str) -> None:
+    """A model that draws from Python's or numpy's, as for SpecAugment, is trained the same way again."""
+    drawn, states = [], (random.getstate(), np.random.get_state())
+    try:
+        for before in (1, 2):
+            random.seed(before)
+            np.random.seed(before)
+            train(read_run(None, settings(text, nvme, steps=1, seed=(1 << 64) - 1)))
+            drawn.append((random.random(), np.random.random()))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    assert drawn[0] == drawn[1]

@@ -31,6 +31,7 @@ from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Found
+from infinity.storage.interrupt import GRACE
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import DTYPES
 from infinity.storage.tensor_layout import joined
@@ -51,7 +52,8 @@ def interruptible(
     shelter: Shelter, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
 ) -> _R:
     """Return what `call` returns. It is made in the shelter, and tells how far it is; an interrupt ends it
-    where it tells that next, and is raised when it has ended. The other ranks of `comm` end with it."""
+    where it tells that next, and is raised when it has ended; or before, where a drive does not answer: then
+    the next call of the engine waits for it. The other ranks of `comm` end with it."""
     stop = threading.Event()
     raised: list[BaseException] = []
 
@@ -78,7 +80,7 @@ def interruptible(
             comm.post(error)
         stop.set()
         with contextlib.suppress(Exception):  # what raised first is told
-            shelter.wait_interrupted()  # so that it is over when this raises
+            shelter.wait_interrupted(GRACE)  # so that it is over when this raises
         raise
 
 

@@ -57,7 +57,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_ranks, check_same, check_stage
+from .ranks import check_ranks, check_same, check_stage, claim_directories
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -129,6 +129,8 @@ class Engine:
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
+        if config.independent_replicas:
+            claim_directories(comm, config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
         layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
         placements = config.placements
@@ -252,6 +254,7 @@ class Engine:
                     persistent=persistent,
                     look=self.config.check_edits,
                     watched=watched,
+                    trains=optimizer is not None,
                 )
             )
         self.units = units
@@ -446,6 +449,12 @@ def _shut_down(
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
 
+    def close_shelter() -> None:
+        if store.given_up:  # a save, say, whose drive does not answer, is left where it is
+            shelter.close(store.left())
+        else:
+            shelter.close()
+
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(kept.close)
         stack.callback(comm.close)
@@ -456,7 +465,7 @@ def _shut_down(
             stack.callback(activations.close)
         for part in (gradients, loader, updater, shelter):
             stack.push(hurry)
-            stack.callback(part.close)
+            stack.callback(part.close if part is not shelter else close_shelter)
 
 
 def engine_of(thing: object) -> Engine:

@@ -21,6 +21,7 @@ from infinity.hardware.ranks import Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.folder import Folder
+from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Spec
@@ -111,7 +112,7 @@ def export(
             comm, shelter = engine.comm, engine.shelter
         else:
             comm, shelter = Alone(), Shelter(lambda: contextlib.nullcontext)
-            stack.callback(shelter.close)
+            stack.callback(lambda: shelter.close(*((GRACE,) if interrupted() else ())))
 
         def begin() -> tuple[str, _Content, dict[str, str]]:
             target = os.path.abspath(path_of(path, "model"))
@@ -207,7 +208,8 @@ class _Writing:
         return self._path, self._folder.word, self._shards[0].paths[0]
 
     def _open(self, path: str) -> None:
-        ring = self._stack.enter_context(writing_ring(path))
+        made = writing_ring(path)
+        ring = self._stack.enter_context(made if self._engine is None else self._engine.store.beside(made))
         rank = self._comm.rank if self._comm.world > 1 else None
         for p in self._content.parts:
             shards = Shards(

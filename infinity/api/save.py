@@ -299,7 +299,7 @@ class _Saving:
             return None
         small_nbytes = sum(t.nbytes for kind in self._small.values() for t in kind.values())
         self._total += small_nbytes
-        ring = self._stack.enter_context(writing_ring(target.root))
+        ring = self._stack.enter_context(self._engine.store.beside(writing_ring(target.root)))
         check_free(target.root, self._nbytes_here() + small_nbytes, "a checkpoint", _NO_ROOM)
         for stem, kind in self._small.items():
             if kind:
@@ -328,7 +328,7 @@ class _Saving:
         """Write what this rank has of every tensor; return the checksums of that, by file."""
         if self._target is None:
             some = next(iter(paths.values()))
-            ring = self._stack.enter_context(writing_ring(os.path.dirname(some)))
+            ring = self._stack.enter_context(self._engine.store.beside(writing_ring(os.path.dirname(some))))
             for stem, specs in self._specs.items():
                 file = TensorFile.join(paths[stem], specs, ring, parts=self._parts)
                 self._files[stem] = self._stack.enter_context(file)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from infinity.core import errors
 from infinity.core.errors import ClosedError, ConfigError, InfinityError, RankError, StorageError
-from infinity.hardware.ranks import Comm
+
+if TYPE_CHECKING:  # a plan imports what checks ranks, without torch
+    from infinity.hardware.ranks import Comm
 
 _R = TypeVar("_R")
 _MORE: Final = ("errno", "path", "offset", "nbytes")  # that a StorageError has

@@ -105,7 +105,11 @@ class Case:
             return plan
         text = self._save_less(plan)
         if not text:
-            text = cure(plan.problems, list(self._changes()), self.judge, as_options, self._room_needed)
+            changes = list(self._changes())
+            # Both too little memory, say, and too little room where checkpoints go.
+            moved = [] if self.place is None or self.run.train.resume else changes
+            others = ({**change, "output": DIRECTORY} for change in moved)
+            text = cure(plan.problems, changes, self.judge, as_options, self._room_needed, others)
         if self.unnamed:
             where = f"in {DIRECTORY}"
             problems = [
@@ -174,10 +178,10 @@ class Case:
     def _judged(self, change: Change, free: int | None) -> Plan:
         run = changed(self.run, change)
         config = self._of_rank(run.config())
-        return self._plan(run, config, self._with(config, free))
+        return self._plan(run, config, self._with(run.train, config, free))
 
-    def _with(self, config: Config, free: int | None) -> Machine:
-        """Return the machine with the drives that `config` names; `free` are the bytes in `DIRECTORY`."""
+    def _with(self, train: TrainSettings, config: Config, free: int | None) -> Machine:
+        """Return the machine with the drives that settings name; `free` are the bytes in `DIRECTORY`."""
         known = {d.directory: d for d in (*self.machine.drives, *self._offered())}
         if self.unnamed:
             known.pop(DIRECTORY, None)
@@ -190,10 +194,13 @@ class Case:
                 drive = Drive(directory=directory, free=free, system=directory, ranks=ranks)
             # A drive that `infinity tune` has not measured makes all of them count alike.
             drives.append(dataclasses.replace(drive, weight=1.0) if strange else drive)
-        train, machine = self.run.train, self.machine.with_drives(drives)
-        if train.save and train.output is None and drives:  # checkpoints go where the first directory is
-            machine = dataclasses.replace(machine, output=drives[0])
-        return machine
+        output = self.machine.output
+        if train.output == DIRECTORY != self.run.train.output:
+            there = [d for d in drives if d.directory == DIRECTORY]
+            output = there[0] if there else Drive(directory=DIRECTORY, free=free, system=DIRECTORY)
+        elif train.save and train.output is None and drives:  # checkpoints go where the first directory is
+            output = drives[0]
+        return dataclasses.replace(self.machine.with_drives(drives), output=output)
 
     def _offered(self) -> tuple[Drive, ...]:
         """Drives of the description that the run does not name."""
@@ -320,7 +327,7 @@ class Case:
 
     def _rank(self, change: Change, bandwidths: Callable[[Machine], Bandwidths]) -> Any:
         run = changed(self.run, change)
-        machine = self._with(self._of_rank(run.config()), None)
+        machine = self._with(run.train, self._of_rank(run.config()), None)
         plan = self._judged(change, None)
         train = run.train
         bounds = step_bounds(

@@ -32,6 +32,7 @@ from infinity.storage.checkpoints import (
     warn_apart,
 )
 from infinity.storage.folder import Claim
+from infinity.storage.interrupt import LEAST, asked_apart, interrupted
 
 from .settings import OPTIONS, Run, TrainSettings, Values, read_values, run_of
 
@@ -113,7 +114,9 @@ def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str |
     if place is None:
         yield None
         return
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as ends:
+        stack = contextlib.ExitStack()
+        ends.callback(lambda: asked_apart(stack.close, lambda: LEAST if interrupted() else None))
         root = ""
         if job.first:
             root = place if train.output is not None else new_directory(place)

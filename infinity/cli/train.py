@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from infinity.api.init import init
+from infinity.api.random_state import seed_generators
 from infinity.api.ranks import OWN
 from infinity.api.trace import is_trace, trace
 from infinity.api.wrap import close, wrap
@@ -122,7 +123,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
         tiers = " + ".join(f"{format_size(n)} {t}" for t in Tier if (n := plan.footprint.total(t)))
         written = format_size(plan.traffic.nvme_written)
         report.line(f"planned{among}: {tiers}; NVMe per step: {written} written")
-        model, optimizer = _build(run, config, workload)
+        model, optimizer = _build(run, config, workload, job.at.rank)
         training = Training(run, workload, corpus, model, optimizer, report, root, job)
         try:
             training.check_descriptors()
@@ -194,9 +195,9 @@ def _check_files(run: Run) -> None:
             check_outputs(traces, inputs, overwrite=train.overwrite)
 
 
-def _build(run: Run, config: Config, workload: Workload) -> tuple[nn.Module, OffloadOptimizer]:
+def _build(run: Run, config: Config, workload: Workload, rank: int) -> tuple[nn.Module, OffloadOptimizer]:
     train = run.train
-    torch.manual_seed(train.seed)
+    seed_generators(train.seed, rank)
     with init(config):
         model = workload.build(train.recompute)
     optimizer = torch.optim.AdamW(

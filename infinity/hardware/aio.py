@@ -300,7 +300,7 @@ class Ring:
                 until = float("inf")
             if stuck_until == float("inf") and self.stats().failed:
                 # Its thread may sit in a system call that does not return.
-                stuck_until = now + (1.0 if timeout is None else 0.5)
+                stuck_until = now + (1.0 if timeout is None else 0.3)
             if now >= stuck_until:
                 break
         _open_rings.discard(self)

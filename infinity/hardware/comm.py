@@ -158,19 +158,22 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
     return group
 
 
-def _claim(ranks: Sequence[int], path: str) -> None:
-    """Have `path` be that of these ranks, unless they are all of the job."""
+def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
+    """Have `path`, where they save or else have arenas, be that of these ranks, unless they are all of the
+    job."""
     if len(ranks) == dist.get_world_size():
         return
     mine = ", ".join(map(str, ranks))
     store = dist.distributed_c10d._get_default_store()
-    owner = store.compare_set(f"infinity/path/{path}", "", mine).decode()
+    kind = "path" if saved else "nvme"
+    owner = store.compare_set(f"infinity/{kind}/{path}", "", mine).decode()
     if owner != mine:
+        name = "checkpoints" if saved else path
         raise ConfigError(
-            f"{path} is where another replica of the job is saved",
+            f"{path} is where another replica of the job " + ("is saved" if saved else "has its arenas"),
             expected="a path of its own for each replica, with Config(independent_replicas=True)",
             found=f"that of ranks {owner}, on ranks {mine}",
-            cure="name it with the number of the replica, as checkpoints/0 and checkpoints/1",
+            cure=f"name it with the number of the replica, as {name}/0 and {name}/1",
         )
 
 
@@ -443,9 +446,9 @@ class Ranks(Comm):
                 cure="install the same versions in the environment of every node",
             )
 
-    def claim(self, path: str) -> None:
+    def claim(self, path: str, *, saved: bool = True) -> None:
         if not self._closed:
-            _claim(self._ranks, path)
+            _claim(self._ranks, path, saved)
 
     # -- errors
 
@@ -612,8 +615,8 @@ class _AloneOfSeveral(Alone):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = dist.get_process_group_ranks(group)
 
-    def claim(self, path: str) -> None:
-        _claim(self._ranks, path)
+    def claim(self, path: str, *, saved: bool = True) -> None:
+        _claim(self._ranks, path, saved)
 
 
 def _interruptible(

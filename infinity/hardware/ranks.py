@@ -88,8 +88,9 @@ class Comm:
     def finish(self, last: Task | None = None) -> None:
         """Wait for what was begun, up to `last` or all; raise what one of these raised, once."""
 
-    def claim(self, path: str) -> None:
-        """Have `path`, where this model is saved, be that of no other group of ranks of the job.
+    def claim(self, path: str, *, saved: bool = True) -> None:
+        """Have `path`, where this model is saved, or else has its arenas, be that of no other group of ranks
+        of the job.
 
         Raises:
             ConfigError: it is one's.

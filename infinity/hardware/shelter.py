@@ -120,12 +120,15 @@ class Shelter:
             if turn:
                 self.turn.leave(use)
 
-    def wait_interrupted(self) -> None:
-        """Wait for what an interrupt left under way; raise what came of it."""
+    def wait_interrupted(self, patience: float | None = None) -> None:
+        """Wait for what an interrupt left under way, `patience` seconds at most if given; raise what came of
+        it."""
         task = self._under_way
         if task is None or os.getpid() != self._pid or threading.get_ident() != self._main:
             return  # it is the main thread's; for others it has the turn, or waits for theirs
         try:
+            if patience is not None and not task.pause(patience):
+                return
             task.wait()
             self._under_way = None
         except BaseException as error:

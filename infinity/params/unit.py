@@ -23,7 +23,7 @@ import enum
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -58,6 +58,16 @@ class UnitState(enum.Enum):
 IDLE_STATES = (UnitState.LOADING, UnitState.LOADED, UnitState.GATHERED)
 
 
+#: What to do about an edit of what is not placed on the device, by whether there is an optimizer: without one
+#: nothing is written back.
+_CURES: Final = {
+    True: "edit inside `with infinity.gathered(params, write=True):`",
+    False: "make the edit before `infinity.inference(model, config)`, which takes a model as it is; one that "
+    "edits itself in a forward (RWKV rescales its layers) does so in a first one, as a plain model in eval "
+    'mode; or parameters="device", where an edit stays',
+}
+
+
 class ParamUnit(UnitMemory):
     """The parameters of one unit and their storage on the device.
 
@@ -67,6 +77,7 @@ class ParamUnit(UnitMemory):
         persistent: not released after use; what is placed on the device always is.
         look: an edit that torch does not count is an error.
         watched: the parameters, by index, of which such edits are noticed, by a checksum of their values.
+        trains: whether there is an optimizer.
     """
 
     def __init__(
@@ -82,6 +93,7 @@ class ParamUnit(UnitMemory):
         persistent: bool = False,
         look: bool = False,
         watched: Collection[int] = (),
+        trains: bool = True,
     ) -> None:
         super().__init__(layout, params, device, kept_apart=kept_apart, in_place=in_place or on_device)
         self.on_device = on_device
@@ -103,6 +115,7 @@ class ParamUnit(UnitMemory):
         self._warned = False
         self.look = look
         self._watched = frozenset(watched)
+        self._trains = trains
         #: of parameters, by index; None while the engine changes the values
         self._sums: dict[int, int | torch.Tensor] | None = None
         self._owners: tuple[int, int, list[int]] | None = None
@@ -344,9 +357,9 @@ class ParamUnit(UnitMemory):
             self._forget_edits()
             raise ParameterChangedError(
                 f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
-                expected="parameters that only the optimizer changes",
+                expected="parameters that only the optimizer changes" if self._trains else "values that stay",
                 found="an in-place edit",
-                cure="edit inside `with infinity.gathered(params, write=True):`",
+                cure=_CURES[self._trains],
             )
 
     def looked(self, indices: Collection[int] | None = None) -> None:

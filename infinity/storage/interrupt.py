@@ -7,14 +7,18 @@ allows. Where an interrupt is ending the program there is nothing left to wait f
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from infinity.core.at_exit import at_end
+from infinity.hardware.streams import POLL, Task
 
 #: Seconds that a drive has after an interrupt that ends the process.
 GRACE: Final = 0.5
+#: Seconds that each of what is asked of a drive then has at least.
+LEAST: Final = 0.2
 
 
 class GivesUp(Protocol):
@@ -36,6 +40,24 @@ def give_up_on_interrupt(thing: GivesUp) -> None:
 def interrupted() -> bool:
     """Return whether an interrupt is on its way through the caller (in a ``finally``, an ``__exit__``)."""
     return isinstance(sys.exc_info()[1], KeyboardInterrupt)
+
+
+def asked_apart(call: Callable[[], object], patience: Callable[[], float | None]) -> bool:
+    """Make `call`, which asks a drive to remove or close something, on a thread of its own. Wait for its end
+    while `patience` returns None, and then for so many seconds; return whether it has ended, or raise what
+    it raises.
+
+    A drive that answers no more keeps the thread that asks in the system, where it hears no interrupt.
+    """
+    task = Task(call)
+    threading.Thread(target=task.run, name="infinity-ask", daemon=True).start()
+    while not task.pause(POLL):
+        if (seconds := patience()) is not None:
+            if not task.pause(seconds):
+                return False
+            break
+    task.wait()
+    return True
 
 
 def before_exit(call: Callable[[], None]) -> None:

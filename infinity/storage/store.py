@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from infinity.planning.parts import Part
 
 from .arena import Arena
 from .in_place import Files
-from .interrupt import give_up_on_interrupt
+from .interrupt import LEAST, asked_apart, give_up_on_interrupt
 from .layout import DirectoryStats, Extent, Layout
 from .leftovers import reclaim
 from .memory import HostMemory, Register
@@ -90,7 +90,9 @@ class Store:
         self._order = Order(self._start, recorder or Recorder())
         self._pool = pool
         self._pid = os.getpid()
-        self._closed = self._given_up = False
+        self._closed = False
+        self._until: float | None = None  # when what was given up has had its time
+        self._others: list[Ring] = []
         self._files = files
         # Of each arena, and of `files`: bytes read, written; reads, writes.
         self._moved = [[0, 0, 0, 0] for _ in range(len(directories) + 1)]
@@ -346,15 +348,33 @@ class Store:
         finally:
             self._release_all()
         failed = self._order.failed
-        if failed is not None and failed.error is not None and not (failed.seen or self._given_up):
+        if failed is not None and failed.error is not None and not (failed.seen or self.given_up):
             failed.seen = True
             raise copy_error(failed.error)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether `give_up` was called."""
+        return self._until is not None
+
+    def left(self) -> float:
+        """Return the seconds that what still waits for a drive has after `give_up`."""
+        return max(LEAST, (self._until or 0.0) - time.monotonic())
+
+    @contextlib.contextmanager
+    def beside(self, ring: Ring) -> Iterator[Ring]:
+        """A block in which `give_up` is about `ring`, too, which is closed at its end."""
+        self._others.append(ring)
+        try:
+            with ring:
+                yield ring
+        finally:
+            self._others.remove(ring)
+
     def give_up(self, timeout: float) -> None:
         """Let what is pending have `timeout` seconds more; then it fails, and all that comes after."""
-        until = time.monotonic() + timeout
-        self._given_up = True
-        for ring in self._rings:
+        self._until = until = time.monotonic() + timeout
+        for ring in (*self._rings, *self._others):
             try:
                 ring.close(timeout=max(0.0, until - time.monotonic()))
             except DeadlineError as error:
@@ -440,10 +460,12 @@ class Store:
             for arena in self._arenas[len(self._rings) :]:
                 stack.callback(arena.close)
             for arena, ring in zip(self._arenas, self._rings, strict=False):
-                stack.callback(_close_arena, arena, ring)
+                stack.callback(self._close_arena, arena, ring)
             for ring in self._rings:
                 stack.callback(ring.close)
 
-
-def _close_arena(arena: Arena, ring: Ring) -> None:
-    arena.close(in_flight=ring.stats().blocks_in_flight > 0)
+    def _close_arena(self, arena: Arena, ring: Ring) -> None:
+        if ring.stats().blocks_in_flight > 0:
+            arena.close(in_flight=True)
+        elif not asked_apart(arena.close, lambda: self.left() if self.given_up else None):
+            _log.warning("the drive of %s does not answer: the file may stay", arena.path)
