@@ -89,9 +89,13 @@ def versions() -> dict[str, str | None]:
 
 
 def commit_of(tree: Path) -> str | None:
-    """Return the commit of a checkout, with ``-dirty`` if it was changed; None: it is none."""
+    """Return the commit of a checkout, with ``-dirty`` if it was changed, or why nobody knows it; None: it is
+    none."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except OSError as error:  # a measurement is worth no less on a machine that has no git
+        return f"unknown: git cannot be run ({error.strerror})"
     return done.stdout.strip() or None
 
 

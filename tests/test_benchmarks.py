@@ -104,6 +104,14 @@ def test_ratios_are_of_medians_and_of_rounds() -> None:
     }
 
 
+def test_results_say_that_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = importlib.import_module("common")
+    monkeypatch.setenv("PATH", "/nowhere")
+    versions = common.versions()
+    assert versions["commit"].startswith("unknown: git cannot be run")
+    assert versions["torch"]
+
+
 def test_a_model_counts_its_parameters() -> None:
     gpt2 = importlib.import_module("gpt2")
     assert gpt2.GPT2().parameters == 202_882_048
