@@ -387,6 +387,12 @@ def lagging_cuda(schedule: str = "late", seed: int = 0) -> Iterator[World]:
             ("device", lambda device: contextlib.nullcontext()),
             ("cudart", _Runtime),
             ("mem_get_info", lambda device=None: (1 << 30, 1 << 30)),
+            ("synchronize", lambda device=None: here.synchronize_all()),
+            ("empty_cache", lambda: None),
+            ("reset_peak_memory_stats", lambda device=None: None),
+            ("max_memory_allocated", lambda device=None: 0),
+            ("memory_allocated", lambda device=None: 0),
+            ("set_per_process_memory_fraction", lambda share, device=None: here.limit(share)),
         ):
             patch.setattr(torch.cuda, name, value)
 
