@@ -83,8 +83,8 @@ class Stage:
         return self._end - time.monotonic()
 
     def part(self, name: str, least: float, call: Callable[[dict[str, Any]], bool]) -> None:
-        """Do one part, if `least` seconds are left (the double takes its own time). `call` puts what it finds
-        into what it is given, as it finds it, and says whether that is good."""
+        """Do one part, if `least` seconds are left, or any on the double. `call` puts what it finds into what
+        it is given, as it finds it, and says whether that is good."""
         found = self.parts[name] = {"verdict": "interrupted"}
         if self.left() < (0 if self.smoke else least):
             found["verdict"] = f"left out: {self.left():.0f} s are left"
@@ -128,7 +128,8 @@ class Stage:
                 env={**os.environ, **env},
             )
             try:
-                status = process.wait(max(1.0, min(most, self.left())))
+                # The double takes its own time.
+                status = process.wait(max(1.0, self.left() if self.smoke else min(most, self.left())))
             except subprocess.TimeoutExpired:
                 found["verdict"] = "timed out"
                 status = _interrupt(process)
@@ -348,11 +349,12 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
     rows = 2 if args.device == LAGGING else 256
     result: dict[str, Any] = {"passed": True}
-    for case in (
+    cases = [
         Case("host", "host", "host", "overlap", "bf16"),
         Case("device", "nvme", "host", "sync", "fp32"),
         Case("nvme", "device", "device", "delayed", "bf16"),
-    ):
+    ]
+    for case in cases[:1] if args.device == LAGGING else cases:
         found = []
         for first in (None, without_memory):
             raised.clear()
