@@ -7,12 +7,15 @@ python     CPU time of the threads that update, take gradients and load, per chu
            minus that clock over each native call
 sizes      time of `optimizer.step()` (update="sync") and of a whole step by the size of a chunk, for state on
            the host and on NVMe; the sizes take turns, in an order that rotates
+
+On a GPU (`--device cuda`) a chunk crosses the link: `--steps 0` leaves Python's time out, which is the CPU's.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import statistics
 import threading
@@ -22,7 +25,9 @@ from typing import Any
 
 import common
 import torch
+from devices import opened
 from torch import nn
+from values import Repeated
 
 import infinity
 from infinity.api.engine import engine_of
@@ -115,28 +120,29 @@ def _python(ident: int, native: Native) -> float:
 class Sized:
     """A model whose state is on one tier, in chunks of one size."""
 
-    def __init__(self, directory: str, tier: str, size: int, args: argparse.Namespace) -> None:
+    def __init__(self, directory: str, tier: str, size: int, device: str, args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
         torch.manual_seed(0)
-        width = 2048
-        self.model: Any = nn.Sequential(*(nn.Linear(width, width) for _ in range(args.layers)))
-        config = infinity.Config(
-            nvme=directory,
-            device="cpu",
-            dtype="bf16",
-            units=["Linear"],
-            chunk_elements=size,
-            host_memory="8GiB",
-            parameters="host",
-            optimizer_state=tier,
-            gradients="host",
-            update="sync",
-            threads=args.threads,
-        )
+        with Repeated():
+            self.model: Any = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.layers)))
+        settings = {
+            "nvme": directory,
+            "device": device,
+            "dtype": "bf16",
+            "units": ["Linear"],
+            "chunk_elements": size,
+            "host_memory": "8GiB",
+            "parameters": "host",
+            "optimizer_state": tier,
+            "gradients": "host",
+            "update": "sync",
+            "threads": args.threads,
+        }
+        config = infinity.Config(**{**settings, **json.loads(args.config)})
         self.model, self.optimizer = infinity.wrap(
             self.model, torch.optim.AdamW(self.model.parameters()), config
         )
-        self.x = torch.randn(32, width)
+        self.x = torch.randn(32, args.width).to(args.device)
         self.backward()
 
     def backward(self) -> None:
@@ -157,16 +163,16 @@ class Sized:
         return time.perf_counter() - begin
 
 
-def sizes(directory: str, args: argparse.Namespace) -> dict[str, Any]:
+def sizes(directory: str, device: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of each size, and their ratio to the largest in the same round, by tier."""
     result: dict[str, Any] = {}
-    for tier in ("host", "nvme"):
+    for tier in args.tiers:
         made: dict[int, Sized] = {}
         try:
             for size in args.sizes:
                 place = os.path.join(directory, f"{tier}-{size}")  # a run has its directory to itself
                 os.mkdir(place)
-                made[size] = Sized(place, tier, size, args)
+                made[size] = Sized(place, tier, size, device, args)
             for name in ("update", "whole"):
                 calls = {str(size): getattr(m, name) for size, m in made.items()}
                 times = common.race(calls, args.warmup, args.rounds)
@@ -191,22 +197,29 @@ def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of the sizes; 0: none")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before those")
-    parser.add_argument("--steps", type=int, default=20, help="that Python's time is the median of")
-    parser.add_argument("--layers", type=int, default=12, help="of 4.2 M parameters each")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="that Python's time is the median of; 0: not measured"
+    )
+    parser.add_argument("--layers", type=int, default=12, help="units")
+    parser.add_argument("--width", type=int, default=2048, help="a unit has its square in parameters")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="elements of a chunk")
+    parser.add_argument("--tiers", nargs="+", choices=("host", "nvme"), default=["host", "nvme"])
+    parser.add_argument("--device", default="cpu", help="of the sizes: cpu, cuda (or lagging: devices.py)")
+    parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
     args = parser.parse_args()
-    python = python_time(args.steps, units=4, chunks=32)
-    print(", ".join(f"{what} {ms:.3f} ms" for what, ms in python.items()))
     result: dict[str, Any] = {
         "benchmark": "chunks",
         "hardware": common.hardware(args.directory),
         "versions": common.versions(),
-        "python_ms_per_chunk": python,
-        "wanted_ms": WANTED_MS,
+        "device": args.device,
     }
+    if args.steps:
+        python = python_time(args.steps, units=4, chunks=32)
+        print(", ".join(f"{what} {ms:.3f} ms" for what, ms in python.items()))
+        result |= {"python_ms_per_chunk": python, "wanted_ms": WANTED_MS}
     if args.rounds:
-        with scratch(args.directory) as directory:
-            result["sizes"] = sizes(directory, args)
+        with scratch(args.directory) as directory, opened(args.device) as device:
+            result["sizes"] = sizes(directory, device, args)
     common.publish(args.output, result)
 
 

@@ -89,9 +89,13 @@ def versions() -> dict[str, str | None]:
 
 
 def commit_of(tree: Path) -> str | None:
-    """Return the commit of a checkout, with ``-dirty`` if it was changed; None: it is none."""
+    """Return the commit of a checkout, with ``-dirty`` if it was changed, or why nobody knows it; None: it is
+    none."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except OSError as error:  # a measurement is worth no less on a machine that has no git
+        return f"unknown: git cannot be run ({error.strerror})"
     return done.stdout.strip() or None
 
 
@@ -126,6 +130,7 @@ def step_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2, help="rounds before those")
     for name in ("layers", "width", "vocabulary", "positions"):
         parser.add_argument(f"--{name}", type=int, default=getattr(GPT2, name))
+    parser.add_argument("--repeated", action="store_true", help="draw few of the values (values.py)")
     parser.add_argument("--tokens", type=int, default=128, help="per step, in one sequence")
     parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a turn")
@@ -134,7 +139,8 @@ def step_arguments(description: str | None) -> argparse.ArgumentParser:
 
 def model_of(args: argparse.Namespace) -> GPT2:
     """Return the model that the options describe."""
-    return GPT2(**{name: getattr(args, name) for name in ("layers", "width", "vocabulary", "positions")})
+    names = ("layers", "width", "vocabulary", "positions", "repeated")
+    return GPT2(**{name: getattr(args, name) for name in names})
 
 
 def read_and_write(engine: Any, chunks: Sequence[Any], sizes: Sequence[int], depth: int) -> None:

@@ -4,6 +4,7 @@ that the peers' figures are for. Neither this tree's infinity nor another one is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2:
-    """The sizes of a model."""
+    """The sizes of a model. `repeated`: few of its values are drawn, the rest repeat them (values.py)."""
 
     layers: int = 12
     width: int = 1024
     vocabulary: int = 50257
     positions: int = 256
+    repeated: bool = False
 
     @property
     def heads(self) -> int:
@@ -38,6 +40,7 @@ class GPT2:
         """Return the module, with the values of seed 0."""
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
+        from values import Repeated
 
         torch.manual_seed(0)
         sizes = {
@@ -47,9 +50,9 @@ class GPT2:
             "vocab_size": self.vocabulary,
             "n_positions": self.positions,
         }
-        return GPT2LMHeadModel(
-            GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-        )
+        config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+        with Repeated() if self.repeated else contextlib.nullcontext():
+            return GPT2LMHeadModel(config)
 
     def loss_of(self, tokens: int, device: Any) -> Callable[[Any], Any]:
         """Return what computes the loss of a model on the one sequence of every step."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from children import Child, forget_peak, lines, peak_memory, tell
+from devices import opened
 from gpt2 import GPT2
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -134,24 +135,27 @@ def with_deepspeed(task: Task) -> Any:
     return Stepper(model=engine, device=engine.device, step=engine.step, backward=engine.backward)
 
 
-def serve(task: Task) -> None:
-    """Build; then take as many steps as each line says."""
+def contestant(task: Task, device: str) -> Any:
+    """Return what takes steps; `device` is what infinity calls the one of `task`."""
     import torch
 
     from infinity.cli.bench.step_run import in_memory, offloaded
 
-    torch.set_num_threads(task.threads)
     if task.kind == "deepspeed":
-        who = with_deepspeed(task)
-    elif task.kind == "torch":
-        who = in_memory(
-            task.model.build,
-            device=task.device,
-            dtype=torch.bfloat16 if task.dtype == "bf16" else torch.float32,
-        )
-    else:
-        shared = {"dtype": task.dtype, "device": task.device, "threads": task.threads}
-        who = offloaded(task.model.build, nvme=task.directory, **shared, **task.settings)
+        return with_deepspeed(task)
+    if task.kind == "torch":
+        dtype = torch.bfloat16 if task.dtype == "bf16" else torch.float32
+        return in_memory(task.model.build, device=task.device, dtype=dtype)
+    shared = {"dtype": task.dtype, "device": device, "threads": task.threads}
+    return offloaded(task.model.build, nvme=task.directory, **shared, **task.settings)
+
+
+def serve(task: Task, device: str) -> None:
+    """Build; then take as many steps as each line says."""
+    import torch
+
+    torch.set_num_threads(task.threads)
+    who = contestant(task, device)
     loss_of = task.model.loss_of(task.tokens, who.device)
     tell({"threads": torch.get_num_threads(), "versions": versions(*PACKAGES)})
     forget_peak()  # not what building took, which is freed by now: what steps take
@@ -173,4 +177,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    serve(Task(**{**given, "model": GPT2(**given["model"])}))
+    wanted = Task(**{**given, "model": GPT2(**given["model"])})
+    with opened(wanted.device) as named:
+        serve(wanted, named)

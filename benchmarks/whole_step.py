@@ -196,7 +196,7 @@ def main() -> None:
     everybody = ("infinity", "deepspeed", "torch")
     parser.add_argument("--modes", nargs="+", choices=tuple(PLACEMENTS), default=["state-on-nvme"])
     parser.add_argument("--contestants", nargs="+", choices=everybody, default=list(everybody))
-    parser.add_argument("--device", default="cpu", help="cpu, cuda")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda (or lagging: devices.py)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", nargs="+", choices=UPDATES, default=["sync"], help="of infinity's Config")
     parser.add_argument("--burst", type=int, help="steps of a turn; 1 with --update sync, else 4")

@@ -104,6 +104,14 @@ def test_ratios_are_of_medians_and_of_rounds() -> None:
     }
 
 
+def test_results_say_that_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = importlib.import_module("common")
+    monkeypatch.setenv("PATH", "/nowhere")
+    versions = common.versions()
+    assert versions["commit"].startswith("unknown: git cannot be run")
+    assert versions["torch"]
+
+
 def test_a_model_counts_its_parameters() -> None:
     gpt2 = importlib.import_module("gpt2")
     assert gpt2.GPT2().parameters == 202_882_048
@@ -278,3 +286,51 @@ def test_pairs_against_this_very_checkout(tmp_path: Path) -> None:
     result = json.loads(output.read_text())
     assert set(result["cases"]) == {"state-on-nvme", "optimizer-on-host"}
     assert all(case["pairs"] == 2 for case in result["cases"].values())
+
+
+# ---- a GPU, of which there is none here ----
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", ["facts", "tests", "speed", "nvme"])
+def test_a_stage_of_the_check_of_a_gpu(stage: str, tmp_path: Path) -> None:
+    """On the double of CUDA: each part passes, and the whole is one JSON and one archive."""
+    done = check(stage, tmp_path)
+    result = json.loads((tmp_path / "out" / f"{stage}.json").read_text())
+    assert done.returncode == 0, json.dumps(result["parts"], indent=1)[-6000:] + done.stderr[-2000:]
+    assert result["verdict"] == "passed"
+    assert {part["verdict"] for part in result["parts"].values()} == {"passed"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {f"{stage}.json", f"{stage}.tar.gz"}
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+@pytest.mark.processes
+def test_a_check_that_is_ended_keeps_what_it_has(tmp_path: Path) -> None:
+    """Also where a shell has SIGINT ignored, as it has for what runs in the background."""
+    ignored = "import os, signal, sys; signal.signal(2, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    done = check("facts", tmp_path, 9, before=[sys.executable, "-c", ignored])
+    assert done.returncode != 0
+    result = json.loads((tmp_path / "out" / "facts.json").read_text())
+    assert result["verdict"] == "failed"
+    verdicts = [part["verdict"] for part in result["parts"].values()]
+    assert verdicts[-1] in ("interrupted", "timed out", "failed") or verdicts[-1].startswith("left out")
+    assert (tmp_path / "out" / "facts.tar.gz").stat().st_size > 0
+
+
+def test_the_stages_are_listed() -> None:
+    command = [str(ROOT / "benchmarks" / "gpu_check.sh"), "--list"]
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["facts", "tests", "speed", "nvme"]
+
+
+def check(
+    stage: str, folder: Path, seconds: int = 250, before: tuple[str, ...] | list[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a stage of gpu_check.sh without a GPU; `before`: what the command line begins with."""
+    (folder / "drive").mkdir()
+    env = {**os.environ, "PYTHON": sys.executable, "DEVICE": "lagging", "BUILD": "no"}
+    env |= {"DIRECTORY": str(folder / "drive"), "OMP_NUM_THREADS": "1"}
+    command = [*before, str(ROOT / "benchmarks" / "gpu_check.sh"), stage]
+    command += [str(folder / "wheels"), str(folder / "out"), str(seconds)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=290, check=False, env=env)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infinity.api.engine import engine_of
@@ -169,13 +170,20 @@ def train(case: Case, device: str, folders: Sequence[str], steps: int = STEPS) -
             wrapped.zero_grad()
             trace.losses.append(total)
             trace.norms.append(metrics(wrapped)["grad_norm"])
-        for name, param in model.named_parameters():
-            sharded = engine.params[param]
-            trace.tensors["copy", name] = engine.states.copies_of([sharded])[sharded]
-            state = engine.states.read([sharded])[sharded]
-            kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if kind in state]
-            trace.tensors |= {(kind, name): state[kind] for kind in kinds}
+        trace.tensors = tensors_of(model)
     return trace
+
+
+def tensors_of(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Return copies, masters and moments of a wrapped model, by kind and parameter."""
+    engine, found = engine_of(model), dict[tuple[str, str], torch.Tensor]()
+    for name, param in model.named_parameters():
+        sharded = engine.params[param]
+        found["copy", name] = engine.states.copies_of([sharded])[sharded]
+        state = engine.states.read([sharded])[sharded]
+        kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if kind in state]
+        found |= {(kind, name): state[kind] for kind in kinds}
+    return found
 
 
 def compare(found: Trace, wanted: Trace) -> Difference | None:

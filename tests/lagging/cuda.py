@@ -402,6 +402,13 @@ def lagging_cuda(schedule: str = "late", seed: int = 0, index: int = 0) -> Itera
             ("cudart", _Runtime),
             ("is_current_stream_capturing", lambda: here.captures),
             ("mem_get_info", lambda device=None: (1 << 30, 1 << 30)),
+            ("synchronize", lambda device=None: here.synchronize_all()),
+            ("_sleep", lambda cycles: None),
+            ("empty_cache", lambda: None),
+            ("reset_peak_memory_stats", lambda device=None: None),
+            ("max_memory_allocated", lambda device=None: 0),
+            ("memory_allocated", lambda device=None: 0),
+            ("set_per_process_memory_fraction", lambda share, device=None: here.limit(share)),
         ):
             patch.setattr(torch.cuda, name, value)
 
@@ -415,6 +422,8 @@ def lagging_cuda(schedule: str = "late", seed: int = 0, index: int = 0) -> Itera
             return CudaDevice(torch.device("lagging", index), recorder)
 
         patch.setattr("infinity.api.engine.open_device", open_device)
+        # CUDA rounds a root correctly. The CPU's, which runs here, may be off by one; this way it is not.
+        patch.setattr("infinity.hardware.adam_reference._sqrt", lambda v: v.double().sqrt_().float())
         before, _world = _world, here
         _edges(patch, here)
         _kernels(patch, here)

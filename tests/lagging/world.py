@@ -330,6 +330,11 @@ class World:
             self.force(stream, len(stream.queue))
             join(self.host(), stream.clock)
 
+    def synchronize_all(self) -> None:
+        """This thread comes after all that the device has been given."""
+        for stream in tuple(self.streams):
+            self.synchronize(stream)
+
     def launch(self) -> None:
         """A kernel is about to be launched: raise what a call before it has left."""
         if self.latched:
@@ -403,6 +408,10 @@ class World:
                 stream, lambda: _poison(begin, size), [], [(begin, begin + size)], f"allocation {where()}"
             )
             return begin
+
+    def limit(self, share: float) -> None:
+        """The device has this share of its memory: with less than all the next allocation finds none."""
+        self.fails = self.counts["allocations"] if share < 1 else None
 
     def free(self, begin: int) -> None:
         """Give memory back. Finalizers call this, in any thread: no lock."""

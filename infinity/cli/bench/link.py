@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -52,11 +52,13 @@ def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[tuple[t
         )
 
 
-def measure_cuda(device: CudaDevice, nbytes: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+def measure_cuda(
+    device: CudaDevice, nbytes: int, repeats: int, kinds: Sequence[str] = KINDS
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return rows of figures for each kind and direction, and warnings."""
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
-    for kind in KINDS:
+    for kind in kinds:
         try:
             with torch.cuda.device(device.torch_device), host_buffers(kind, nbytes, device) as (up, down):
                 rows += _measure_kind(device, kind, up, down, repeats)

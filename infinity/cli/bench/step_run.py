@@ -92,7 +92,7 @@ class Stepper:
             apart: wait for a device after forward and backward, so that their times are their own. That
                 would undo an overlap, so only torch is measured so.
         """
-        cuda = self.device.type == "cuda"
+        cuda = self.device.type != "cpu"
         wait: Callable[[], Any] = torch.cuda.synchronize if cuda and apart else (lambda: None)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
