@@ -278,7 +278,7 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
     _before(patch, Bell, "ring", give)
     _after(patch, Bell, "wait", take)
     _after(patch, Task, "__init__", give)
-    _before(patch, Task, "run", take)
+    _before(patch, Task, "run", functools.partial(take, last=True))
     patch.setattr(locks, "checking", True)
     _after(patch, locks._Checked, "__enter__", lambda lock: take(lock._plain))
     _before(patch, locks._Checked, "__exit__", lambda lock: give(lock._plain))

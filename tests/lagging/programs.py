@@ -106,6 +106,27 @@ def routes(loop: Loop) -> None:
             loop.losses.append(loop.model.blocks[step].up.weight.detach().clone())
 
 
+def interleaved(loop: Loop) -> None:
+    """Forwards on two streams, then their backwards, one of them twice."""
+    default = torch.cuda.current_stream() if loop.device != "cpu" else None
+    own = torch.cuda.Stream() if default is not None else None
+    for _ in range(2):
+        batches = [loop.batch() for _ in range(2)]
+        if own is not None:
+            own.wait_stream(default)
+        losses = []
+        for stream, batch in zip((own, default), batches, strict=True):
+            with _on(stream):
+                losses.append(loop.loss(batch))
+        for stream, loss, again in zip((own, default, own), (*losses, losses[0]), (1, 0, 0), strict=True):
+            with _on(stream):
+                loss.backward(retain_graph=bool(again))
+        if default is not None:
+            default.wait_stream(own)
+        loop.losses += [loss.detach() for loss in losses]
+        loop.step()
+
+
 def two_threads(loop: Loop) -> None:
     """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
     model, seen, errors, others, came_in = loop.model, [], [], [], []
@@ -153,5 +174,5 @@ def left_open(loop: Loop) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
-    p.__name__: p for p in (accumulate, streams, routes, two_threads, left_open)
+    p.__name__: p for p in (accumulate, streams, interleaved, routes, two_threads, left_open)
 }
