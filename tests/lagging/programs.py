@@ -127,6 +127,25 @@ def interleaved(loop: Loop) -> None:
         loop.step()
 
 
+def looks(loop: Loop) -> None:
+    """What is under way is looked at and changed: gradients, and values and state while an update runs."""
+    params = list(loop.model.parameters())
+    for step in range(2):
+        loop.backward()
+        seen = infinity.gradient(loop.model.blocks[step].up.weight)
+        assert seen is not None
+        loop.losses.append(seen)
+        nn.utils.clip_grad_value_(params, 0.001)
+        loop.losses.append(nn.utils.clip_grad_norm_(params, 0.1))
+        loop.backward()
+        loop.step()
+        state = loop.optimizer.state_dict()["state"]
+        loop.losses += [v.clone() for each in state.values() for v in each.values()]
+        loop.losses += [v.detach().clone() for v in loop.model.state_dict().values()]
+        loop.backward()
+        loop.optimizer.zero_grad()
+
+
 def two_threads(loop: Loop) -> None:
     """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
     model, seen, errors, others, came_in = loop.model, [], [], [], []
@@ -174,5 +193,5 @@ def left_open(loop: Loop) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
-    p.__name__: p for p in (accumulate, streams, interleaved, routes, two_threads, left_open)
+    p.__name__: p for p in (accumulate, streams, interleaved, routes, looks, two_threads, left_open)
 }

@@ -71,6 +71,7 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
         "update": "delayed",
         "delay_warmup_steps": 1,
     }
+CASES["streams-delayed-device"] = {"program": "streams", **CASES["delayed-device"]}
 CASES["interleaved-activations"] = {"program": "interleaved", **CASES["activations"]}
 
 
