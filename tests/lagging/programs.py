@@ -142,6 +142,7 @@ def looks(loop: Loop) -> None:
         state = loop.optimizer.state_dict()["state"]
         loop.losses += [v.clone() for each in state.values() for v in each.values()]
         loop.losses += [v.detach().clone() for v in loop.model.state_dict().values()]
+        loop.evaluate()
         loop.backward()
         loop.optimizer.zero_grad()
 

@@ -71,8 +71,10 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
         "update": "delayed",
         "delay_warmup_steps": 1,
     }
-CASES["streams-delayed-device"] = {"program": "streams", **CASES["delayed-device"]}
-CASES["interleaved-activations"] = {"program": "interleaved", **CASES["activations"]}
+for _program in ("streams", "looks"):
+    CASES[f"{_program}-delayed-device"] = {"program": _program, **CASES["delayed-device"]}
+for _program in ("interleaved", "left_open"):
+    CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 
 
 class Block(nn.Module):
