@@ -191,6 +191,9 @@ class Staged:
     def aside(self) -> AbstractContextManager[Any]:
         return self._on(ASIDE)
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The caller's stream uses `tensor`."""
+
     def wait_on_device(self, event: Event | None) -> None:
         self.note("wait", event)
         if event is not None:

@@ -463,9 +463,9 @@ def _shut_down(
         stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        for part in (gradients, loader, updater, shelter):
+        for close in (gradients.close, loader.close, updater.close, close_shelter):
             stack.push(hurry)
-            stack.callback(part.close if part is not shelter else close_shelter)
+            stack.callback(close)
 
 
 def engine_of(thing: object) -> Engine:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Final
 
@@ -45,13 +46,16 @@ class _Memory:
     """Where a tensor is: on the host, and on the device while `device` is not None.
 
     `left` is the event of its d2h, `arrival` that of the h2d that fills `device`; None: `device` is
-    the memory that was saved.
+    the memory that was saved. `there`: the stream that `device` goes back to.
     """
 
-    __slots__ = ("arrival", "device", "lease", "left")
+    __slots__ = ("arrival", "device", "lease", "left", "there")
 
-    def __init__(self, lease: HeapLease, device: torch.Tensor) -> None:
+    def __init__(
+        self, lease: HeapLease, device: torch.Tensor, there: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         self.lease = lease
+        self.there = there
         self.device: torch.Tensor | None = device
         self.left: Event | None = None
         self.arrival: Event | None = None
@@ -62,10 +66,12 @@ class _Copy:
 
     __slots__ = ("__weakref__", "dtype", "memory", "nbytes", "shape", "storage", "stride")
 
-    def __init__(self, tensor: torch.Tensor, lease: HeapLease) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, lease: HeapLease, there: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.nbytes
-        self.memory = _Memory(lease, tensor.detach())
+        self.memory = _Memory(lease, tensor.detach(), there)
         # While this is held no other storage has its address; see `_key`.
         self.storage = StorageWeakRef(tensor.untyped_storage())
 
@@ -191,6 +197,7 @@ class Activations:
             )
         tensor = self._bring(copy)
         self._device.wait_on_device(copy.memory.arrival)
+        self._device.uses(tensor)
         task = packed.task = torch._C._current_graph_task_id()
         before = packed.before() if packed.before is not None else None
         ahead = list(self._near(before, used_by=task))
@@ -222,9 +229,10 @@ class Activations:
         for ref in present:
             copy = ref()
             if copy is not None and id(copy) not in wanted and copy.device is not None:
-                # What comes after on the compute stream may get the memory: not before it was
-                # read (d2h) or filled (h2d).
-                self._device.wait_on_device(copy.memory.arrival or copy.memory.left)
+                # What comes after on the stream that it was made on may get the memory: not before it was
+                # read (d2h) or filled (h2d). That stream need not be the one that this thread is on.
+                with copy.memory.there():
+                    self._device.wait_on_device(copy.memory.arrival or copy.memory.left)
                 copy.memory.device = copy.memory.arrival = None
 
     @sheltered
@@ -241,7 +249,7 @@ class Activations:
             self.kept += 1
             self._warn_full(tensor.nbytes)
             return None
-        copy = _Copy(tensor, lease)
+        copy = _Copy(tensor, lease, self._device.carry())
         gone = _Gone(copy, self._home.append)
         gone.memory = copy.memory
         self._lent[id(gone)] = gone
@@ -262,6 +270,7 @@ class Activations:
                 copy.shape, copy.stride, dtype=copy.dtype, device=device.torch_device
             )
             source = memory.lease.tensor(copy.dtype)
+            memory.there = device.carry()
             memory.arrival = device.h2d(_flat(tensor), source, device.mark(), memory.left)
             memory.device = tensor
         return memory.device

@@ -166,6 +166,11 @@ class CudaDevice:
         elif event is not None:
             event.wait()
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses `tensor`, which may be another one's: its memory is
+        given to nobody before that is done."""
+        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
     def d2h(
         self,
         target: torch.Tensor,

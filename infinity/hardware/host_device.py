@@ -141,6 +141,9 @@ class HostDevice:
         """Return what has compute go beside the caller's: on a CPU it does so on another thread."""
         return contextlib.nullcontext()
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: all compute is in one order."""
+
     def wait_on_device(self, event: Event | None) -> None:
         """Make the device's compute wait for `event` (here the host is the device)."""
         if event is not None:

@@ -55,6 +55,7 @@ class Residency:
         self._publisher = publisher
         self._recorder = recorder
         self._arrivals = lock("residency")
+        self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
             for sharded in unit.params if unit.on_device else ():
                 sharded.on_wait = functools.partial(self.resume, unit)
@@ -110,6 +111,8 @@ class Residency:
             unit.used()
             if unit.on_device:
                 self._resume(unit)
+                for event in self._published.get(unit.index, ()):
+                    self._device.wait_on_device(event)  # who was first has waited on another stream, maybe
             elif unit.state is not UnitState.UNSHARDED:
                 self.cache.wait_for(unit, unit.wait_loaded)
                 unit.gather()
@@ -311,6 +314,7 @@ class Residency:
         for unit in changed:
             self._resume(unit)
             if events := self._publisher.publish(unit):
+                self._published[unit.index] = events
                 self._expect(unit, functools.partial(self._wait_on_device, events))
         for unit in self.units:
             unit.newest = False

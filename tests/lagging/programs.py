@@ -110,6 +110,47 @@ def routes(loop: Loop) -> None:
             loop.losses.append(loop.model.blocks[step].up.weight.detach().clone())
 
 
+def interleaved(loop: Loop) -> None:
+    """Forwards on two streams, then their backwards, one of them twice."""
+    default = torch.cuda.current_stream() if loop.device != "cpu" else None
+    own = torch.cuda.Stream() if default is not None else None
+    for _ in range(2):
+        batches = [loop.batch() for _ in range(2)]
+        if own is not None:
+            own.wait_stream(default)
+        losses = []
+        for stream, batch in zip((own, default), batches, strict=True):
+            with _on(stream):
+                losses.append(loop.loss(batch))
+        for stream, loss, again in zip((own, default, own), (*losses, losses[0]), (1, 0, 0), strict=True):
+            with _on(stream):
+                loss.backward(retain_graph=bool(again))
+        if default is not None:
+            default.wait_stream(own)
+        loop.losses += [loss.detach() for loss in losses]
+        loop.step()
+
+
+def looks(loop: Loop) -> None:
+    """What is under way is looked at and changed: gradients, and values and state while an update runs."""
+    params = list(loop.model.parameters())
+    for step in range(2):
+        loop.backward()
+        seen = infinity.gradient(loop.model.blocks[step].up.weight)
+        assert seen is not None
+        loop.losses.append(seen)
+        nn.utils.clip_grad_value_(params, 0.001)
+        loop.losses.append(nn.utils.clip_grad_norm_(params, 0.1))
+        loop.backward()
+        loop.step()
+        state = loop.optimizer.state_dict()["state"]
+        loop.losses += [v.clone() for each in state.values() for v in each.values()]
+        loop.losses += [v.detach().clone() for v in loop.model.state_dict().values()]
+        loop.evaluate()
+        loop.backward()
+        loop.optimizer.zero_grad()
+
+
 def two_threads(loop: Loop) -> None:
     """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
     model, seen, errors, others, came_in = loop.model, [], [], [], []
@@ -169,5 +210,5 @@ def left_open(loop: Loop) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
-    p.__name__: p for p in (accumulate, streams, routes, two_threads, captured, left_open)
+    p.__name__: p for p in (accumulate, streams, interleaved, routes, looks, two_threads, captured, left_open)
 }

@@ -78,6 +78,10 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
         "update": "delayed",
         "delay_warmup_steps": 1,
     }
+for _program in ("streams", "looks"):
+    CASES[f"{_program}-delayed-device"] = {"program": _program, **CASES["delayed-device"]}
+for _program in ("interleaved", "left_open"):
+    CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 
 
 class Block(nn.Module):

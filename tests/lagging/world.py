@@ -15,11 +15,12 @@ import ctypes
 import itertools
 import mmap
 import random
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ def join(clock: Clock, other: Clock) -> None:
 
 def where() -> str:
     """Return the nearest lines of the engine that lead here, innermost first; "user" where there are none."""
-    frames = [f for f in traceback.extract_stack()[:-2] if "/infinity/" in f.filename]
-    names = (f"{f.filename.split('/infinity/')[-1]}:{f.lineno}" for f in frames[-1:-5:-1])
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(names) < 4:
+        _, within, path = frame.f_code.co_filename.rpartition("/infinity/")
+        if within:
+            names.append(f"{path}:{frame.f_lineno}")
+        frame = frame.f_back
     return " < ".join(names) or "user"
 
 
@@ -187,10 +193,11 @@ class World:
             kept = self._given.setdefault(id(thing), (thing, {}))
             join(kept[1], self.host())
 
-    def take(self, thing: Any) -> None:
-        """Come after all who gave it."""
+    def take(self, thing: Any, *, last: bool = False) -> None:
+        """Come after all who gave it. `last`: nobody takes it again, and it need not be kept: a task has
+        results, whose memory the device may give to somebody else when nobody looks at them any more."""
         with self.lock:
-            kept = self._given.get(id(thing))
+            kept = self._given.pop(id(thing), None) if last else self._given.get(id(thing))
             if kept is not None:
                 join(self.host(), kept[1])
 

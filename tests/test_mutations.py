@@ -1,0 +1,45 @@
+"""What waits in the engine is needed: the lagging device catches the engine without it (tests/lagging).
+
+`tests/lagging/mutations.md` has a row for each point of synchronisation; `python -m tests.lagging.mutations`
+makes it again, and its docstring says how.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .lagging.mutations import NOT_CAUGHT, all_points, table
+from .test_lagging import run
+
+CAUGHT = [name for name, says in table().items() if not says.startswith(NOT_CAUGHT)]
+#: How many mutants one process tries: it imports torch once for all of them.
+TOGETHER = 20
+GROUPS = [CAUGHT[at : at + TOGETHER] for at in range(0, len(CAUGHT), TOGETHER)]
+#: A wait of the device, one of the host, one for a stream that used the memory, and one before the end.
+FEW = [
+    "params/unit.py ParamUnit.load: self._device.mark()",
+    "params/load.py _Worker._release_leases: event.wait()",
+    "grads/gradient_chunks.py GradientIO._wait: self._copied.wait()",
+    "hardware/cuda_device.py CudaDevice.wait_on_device: torch.cuda.current_stream(…).wait_event(event.event)",
+]
+
+
+def test_the_table_has_each_point_of_synchronisation_of_the_engine() -> None:
+    points, known = all_points(), table()
+    assert list(known) == list(points), "run `python -m tests.lagging.mutations`"
+    assert not [name for name, says in known.items() if says == f"{NOT_CAUGHT}nobody has said why"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, id="a few"),
+        *(pytest.param(names, id=str(n), marks=pytest.mark.slow) for n, names in enumerate(GROUPS)),
+    ],
+)
+def test_the_engine_without_a_point_of_synchronisation_is_caught(names: list[str]) -> None:
+    done = run(*names, what="mutations", seconds=1200)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert not set(names) - set(CAUGHT)
