@@ -27,12 +27,26 @@ def test_after_close_everything_raises(config: infinity.Config) -> None:
             use()
 
 
+@pytest.mark.parametrize("inside", ["nothing", "forward", "backward"])
 def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
-    config: infinity.Config, tmp_path: Path
+    inside: str, config: infinity.Config, tmp_path: Path
 ) -> None:
+    """Whatever an interrupt or an error has ended in the middle."""
+
+    def raises(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     def use() -> weakref.ref[Any]:
         model, optimizer = infinity.wrap(*build(), config)
         train(model, optimizer, 1)
+        block = model.blocks[1]
+        if inside == "forward":
+            block.up.register_forward_hook(raises)
+        elif inside == "backward":
+            block.up.register_forward_hook(lambda module, args, output: output.register_hook(raises) and None)
+        if inside != "nothing":
+            with pytest.raises(KeyboardInterrupt):
+                model(tokens()).backward()
         return weakref.ref(engine_of(model))
 
     before = threading.active_count()

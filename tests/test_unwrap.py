@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import threading
 from pathlib import Path
 
@@ -11,11 +13,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api import closing
 from infinity.core.errors import ClosedError, ParameterError, WrapError
 from infinity.core.sizes import MiB
 
 from .cgroup import run_limited
-from .offloaded import config_for
+from .offloaded import config_for, hooks_on_saved_tensors
 from .quick import covering
 from .small_models import CutModel, HeadModel, built, tokens, train, trained, values, wrapped
 from .test_doors import assert_close
@@ -152,3 +155,50 @@ def test_unwrap_where_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
     assert "BudgetError the parameters do not fit the host memory that is free" in result.stdout
     assert "infinity.export(model, path)" in result.stdout
     assert "done" in result.stdout
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["close", "unwrap", "closed elsewhere", "dropped"])
+@pytest.mark.parametrize("activations", ["device", "host"])
+def test_a_forward_that_was_interrupted_leaves_no_hooks_behind(
+    how: str, activations: str, tmp_path: Path
+) -> None:
+    """The hooks on saved tensors of an engine that is gone are no other model's, be it under autocast beside
+    a wrapped one."""
+    for name in ("other", "one"):
+        (tmp_path / name).mkdir()
+    other, _ = wrapped(tmp_path / "other", CutModel)
+    net = nn.Sequential(nn.Linear(8, 8), Interrupted(8, 8))
+    settings = {"activations": activations, "activation_memory": "1MiB"} if activations == "host" else {}
+    config = config_for(tmp_path / "one", **settings)
+    model, adam = infinity.wrap(net, torch.optim.AdamW(net.parameters()), config)
+    x = torch.ones(2, 8)
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            model(x)
+    assert hooks_on_saved_tensors()
+    if how == "close":
+        infinity.close(adam)
+    elif how == "unwrap":
+        infinity.unwrap(model)
+    elif how == "closed elsewhere":
+        closes = threading.Thread(target=infinity.close, args=[adam])
+        closes.start()
+        closes.join(60)
+        assert not closes.is_alive()
+    del model, adam, net
+    if how == "dropped":
+        gc.collect()
+        closing.wait_for_dropped()
+    if how in ("close", "unwrap"):
+        assert not hooks_on_saved_tensors()
+    plain = nn.Linear(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(x).sum().backward()
+    assert not hooks_on_saved_tensors()
+    infinity.close(other)

@@ -317,8 +317,8 @@ class Engine:
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
-        blocks = self.phases.blocks
-        ends = functools.partial(_shut_down, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
+        token, blocks = self.phases.token, self.phases.blocks
+        ends = functools.partial(_shut_down, token, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
         self._reaper = Reaper(self, ends)
         _ENGINES.add(self)
 
@@ -428,6 +428,7 @@ class Engine:
 
 
 def _shut_down(
+    token: saved.Forwards,
     shelter: Shelter,
     blocks: Blocks,
     updater: Updater,
@@ -441,6 +442,7 @@ def _shut_down(
     kept: contextlib.ExitStack,
     keys: list[int],
 ) -> None:
+    token.end()
     blocks.close()
     for key in keys:
         saved.unregister(key)

@@ -20,8 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -51,11 +50,9 @@ class _Memory:
 
     __slots__ = ("arrival", "device", "lease", "left", "there")
 
-    def __init__(
-        self, lease: HeapLease, device: torch.Tensor, there: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, lease: HeapLease, device: torch.Tensor, of: Device) -> None:
         self.lease = lease
-        self.there = there
+        self.there = of.carry()
         self.device: torch.Tensor | None = device
         self.left: Event | None = None
         self.arrival: Event | None = None
@@ -66,12 +63,10 @@ class _Copy:
 
     __slots__ = ("__weakref__", "dtype", "memory", "nbytes", "shape", "storage", "stride")
 
-    def __init__(
-        self, tensor: torch.Tensor, lease: HeapLease, there: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, lease: HeapLease, of: Device) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.nbytes
-        self.memory = _Memory(lease, tensor.detach(), there)
+        self.memory = _Memory(lease, tensor.detach(), of)
         # While this is held no other storage has its address; see `_key`.
         self.storage = StorageWeakRef(tensor.untyped_storage())
 
@@ -249,7 +244,7 @@ class Activations:
             self.kept += 1
             self._warn_full(tensor.nbytes)
             return None
-        copy = _Copy(tensor, lease, self._device.carry())
+        copy = _Copy(tensor, lease, self._device)
         gone = _Gone(copy, self._home.append)
         gone.memory = copy.memory
         self._lent[id(gone)] = gone

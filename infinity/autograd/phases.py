@@ -102,7 +102,7 @@ class Phases:
         self.claims = Claims(residency)
         self.guests = Guests(residency)
         self.blocks = Blocks(residency, edits)
-        self.token = object()  # whose hooks on saved tensors are ours
+        self.token = saved.Forwards()  # whose hooks on saved tensors are ours
         self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
         self.partly = ""  # the checkpoint of which a load that failed has left a part

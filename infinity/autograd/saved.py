@@ -113,9 +113,25 @@ class _Theirs(NamedTuple):
     hook: Callable[[Any], torch.Tensor]
 
 
+class Forwards:
+    """The forwards of a model, which set hooks. An interrupt may end one without a word; what it has left
+    goes when the next begins, or when there will be no more."""
+
+    __slots__ = ("are_over",)
+
+    def __init__(self) -> None:
+        self.are_over = False
+
+    def end(self) -> None:
+        """There are no more: take off what they have left in this thread. No thread takes off what is
+        another's; there, and beneath what somebody else has set, the next tensor that is saved does."""
+        self.are_over = True
+        _leave_over()
+
+
 class _Frame:
-    """One pair of our hooks, and who set it: the forwards of a model, which an interrupt may end without a
-    word, a `gathered` block, or somebody's own hooks."""
+    """One pair of our hooks, and who set it: the `Forwards` of a model, a `gathered` block, or somebody's own
+    hooks."""
 
     __slots__ = ("hooks", "owner")
 
@@ -134,6 +150,8 @@ _frames = _Frames()  # that are set in this thread
 
 @eager
 def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
+    if _leave_over():
+        return tensor.detach(), tensor._version
     if torch.is_autocast_enabled(tensor.device.type) and _UNITS:
         raise autocast_error("a forward", tensor.device.type)
     found = _find(tensor)
@@ -210,6 +228,7 @@ def enter(owner: object, offload: Offload | None = None) -> object:
         return None
     if not _graph._saved_tensors_hooks_is_enabled():
         return None  # inside torch.func.grad: [Note: held units]
+    _leave_over()
     top = _top()
     if not _is_ours(top):
         return _push(top, offload, owner)
@@ -252,6 +271,16 @@ def reset(owner: object) -> None:
         _pop()
 
 
+def _leave_over() -> bool:
+    """Take off, innermost first, what forwards that are over have left in this thread, if nobody else's is on
+    top of it; return whether anything was."""
+    pairs, taken = _frames.list, False
+    while pairs and isinstance(last := pairs[-1].owner, Forwards) and last.are_over and _is_top(pairs[-1]):
+        _pop()
+        taken = True
+    return taken
+
+
 def _push(beneath: Any, offload: Offload | None, owner: object) -> _Frame:
     frame = _Frame(beneath, offload, owner)
     _frames.list.append(frame)
@@ -260,8 +289,7 @@ def _push(beneath: Any, offload: Offload | None, owner: object) -> _Frame:
 
 
 def _pop() -> None:
-    top, frame = _top(), _frames.list[-1]
-    if top is None or top[0] is frame.hooks[0]:
+    if _is_top(_frames.list[-1]):
         try:
             _graph._pop_saved_tensors_default_hooks()
         except RuntimeError:  # none is set: an interrupt came between the two lines of `_push`
@@ -283,6 +311,12 @@ def _top() -> Any:
     if top is not None:
         return top(True)
     return _frames.list[-1].hooks if _frames.list else None
+
+
+def _is_top(frame: _Frame) -> bool:
+    """Whether nobody has set hooks after these."""
+    top = _top()
+    return top is None or top[0] is frame.hooks[0]
 
 
 def _is_ours(hooks: Any) -> bool:

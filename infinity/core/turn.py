@@ -49,7 +49,7 @@ class Turn:
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
         self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
-        self._uses: set[object] = set()  # that `reset` ends
+        self._uses: set[int] = set()  # that `reset` ends, by id: what is left here keeps no model
         self._lasting: set[weakref.ref[Use]] = set()
         self._guests: dict[int, list[FrameType]] = {}  # of each, the frames in which it joined
         self._bell = Bell()
@@ -69,13 +69,16 @@ class Turn:
         if isinstance(use, Use):
             self._lasting.add(weakref.ref(use))
         else:
-            self._uses.add(use)
+            self._uses.add(id(use))
 
     def leave(self, use: object) -> None:
         """End a use."""
-        self._uses.discard(use)
+        self._uses.discard(id(use))
         if isinstance(use, Use):
             self._lasting.discard(weakref.ref(use))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
         if not (self._uses or self._lasts()):
             self._holder.clear()
             self._bell.ring()
@@ -84,9 +87,9 @@ class Turn:
 
     def reset(self) -> None:
         """End what this thread has begun and nobody will end: a forward or a backward that raised."""
-        if self.mine:
-            for use in tuple(self._uses):
-                self.leave(use)
+        if self.mine and self._uses:
+            self._uses.clear()
+            self._pass_on()
 
     def _lasts(self) -> bool:
         """Whether somebody still refers to a `Use` that was begun."""

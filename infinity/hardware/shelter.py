@@ -8,6 +8,10 @@ waits for it first. So every call has happened wholly, or not at all.
 
 On other threads (autograd's own, for a CUDA device) no handler runs, and the call is made there. Every call
 has the engine to itself: [Note: turns].
+
+[Note: room on the stack] The shelter's thread has a stack of its own, and a call that is made on another one
+has what is left of that: near the limit a RecursionError would come as an interrupt does, in the middle of
+changes. So it comes before the first, where less is left than such a call may need.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -29,6 +33,18 @@ from .streams import Task
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+#: Calls within each other that a sheltered one may be made of, torch's included: twice what was seen.
+_NESTED: Final = 150
+
+
+class _Here(threading.local):
+    """Of a thread: whether a call that is made on it has the room that it needs."""
+
+    has_room = False
+
+
+_here = _Here()
 
 
 class Shelter:
@@ -75,7 +91,7 @@ class Shelter:
                 return call()
         if here != self._main or self._closed:
             who = self._main if here == self._thread.ident else here
-            return self._make(call, who or here, torch.no_grad, turn, wait)
+            return self._make_here(call, who or here, turn, wait)
         task = Task(functools.partial(self._make, call, here, self._carry(), turn, wait))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
@@ -101,6 +117,17 @@ class Shelter:
         """Return whether this thread waits for its turn. In a backward on a device it does not: several
         threads make it, autograd's and the one that has called it, and each may have the turn."""
         return not (self._staged and torch._C._current_graph_task_id() != -1)
+
+    def _make_here(self, call: Callable[[], _R], who: int, turn: bool, wait: bool) -> _R:
+        """Make a call on this thread; raise RecursionError before it begins, or not at all."""
+        if _here.has_room:
+            return self._make(call, who, torch.no_grad, turn, wait)
+        _nest(_NESTED)
+        _here.has_room = True
+        try:
+            return self._make(call, who, torch.no_grad, turn, wait)
+        finally:
+            _here.has_room = False
 
     def _make(
         self,
@@ -160,7 +187,15 @@ def sheltered(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
     return call
 
 
+def _nest(calls: int) -> None:
+    """Raise RecursionError unless so many calls can be made within each other: no count of frames tells,
+    for Python counts calls of C, too. See [Note: room on the stack]."""
+    if calls:
+        _nest(calls - 1)
+
+
 def _serve(calls: queue.SimpleQueue[Task | None]) -> None:
+    _here.has_room = True
     while (task := calls.get()) is not None:
         task.run()
         del task

@@ -14,6 +14,7 @@ would not take it for one that is released. They are scopes, too, that have pres
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +40,17 @@ class Scope:
     """A module with hooks and the indices of the units that its forward needs."""
 
     name: str
-    module: nn.Module
+    of: weakref.ref[nn.Module]  # a claim that an interrupt has left keeps no model that is dropped
     units: tuple[int, ...]
     looks: tuple[int, ...] = ()  # units that it looks at first, present until the next scope begins
     working_set: tuple[int, ...] = ()  # with what the modules around it need
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose hooks have the scope."""
+        module = self.of()
+        assert module is not None
+        return module
 
 
 def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMembers], list[Scope]]:
@@ -72,7 +80,7 @@ def discover(model: nn.Module, names: Sequence[str] | None) -> tuple[list[UnitMe
                     units[-1].params[n] = p
         needs = tuple(dict.fromkeys(owner[id(p)] for _, p in params))
         if needs:
-            scopes.append(Scope(name, module, needs))
+            scopes.append(Scope(name, weakref.ref(module), needs))
 
     _add_looks(model, [name for name, _, whole in roots if whole], owner, scopes)
     _add_working_sets(scopes)
@@ -93,7 +101,7 @@ def _add_looks(model: nn.Module, whole: Sequence[str], owner: dict[int, int], sc
         if below is None or any(w in ("", name) or name.startswith(w + ".") for w in whole):
             continue  # nothing, or a scope around it has all of it present
         if name not in known:
-            scopes.append(Scope(name, module, ()))
+            scopes.append(Scope(name, weakref.ref(module), ()))
         scope = known.get(name, scopes[-1])
         found = dict.fromkeys(owner[id(p)] for p in below.parameters())
         scope.looks = tuple(unit for unit in found if unit not in scope.units)
