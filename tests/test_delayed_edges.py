@@ -203,6 +203,8 @@ def test_who_looks_after_what_ended_early_sees_the_newest(ended: str, placement:
     with closing(adam):
         newest = values(model)
         end_early()
+        assert same(values(model), newest)
+        end_early()
         assert same(gathered_values(model), newest)
         end_early()
         with infinity.gathered(model):

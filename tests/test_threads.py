@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import subprocess
@@ -27,6 +28,43 @@ from .offloaded import config_for
 from .quick import quick
 
 NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
+
+
+def test_a_thread_that_python_has_not_started_keeps_its_turn() -> None:
+    """As those of an embedding program: no object of Python's says that they live."""
+    turn, begun, go, found = Turn(limit=60), threading.Event(), threading.Event(), []
+
+    def foreign() -> None:
+        with turn.hold():
+            begun.set()
+            go.wait(30)
+            found.append("it")
+
+    def other() -> None:
+        with turn.hold():
+            found.append("the other")
+
+    _thread.start_new_thread(foreign, ())
+    assert begun.wait(30)
+    waits = threading.Thread(target=other)
+    waits.start()
+    time.sleep(0.5)
+    go.set()
+    waits.join(30)
+    assert found == ["it", "the other"]
+
+
+def test_who_waits_in_a_backward_of_its_own_waits_for_no_thread_that_has_ended() -> None:
+    turn = Turn(limit=5)
+    ended = threading.Thread(target=turn.enter, args=["a backward that raised"])
+    ended.start()
+    ended.join(30)
+
+    def _engine_run_backward() -> None:
+        with turn.hold():
+            pass
+
+    _engine_run_backward()
 
 
 def _gathered(this: Any, model: Any, optimizer: Any) -> None:

@@ -69,6 +69,8 @@ def interruptible(
         except _Stopped:
             return None
         except BaseException as error:
+            if stop.is_set():
+                return None  # nobody waits for it any more
             raised.append(error)
             raise
 

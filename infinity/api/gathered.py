@@ -89,6 +89,9 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
             for engine in self._engines:
                 self._claim(engine, of[engine])
         except BaseException:
+            for engine in self._engines:
+                if engine.shelter.turn.mine:
+                    engine.shelter.turn.leave(self._use)
             self._use = None
             self._end()
             raise

@@ -75,6 +75,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         turn.enter(module)
         try:
             engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
+            turn.enter(module)  # that ended what this thread had begun
             prepare(module, prefix, keep_vars)
         except BaseException:
             turn.leave(module)

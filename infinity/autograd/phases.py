@@ -25,8 +25,7 @@ from torch.autograd.variable import Variable
 
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
-from infinity.core.stack import calls_of, is_outermost
-from infinity.core.turn import is_inside
+from infinity.core.stack import calls_of, is_called, is_outermost
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import in_backward
 from infinity.hardware.shelter import sheltered
@@ -139,7 +138,7 @@ class Phases:
 
     def is_forward_here(self) -> bool:
         """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
-        return self.in_forward and is_inside()
+        return self.in_forward and is_called()
 
     @property
     def usable(self) -> bool:
@@ -184,6 +183,7 @@ class Phases:
         evaluating uses."""
         self.shelter.begin(use)
         self.reset_abandoned()
+        self.shelter.begin(use)  # that ended what this thread had begun
         self.blocks.end_left()
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):

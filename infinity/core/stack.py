@@ -64,6 +64,11 @@ def calls_of(module: object) -> int:
     return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames())
 
 
+def is_called() -> bool:
+    """Return whether this thread is inside of a call of any module."""
+    return any("_call_impl" in frame.f_code.co_name for frame in frames())
+
+
 def is_outermost(module: object) -> bool:
     """Return whether this thread is inside of one call of `module`, and of no other module's."""
     count = 0
@@ -76,10 +81,16 @@ def is_outermost(module: object) -> bool:
     return count == 1
 
 
-def all_frames() -> Iterator[FrameType]:
-    """Return the Python frames of all threads."""
-    for frame in _current().values():
-        yield from _from(frame)
+def frames_of_others(ident: int) -> Iterator[FrameType]:
+    """Return the Python frames of all threads but one."""
+    for other, frame in _current().items():
+        if other != ident:
+            yield from _from(frame)
+
+
+def has_frames(ident: int) -> bool:
+    """Return whether a thread is in Python code."""
+    return _innermost(ident) is not None
 
 
 def _innermost(ident: int | None) -> FrameType | None:

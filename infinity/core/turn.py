@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Final
 
 from .errors import ThreadError
-from .stack import all_frames, frames
+from .stack import frames, frames_of_others, has_frames
 from .waiting import POLL, Bell
 
 _PAUSE: Final = 1e-4
@@ -164,10 +164,10 @@ class Turn:
                     cure="have both gather all that they need in one `gathered`, or use one model after "
                     "the other",
                 )
-            known = _lives(holder)
-            goes_on = is_inside(holder) or (not known and _is_backward_anywhere())
+            ours = _is_started_here(holder)
+            goes_on = is_inside(holder) or (not ours and _others_go_back(who))
             stale = 0 if self._lasts() or goes_on else stale + 1
-            if stale > 1 or not (known or goes_on):
+            if stale > 1 or not (ours or goes_on or has_frames(holder)):
                 # It has left what it began (a backward that raised), was interrupted between two lines of
                 # `enter`, or has ended.
                 self._uses.clear()
@@ -207,15 +207,15 @@ def is_inside(ident: int | None = None) -> bool:
     return any(name in frame.f_code.co_name for frame in frames(ident) for name in _CALLS)
 
 
-def _lives(ident: int) -> bool:
+def _is_started_here(ident: int) -> bool:
     """Return whether a thread is one that Python has started, and goes on."""
     threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     return any(thread.ident == ident for thread in threads)
 
 
-def _is_backward_anywhere() -> bool:
-    """Return whether any thread is inside of a backward."""
-    return any(_BACKWARD in frame.f_code.co_name for frame in all_frames())
+def _others_go_back(who: int) -> bool:
+    """Return whether another thread than `who` is inside of a backward."""
+    return any(_BACKWARD in frame.f_code.co_name for frame in frames_of_others(who))
 
 
 def _name(ident: int) -> str:

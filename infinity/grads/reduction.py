@@ -129,6 +129,7 @@ class ReducedBuffer:
 
     def _reduce(self, comm: Comm, run: Run, mine: torch.Tensor) -> None:
         fresh = all(a.fresh for i, a in self.arrivals.items() if self.layout.place(i)[0] is run)
+        self._device.uses(mine)  # it was made on another stream, and the mean may lie in it
         values = comm.reduce(mine, narrow=fresh and not self.is_wide)
         if self.layout.whole:
             values = self._gather(comm, mine, values)

@@ -65,7 +65,7 @@ _HEAD: Final = struct.Struct("<IIQ")  # bytes of `what`, its CRC, bytes of the v
 _WORDS: Final = 256  # bytes of `what` that are sent
 _ROOM: Final = _BLOCK - _HEAD.size - _WORDS
 _CAME: Final = 4 * MiB  # bytes of the others that `reduce` has at once; on a device it has the other number
-_CAME_THERE: Final = 64 * MiB
+_CAME_THERE: Final = 16 * MiB
 _NEWS_SECONDS: Final = 5.0  # for the first error to arrive when a connection has broken
 _SAY_SECONDS: Final = 1.0  # a wait that lasts longer is told to the others
 _LONGEST_PAUSE: Final = 0.02  # seconds between two looks
@@ -165,7 +165,7 @@ def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
         return
     mine = ", ".join(map(str, ranks))
     store = dist.distributed_c10d._get_default_store()
-    kind = "path" if saved else "nvme"
+    kind = "path" if saved else f"nvme of {this_node().hex()}"  # each node has drives of its own
     owner = store.compare_set(f"infinity/{kind}/{path}", "", mine).decode()
     if owner != mine:
         name = "checkpoints" if saved else path
@@ -406,9 +406,12 @@ class Ranks(Comm):
         others = [r for r in range(self.world) if r != self.rank]
         sizes = [out.numel() * (r != self.rank) * parts.itemsize for r in range(self.world)]
         of = _bytes(parts[others[0]] if len(others) == 1 else parts[others].view(-1))
-        if self._nccl or self._came.numel() < sum(sizes):  # the allocator of a device keeps its own
-            self._came = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.device)
-        to = self._came[: sum(sizes)]
+        if self._nccl:  # torch's allocator keeps it
+            to = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.device)
+        else:
+            if self._came.numel() < sum(sizes):
+                self._came = torch.empty(sum(sizes), dtype=torch.uint8)
+            to = self._came[: sum(sizes)]
         self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)])
         came = iter(to.view(parts.dtype).view(len(others), -1))
         mean([parts[r] if r == self.rank else next(came) for r in range(self.world)], out)

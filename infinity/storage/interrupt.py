@@ -50,7 +50,10 @@ def asked_apart(call: Callable[[], object], patience: Callable[[], float | None]
     A drive that answers no more keeps the thread that asks in the system, where it hears no interrupt.
     """
     task = Task(call)
-    threading.Thread(target=task.run, name="infinity-ask", daemon=True).start()
+    try:
+        threading.Thread(target=task.run, name="infinity-ask", daemon=True).start()
+    except RuntimeError:  # the interpreter ends, and CPython 3.12 has no new threads then
+        task.run()
     while not task.pause(POLL):
         if (seconds := patience()) is not None:
             if not task.pause(seconds):
