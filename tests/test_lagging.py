@@ -16,6 +16,7 @@ ALL = list(CASES)
 #: Each tier for each kind of state, an update mode each, and what else goes a way of its own.
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
+FEW += ["interleaved-activations", "streams-delayed-device"]
 
 
 def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.CompletedProcess[str]:

@@ -162,12 +162,12 @@ def test_the_next_chunks_kernel_runs_while_a_copy_is_on_its_way(
         monkeypatch.setattr(ChunkIO, name, call)
 
     def slowly(self: Staged, *args: Any, **options: Any) -> Any:
-        self._submit("h2d", lambda: time.sleep(0.05))
+        self._submit("h2d", lambda: time.sleep(0.3))
         return h2d(self, *args, **options)
 
     h2d = Staged.h2d
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    config = config_for(tmp_path, **{**ON_DEVICE, "optimizer_state": "host"})
+    config = config_for(tmp_path, parameters="device", optimizer_state="host", gradients="host")
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
     model(torch.ones(2, WIDTH)).square().mean().backward()
     noted("make_copy")
