@@ -142,7 +142,7 @@ def _child(case: Case, device: str, folder: str, answer: Connection) -> None:
             torch.save(found, reference)
             answer.send({"verdict": "reference"})
             return
-        wanted = torch.load(reference)
+        wanted = torch.load(reference, weights_only=True)
         differ = [key for key, value in wanted.items() if not same(found[key], value)]
         row: dict[str, Any] = {"verdict": "differs" if differ else "same"}
         if differ:
