@@ -1,6 +1,6 @@
 """How soon Ctrl-C ends a run whose drive answers no more.
 
-    python benchmarks/interrupts.py --rounds 10 --out interrupts.json
+    python benchmarks/interrupts.py --rounds 10 --output interrupts.json
 
 Needs root, FUSE and what builds tests/faultfs.c. Everything of a small run is on a drive whose server is
 stopped (SIGSTOP) as a forward, a backward, a `step()`, a save or (in a script) a sleep begins: from then on
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import select
@@ -28,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import hardware, publish, versions
 from runner import ROOT
 
 sys.path.insert(0, str(ROOT))
@@ -210,7 +210,7 @@ def main() -> int:
     parser.add_argument("--place", choices=PLACES, action="append")
     parser.add_argument("--drive", choices=("block", "fuse"), default="block", help="fuse: as a network's")
     parser.add_argument("--look", type=float, help="seconds after which a run says where its threads are")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if (missing := missing_means()) is not None:
         parser.error(missing)
@@ -225,16 +225,19 @@ def main() -> int:
                     found.setdefault(f"{kind}, {place}", []).append(
                         one(kind, place, options.drive, binary, options.look)
                     )
+    rows: dict[str, Any] = {}
     for case, runs in found.items():
-        cells = []
+        cells, rows[case] = [], {"runs": len(runs)}
         for key in KINDS:
             seen = [run[key] for run in runs if run[key] is not None]
             cells.append(f"{statistics.median(seen):.2f} (most {max(seen):.2f})" if seen else "-")
             cells[-1] += f" x{len(seen)}" if len(seen) < len(runs) else ""
+            figures = {"median": statistics.median(seen), "most": max(seen)} if seen else {}
+            rows[case][key] = {"seen": len(seen), **figures}
         told = "  ".join(f"{key} {cell:21}" for key, cell in zip(KINDS, cells, strict=True))
         sys.stdout.write(f"{case:15} {told}\n")
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
+    result = {"benchmark": "interrupts", "hardware": hardware(), "versions": versions(), "seconds": rows}
+    publish(options.output, result)
     return 0
 
 
