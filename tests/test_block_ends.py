@@ -21,6 +21,7 @@ from infinity.api.engine import engine_of
 
 from .interrupts import Interrupt, Tracer
 from .offloaded import ON_HOST, config_for
+from .shortage import Shortage
 
 PLACES: dict[str, dict[str, Any]] = {
     "device": {"parameters": "device", "optimizer_state": "host", "gradients": "host"},
@@ -201,6 +202,36 @@ def test_a_block_whose_end_an_error_ends_at_any_point(
                 break
     assert not tracer.fired
     assert any(broken)
+
+
+@pytest.mark.filterwarnings("ignore:.*stay on the device")  # the error has frames that refer to them
+def test_edits_whose_adoption_finds_no_memory_are_kept_by_the_next_call(tmp_path: Path) -> None:
+    """Wherever that is: between the edits and their tiers, after a transfer has taken its lease, at its end.
+    On a thread that the calls are made on, so that it is the one that is traced."""
+
+    def end(block: Iterator[None]) -> None:
+        with shortage.here():
+            next(block, None)
+
+    def rounds() -> None:
+        nonlocal shortage
+        for at in range(0, 2000, 3):
+            shortage = Shortage(at, "optim", "storage")
+            compare(one, other, at % 100, True, end)
+            one.engine.updater.drop_ahead()
+            infinity.flush(one.adam)
+            one.engine.store._order.sweep(reads=True)
+            assert not any(q.in_use or q.quarantined for q in one.engine.pool.stats().values()), (
+                shortage.fired
+            )
+            assert not one.engine.store.unfinished, shortage.fired
+            if not shortage.fired:
+                break
+
+    shortage = Shortage(0)
+    with pair(tmp_path, "nvme") as (one, other):
+        on_thread(rounds)
+    assert not shortage.fired
 
 
 def traced(tracer: Tracer, block: Iterator[None]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infinity.core.errors import DeadlineError, StorageError
 from infinity.hardware.aio import Ticket
 
+from .shortage import Shortage
 from .small_store import PAGE, ROOM, fill, get, pool_of, store_of
 
 
@@ -145,3 +148,36 @@ def test_a_thread_that_waits_for_a_lease_ends_the_writes_that_hold_one(tmp_path:
             assert time.monotonic() < deadline
         assert get(store, lease2, 1, "gradient") == bytes([19]) * 4 * PAGE
         lease2.release()
+
+
+def test_a_transfer_that_finds_no_memory_is_made_again(tmp_path: Path) -> None:
+    """At each point of a write, of one that waits for it, of a read that waits for both, and of their ends: a
+    call that raised has changed nothing, and no lease is lost."""
+    pool = pool_of(3)
+    with store_of(tmp_path, pool=pool) as store:
+
+        def again(call: Callable[[], Any]) -> Any:
+            while True:
+                with shortage.here():
+                    return call()
+
+        for at in range(2000):
+            shortage = Shortage(at, "storage")
+            with (
+                pool.lease("a", ROOM) as first,
+                pool.lease("a", ROOM) as second,
+                pool.lease("a", ROOM) as read,
+            ):
+                fill(first, at % 251)
+                fill(second, (at + 1) % 251)
+                again(lambda lease=first: store.write(0, "gradient", lease))
+                again(lambda lease=second: store.write(0, "gradient", lease))
+                transfer = again(lambda lease=read: store.read(0, "gradient", lease))
+                again(transfer.wait)
+                assert set(read.tensor().tolist()) == {(at + 1) % 251}, shortage.fired
+            again(store.wait_written)
+            assert not store.unfinished, shortage.fired
+            assert pool.stats()["a"].in_use == pool.stats()["a"].quarantined == 0, shortage.fired
+            if not shortage.fired:
+                break
+        assert not shortage.fired

@@ -19,6 +19,7 @@ import infinity
 from infinity.api.engine import Engine, engine_of
 from infinity.core.errors import OutOfMemoryError
 from infinity.hardware import cpu_adam
+from infinity.hardware.aio import Priority
 from infinity.optim import chunk_io, update
 from infinity.storage import pinned
 
@@ -371,6 +372,43 @@ def test_close_and_unwrap_have_it_go_on(
     monkeypatch.undo()
     with stopped(tmp_path / "b", monkeypatch, mode) as (model, optimizer):
         assert same(infinity.unwrap(model).state_dict(), one_step)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_no_update_takes_for_read_ahead_what_found_no_memory(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward that raises as it reads ahead, made again: the values of one that did not."""
+
+    def run(name: str, victim: int) -> dict[str, torch.Tensor]:
+        model, optimizer, engine = wrapped(tmp_path / name, "nvme", "sync")
+        read, left = engine.store.read, at
+
+        def short(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= kwargs.get("priority") is Priority.BACKGROUND
+            if not left:
+                left = -1
+                raise MemoryError
+            return read(*args, **kwargs)
+
+        for number in range(4):
+            loss = model(tokens(number))
+            if number == victim:
+                monkeypatch.setattr(engine.store, "read", short)
+                with pytest.raises(MemoryError):
+                    loss.backward()
+                optimizer.zero_grad()
+                loss = model(tokens(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        assert engine.pool.stats()["update"].in_use == 0
+        infinity.close(optimizer)
+        return values
+
+    assert same(run("short", 1), run("other", -1))
 
 
 #: trains twice, the second time with an update on one rank that finds no memory

@@ -6,7 +6,7 @@ those on a GPU that the CPU works on; shows the others where they are; and sends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,11 +62,11 @@ class ChunkIO:
     puts all of a new one into what `make_copy` returns.
     """
 
-    def __init__(self, tiers: Tiers, chunk: Chunk, lease: Lease | None) -> None:
+    def __init__(self, tiers: Tiers, chunk: Chunk) -> None:
         self.chunk = chunk
+        self.lease: Lease | None = None  # until `close`
         self._tiers = tiers
         self._plan = tiers.plans[chunk.id]
-        self._lease = lease
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
         self._events: list[Event] = []
@@ -81,7 +81,7 @@ class ChunkIO:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or
         when asked for. `early`: nobody waits for it yet."""
         priority = Priority.BACKGROUND if early else self._priority
-        plan, store, lease = self._plan, self._tiers.store, self._lease
+        plan, store, lease = self._plan, self._tiers.store, self.lease
         if self._begun or lease is None:
             return
         assert plan.place is None, "a copy that is read in place is never worked on"
@@ -112,7 +112,7 @@ class ChunkIO:
         says which."""
         self.read_state(copy=copy)
         self._gradient = version
-        lease = self._lease
+        lease = self.lease
         if gradient is None or lease is None or self._plan.parts["gradient"].lease_offset is None:
             return
         if self._plan.gradient_tier is Tier.NVME:
@@ -163,9 +163,9 @@ class ChunkIO:
 
     def _leased(self, part: str, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
         """Return a part in the lease; None: it is worked on where it lies."""
-        if self._lease is None or self._plan.parts[part].lease_offset is None:
+        if self.lease is None or self._plan.parts[part].lease_offset is None:
             return None
-        return self._lease.tensor(dtype, self._offset(part), numel)
+        return self.lease.tensor(dtype, self._offset(part), numel)
 
     @property
     def copy_version(self) -> Version:
@@ -233,8 +233,8 @@ class ChunkIO:
     @property
     def copy_lease(self) -> tuple[Lease, int] | None:
         """The lease and the byte offset of a copy that goes to NVMe; None: it is elsewhere."""
-        if self._plan.copy_tier is Tier.NVME and self._lease is not None:
-            return self._lease, self._offset("copy")
+        if self._plan.copy_tier is Tier.NVME and self.lease is not None:
+            return self.lease, self._offset("copy")
         return None
 
     @property
@@ -262,7 +262,7 @@ class ChunkIO:
 
     def write(self, *, state: bool, copy: bool) -> None:
         """Start sending back what was not changed where it lies; `close` waits for it."""
-        plan, store, lease = self._plan, self._tiers.store, self._lease
+        plan, store, lease = self._plan, self._tiers.store, self.lease
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
             if copy and plan.copy_tier is Tier.NVME:
@@ -299,9 +299,9 @@ class ChunkIO:
                 event.wait()
                 self._tiers.device.wait_on_device(event)
         finally:
-            if self._lease is not None:
-                self._lease.release()
-                self._lease = None
+            if self.lease is not None:
+                self.lease.release()
+                self.lease = None
 
 
 def _unpadded(flat: torch.Tensor, part: Part, chunk: Chunk) -> tuple[torch.Tensor, ...]:
@@ -311,21 +311,27 @@ def _unpadded(flat: torch.Tensor, part: Part, chunk: Chunk) -> tuple[torch.Tenso
 
 def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO | None:
     """Return the I/O of a chunk with its lease, if it needs none or one is free."""
-    nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
-    lease = tiers.pool.try_lease(quota, nbytes) if nbytes else None
-    return None if lease is None and nbytes else _make(tiers, chunk, lease)
+    return _open(tiers, chunk, lambda nbytes: tiers.pool.try_lease(quota, nbytes))
 
 
 def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO:
     """Return the I/O of a chunk with its lease; blocks until one is free."""
-    nbytes = ceil_to(tiers.lease_nbytes(chunk), 4096)
-    return _make(tiers, chunk, tiers.pool.lease(quota, nbytes) if nbytes else None)
+    io = _open(tiers, chunk, lambda nbytes: tiers.pool.lease(quota, nbytes))
+    assert io is not None
+    return io
 
 
-def _make(tiers: Tiers, chunk: Chunk, lease: Lease | None) -> ChunkIO:
+def _open(tiers: Tiers, chunk: Chunk, take: Callable[[int], Lease | None]) -> ChunkIO | None:
+    io = ChunkIO(tiers, chunk)  # first: where there is no memory for it, nobody would have the lease
+    if nbytes := ceil_to(tiers.lease_nbytes(chunk), 4096):
+        io.lease = take(nbytes)
+    return None if nbytes and io.lease is None else io
+
+
+def abandon(close: Callable[[], None]) -> None:
+    """Make a call that closes the I/O of a chunk after an error, which is on its way to the user: what fails
+    now comes of that, and the store keeps the rest."""
     try:
-        return ChunkIO(tiers, chunk, lease)
-    except MemoryError:
-        if lease is not None:
-            lease.release()
-        raise
+        close()
+    except Exception:
+        return

@@ -7,7 +7,7 @@ from collections import deque
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
-from .chunk_io import ChunkIO
+from .chunk_io import ChunkIO, abandon
 
 
 class Leaving:
@@ -15,7 +15,7 @@ class Leaving:
 
     Args:
         io: the chunk, with its lease.
-        under_way: what the caller has under way from or into its tensors.
+        under_way: what the caller has under way from or into its tensors; it is taken from there.
         state, copy: what is written when that is over.
         back: the generation of the copy, if it is the other version; None: it is the newest as it was.
     """
@@ -30,9 +30,9 @@ class Leaving:
         back: int | None = None,
     ) -> None:
         self._io = io
-        self._under_way = under_way
         self._parts = state, copy
         self._back = back
+        self._under_way = under_way.take()
 
     @property
     def idle(self) -> bool:
@@ -65,6 +65,6 @@ def give_up(under_way: UnderWay, leaving: deque[Leaving], open_: deque[ChunkIO])
     """End a pass: nothing of it stays, also where it raised."""
     under_way.drop()
     while leaving:
-        leaving.popleft().drop()
+        abandon(leaving.popleft().drop)
     while open_:
-        open_.popleft().close()
+        abandon(open_.popleft().close)

@@ -251,11 +251,12 @@ class States:
                         io.read(copy="copy" in kinds)
                 reading[0].wait()
                 yield from self._each(chunk, of, self._tensors(reading[0], kinds))
-                leaving.append(Leaving(reading.popleft(), under_way.take()))
+                leaving.append(Leaving(reading[0], under_way))
+                reading.popleft()
                 while leaving and (len(leaving) > _MOST_LEAVING or leaving[0].idle):
-                    leaving.popleft().close()
+                    _close_first(leaving)
             while leaving:
-                leaving.popleft().close()
+                _close_first(leaving)
         finally:
             give_up(under_way, leaving, reading)
 
@@ -294,23 +295,24 @@ class States:
                     one.send()
                 leaving.append(
                     Leaving(
-                        now.popleft(),
-                        under_way.take(),
+                        now[0],
+                        under_way,
                         state=any(kind != "copy" and kind in tensors for kind in written),
                         copy="copy" in written,
                         back=number if back else None,
                     )
                 )
+                now.popleft()
                 while len(leaving) > _MOST_LEAVING:
-                    leaving.popleft().close()
+                    _close_first(leaving)
             while leaving:
-                leaving.popleft().close()
+                _close_first(leaving)
         finally:
             give_up(under_way, leaving, now)
 
     def _try_open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO | None:
         while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None and leaving:
-            leaving.popleft().close()
+            _close_first(leaving)
         return io
 
     def _open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO:
@@ -473,6 +475,11 @@ class States:
             if "master" in tensors:
                 follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
+
+
+def _close_first(leaving: deque[Leaving]) -> None:
+    leaving[0].close()
+    leaving.popleft()  # not before: what has no memory for its end is given up with the pass
 
 
 def _quota(chunk: Chunk) -> str:

@@ -27,7 +27,7 @@ from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot, Version
 
-from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
+from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
 
 #: What helps where an update that cannot go on has changed something.
 LOST: Final = (
@@ -136,7 +136,11 @@ class Updater:
             if io is None:
                 return
             self._ahead.append(io)
-            io.read_state(early=True)
+            try:
+                io.read_state(early=True)
+            except BaseException:
+                self._ahead.pop().close()  # an update would take it for read
+                raise
 
     @property
     def ahead(self) -> int:
@@ -145,13 +149,14 @@ class Updater:
 
     def drop_ahead(self) -> None:
         """Give up what was read ahead: somebody is about to change state, or needs the leases."""
-        for io in self._take_ahead():
-            io.close()
+        while self._ahead:
+            self._ahead[0].close()  # what fails here is closed by the next call
+            self._ahead.popleft()
 
     def close(self) -> None:
         """Finish what was posted and end the worker."""
         for io in self._take_ahead():
-            _abandon(io)
+            abandon(io.close)
         if self._stream is not None:
             self._stream.close()
         self._updates.give_up()
@@ -168,7 +173,7 @@ class Updater:
             self.drift = drift or self.drift
         except BaseException as error:
             while early:
-                _abandon(early.popitem()[1])
+                abandon(early.popitem()[1].close)
             if not is_out_of_memory(error):
                 self._updates.fail(error)
                 raise
@@ -339,7 +344,7 @@ def _run(
         finally:
             for held in (writing, reading):
                 while held:
-                    _abandon(held.popleft())
+                    abandon(held.popleft().close)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -347,13 +352,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
     )
-
-
-def _abandon(io: ChunkIO) -> None:
-    try:
-        io.close()
-    except Exception:
-        return  # the first error is on its way to the user; the store keeps the rest
 
 
 def _moved(update: ChunkUpdate, io: ChunkIO) -> int:

@@ -4,6 +4,9 @@
 Of each slot at most one write is under way; a later one begins when it is complete, and when no read of
 the slot is pending. A read of a slot with a write pending begins after that write. Nobody waits at the
 call for any of this: such a transfer begins when the last one before it is complete.
+
+[Note: no memory for a transfer] A call that finds no memory has begun nothing and keeps nothing. What finds
+none at a transfer's end is done by the next who looks, as is the beginning of what has waited for that.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ class _SlotQueue:
         self.reads: set[Transfer] = set()
 
 
+def _key(transfer: Transfer) -> tuple[int, str, int]:
+    return transfer.chunk, transfer.part, transfer.slot
+
+
 class Order:
     """The pending transfers of a store. `lock` guards them and the table.
 
@@ -49,46 +56,69 @@ class Order:
     # The caller of the next holds the lock.
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer when all that must come before it is complete."""
+        """Begin a transfer when all that must come before it is complete.
+
+        Raises:
+            MemoryError: nothing has happened, if the transfer was not `sent`.
+        """
         lease = transfer.lease
         try:
+            transfer.take()
             self._submit(transfer)
         except BaseException as error:
-            if transfer.lease is lease and isinstance(error, MemoryError):
-                raise  # nothing has happened: the first thing is to take the lease
-            self._poison(transfer, error)
+            if not isinstance(error, MemoryError) or transfer.sent:
+                self._poison(transfer, error)
+            elif transfer.lease is not lease:
+                self._withdraw(transfer)
             raise
 
     def _submit(self, transfer: Transfer) -> None:
-        transfer.take()
-        queue = self._queues.setdefault((transfer.chunk, transfer.part, transfer.slot), _SlotQueue())
+        queue = self._queues.setdefault(_key(transfer), _SlotQueue())
         before: list[Transfer | None] = [queue.write]
         if transfer.is_write:
             before += queue.reads
-            queue.write = transfer
-        else:
-            queue.reads.add(transfer)
-        self._pending[transfer] = None
         for other in before:
             if other is not None and not other.finished and other not in transfer.waits_for:
                 transfer.waits_for.add(other)
                 other.waited_by.append(transfer)
+        self._pending[transfer] = None
+        if transfer.is_write:
+            queue.write = transfer  # what was there is waited for, or finished
+        else:
+            queue.reads.add(transfer)
         if not transfer.waits_for:
-            self._begin([transfer])
+            self.begin(transfer)
+
+    def _withdraw(self, transfer: Transfer) -> None:
+        """Undo `_submit`, however far it came."""
+        for other in transfer.waits_for:
+            if transfer in other.waited_by:
+                other.waited_by.remove(transfer)
+        transfer.waits_for.clear()
+        self._leave_queue(transfer)
+        self._pending.pop(transfer, None)
+        transfer.give_back()
+
+    def begin(self, transfer: Transfer) -> None:
+        """Begin a transfer that is `free`."""
+        self._begin([transfer])
 
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
-        """See to the end of a transfer, and begin those that waited for it."""
+        """See to the end of a transfer, and begin those that waited for it. What finds no memory is done by
+        the next call, or by `sweep`."""
         with self.lock:
             try:
                 self._finish(transfer, error)
                 self._begin(self._freed(transfer))
+            except MemoryError:
+                raise
             except BaseException as interrupt:
                 self._poison(transfer, interrupt)
                 raise
 
     def _poison(self, transfer: Transfer, error: BaseException) -> None:
-        """An interrupt (Ctrl-C) came in the middle: nobody knows how far this transfer is, so its
-        lease never goes home, and nothing begins any more."""
+        """An interrupt (Ctrl-C) came in the middle, or its ring had no memory: nobody knows how far this
+        transfer is, so its lease never goes home, and nothing begins any more."""
         if not transfer.finished:
             transfer.error = StorageError(
                 f"the {transfer.name} was interrupted", found=repr(error), cure="start again"
@@ -103,31 +133,39 @@ class Order:
         todo = deque(transfers)
         while todo:
             transfer = todo.popleft()
-            error = self._start(transfer) if self.failed is None else self.failed.error
+            try:
+                error = self._start(transfer) if self.failed is None else self.failed.error
+            except BaseException as interrupt:
+                if transfer.sent:  # its ring may have begun it
+                    self._poison(transfer, interrupt)
+                raise
+            transfer.waits_for.clear()
             if error is not None:
                 self._finish(transfer, error)
                 todo.extend(self._freed(transfer))
 
     def _freed(self, transfer: Transfer) -> list[Transfer]:
-        for later in transfer.waited_by:
-            later.waits_for.discard(transfer)
-        return [t for t in transfer.waited_by if not t.waits_for and t.ticket is None and not t.finished]
+        return [t for t in transfer.waited_by if t.free]
 
-    def _finish(self, transfer: Transfer, error: InfinityError | None) -> None:
-        key = transfer.chunk, transfer.part, transfer.slot
-        queue = self._queues[key]
-        if not transfer.is_write:
-            queue.reads.discard(transfer)
-        elif queue.write is transfer:
+    def _leave_queue(self, transfer: Transfer) -> None:
+        queue = self._queues.get(_key(transfer))
+        if queue is None:
+            return
+        queue.reads.discard(transfer)
+        if queue.write is transfer:
             queue.write = None
         if queue.write is None and not queue.reads:
-            del self._queues[key]
-        del self._pending[transfer]
+            del self._queues[_key(transfer)]
+
+    def _finish(self, transfer: Transfer, error: InfinityError | None) -> None:
+        """May be made again where it raised."""
+        self._leave_queue(transfer)
         if error is not None:
             transfer.error = error
             self.failed = self.failed or transfer
         transfer.give_back()
         transfer.finished = True
+        self._pending.pop(transfer, None)  # last: who looks for what is left to do goes by it
 
     def pending(self, *, writes: bool = False) -> list[Transfer]:
         """Return what is pending, oldest first; or only the writes."""
@@ -138,6 +176,10 @@ class Order:
         """See to the end of what is complete without waiting; of reads (which takes a CRC) only
         where something waits for them, unless told."""
         for transfer in self.pending():
+            if transfer.free:
+                with self.lock:
+                    if transfer.free:  # there was no memory to begin it
+                        self.begin(transfer)
             ticket = transfer.ticket
             if (transfer.is_write or reads or transfer.waited_by) and ticket is not None and ticket.done:
                 transfer.reap(None, blocking=False)

@@ -270,12 +270,21 @@ class Store:
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
             transfer = self._transfer(True, chunk, part, slot, chosen, sizes, lease, offset, priority)
-            if sections is None:
-                self.table.set_length(chunk, part, slot, sum(sizes))
-            if spec.tiers[slot] is Tier.NVME:
-                self.table.set_crcs(chunk, part, slot, chosen, crcs or ())
-            if not transfer.finished:
-                self._order.submit(transfer)
+            on_nvme = spec.tiers[slot] is Tier.NVME
+            length = self.table.length(chunk, part, slot)
+            before = self.table.crcs(chunk, part, slot, chosen) if on_nvme else ()
+            try:
+                if sections is None:
+                    self.table.set_length(chunk, part, slot, sum(sizes))
+                if on_nvme:
+                    self.table.set_crcs(chunk, part, slot, chosen, crcs or ())
+                if not transfer.finished:
+                    self._order.submit(transfer)
+            except MemoryError:  # nothing is written
+                self.table.set_length(chunk, part, slot, length)
+                if on_nvme:
+                    self.table.set_crcs(chunk, part, slot, chosen, before)
+                raise
         return transfer
 
     # ------------------------------------------------------------------ the end of things
@@ -443,6 +452,7 @@ class Store:
         call = ring.write if transfer.is_write else ring.read
         address = transfer.lease.io_address + transfer.offset
         file = transfer.file or self._arenas[directory].file
+        transfer.sent = True
         try:
             transfer.ticket = call(file, offset, address, nbytes, priority=transfer.priority)
         except InfinityError as error:

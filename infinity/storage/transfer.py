@@ -33,8 +33,11 @@ class Owner(Protocol):
     def recorder(self) -> Recorder:
         """Is told of what is complete."""
 
+    def begin(self, transfer: Transfer) -> None:
+        """Begin a transfer that is `free`; the caller holds the lock."""
+
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
-        """See to the end of a transfer whose ticket is complete."""
+        """See to the end of a transfer whose ticket is complete; can be made again after a MemoryError."""
 
     def sweep(self) -> None:
         """See to the end of what is complete, and so begin what waited for it."""
@@ -48,8 +51,10 @@ class Transfer:
 
     Attributes:
         nbytes: valid bytes that are moved; on the way they are padded to a multiple of 4096.
-        waits_for: transfers that must be complete before this one may begin (the store's lock).
+        waits_for: transfers that must be finished before this one may begin (the store's lock); none when it
+            has begun.
         waited_by: those that wait for this one.
+        sent: whether its ring was asked to begin.
     """
 
     __slots__ = (
@@ -72,6 +77,7 @@ class Transfer:
         "priority",
         "sections",
         "seen",
+        "sent",
         "sizes",
         "slot",
         "ticket",
@@ -115,6 +121,7 @@ class Transfer:
         self._order = order
         self._reaper: dict[str, object] = {}  # "": the one that completes it
         self._freed = Bell()
+        self.sent = False
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
@@ -162,17 +169,29 @@ class Transfer:
             raise copy_error(self.error)
 
     def take(self) -> None:
-        """Hold the lease for the time of the transfer; see [Note: one owner]."""
-        self.lease = self.lease.retain()
-        self.lease.begin_io(self.offset, self.extent.nbytes, into=not self.is_write)
+        """Hold the lease for the time of the transfer, or raise and do not; see [Note: one owner]."""
+        lease = self.lease.retain()
+        try:
+            lease.begin_io(self.offset, self.extent.nbytes, into=not self.is_write)
+        except BaseException:
+            lease.release()
+            raise
+        self.lease = lease
 
     def give_back(self) -> None:
-        """Undo `take`; what a transfer may still reach never goes home."""
+        """Undo `take`, once; what a transfer may still reach never goes home."""
+        if self.lease.released:
+            return
         if self.ticket is not None and self.ticket.quarantined:
             self.lease.quarantine()
         else:
             self.lease.end_io(self.offset, self.extent.nbytes, into=not self.is_write)
         self.lease.release()
+
+    @property
+    def free(self) -> bool:
+        """Whether it may begin, and has not."""
+        return not (self.sent or self.finished) and all(t.finished for t in self.waits_for)
 
     def complete(self, timeout: float | None) -> bool:
         """Wait for the end, and see to it. Return whether it was reached within `timeout`."""
@@ -180,8 +199,10 @@ class Transfer:
         while not self.finished:
             with self._order.lock:
                 first = self
-                while first.waits_for:
-                    first = next(iter(first.waits_for))
+                while before := [t for t in first.waits_for if not t.finished]:
+                    first = before[0]
+                if first.free:  # there was no memory to begin it
+                    self._order.begin(first)
             left = None if until is None else max(0.0, until - time.monotonic())
             if not first.reap(left):
                 return False
@@ -216,7 +237,7 @@ class Transfer:
                 error = with_transfer(found, self)
             if self._order.recorder.log is not None:
                 self._record(ticket)
-            if error is None and not self.is_write:
+            if error is None and not self.is_write and not self.lease.released:  # else it was checked
                 begin = now()
                 error = self._check()
                 if (log := self._order.recorder.log) is not None:

@@ -26,8 +26,8 @@ class UnderWay:
 
     def take(self) -> UnderWay:
         """Return all of them; none are left here."""
-        taken = UnderWay()
-        taken._transfers, self._transfers = self._transfers, deque()
+        taken = UnderWay()  # what needs memory is done before anything moves
+        taken._transfers, self._transfers = self._transfers, taken._transfers
         return taken
 
     def wait(self, left: int = 0) -> None:
