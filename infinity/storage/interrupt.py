@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from infinity.core.at_exit import at_end
+from infinity.core.at_exit import at_end, interrupted_at_exit
 from infinity.hardware.streams import POLL, Task
 
 #: Seconds that a drive has after an interrupt that ends the process.
@@ -69,7 +69,7 @@ def before_exit(call: Callable[[], None]) -> None:
 
 
 def _at_exit() -> None:
-    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+    if interrupted_at_exit():
         _give_up()
     try:
         for call in _last:
