@@ -11,11 +11,15 @@ import time
 import pytest
 import torch
 
+from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
+from infinity.hardware.streams import Task
+from infinity.params.load import Load
 from infinity.storage.memory import HostMemory
 from infinity.storage.pinned import Lease, PinnedPool
 
 from .forked import run_forked
+from .small_net import Wrapped
 
 KIB = 1024
 
@@ -128,6 +132,59 @@ def test_a_blocked_lease_gets_the_buffer_that_comes_home() -> None:
     first.release()
     waiter.join(20)
     assert [x.address for x in got] == [first.address]
+
+
+def test_what_a_copy_still_reads_is_not_lent_and_nobody_waits_to_give_it_up() -> None:
+    pool = pool_of(2)
+    copies = [Task(lambda: None), Task(lambda: 1 / 0), Task(lambda: None)]
+    first, second = pool.lease("load", 1), pool.lease("load", 1)
+    shared = first.retain()
+    first.release(copies[0])
+    second.release(copies[1])
+    assert pool.try_lease("load", 1) is None
+    copies[0].run()
+    assert pool.try_lease("load", 1) is None  # it has another user
+    shared.release(copies[2])
+    assert pool.stats()["load"].in_use == 16 * KIB
+    copies[1].run()  # whoever waits for it is told of the error
+    again = pool.try_lease("load", 1)
+    assert again is not None
+    assert again.address == second.address
+    got: list[Lease] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.lease("load", 1)), daemon=True)
+    waiter.start()
+    while pool.stats()["load"].waits == 0:
+        time.sleep(0.001)
+    assert not got
+    copies[2].run()
+    waiter.join(20)
+    assert [x.address for x in got] == [first.address]
+    for lease in (again, *got):
+        lease.release()
+    assert pool.stats()["load"].in_use == 0
+
+
+def test_the_loader_reads_on_while_a_copy_waits(wrapped: Wrapped) -> None:
+    """A copy may wait for all that the device has to do; what is loaded next does not."""
+    engine = engine_of(wrapped[0])
+    gate, loads = threading.Event(), []
+    engine.device._h2d.submit(lambda: gate.wait(60))
+    try:
+        for unit in engine.units[:2]:
+            chunks = unit.layout.chunks
+            slots = {chunk.id: engine.store.versions.slot(chunk.id, "copy") for chunk in chunks}
+            target = torch.empty(unit.layout.gathered_nbytes, dtype=torch.uint8)
+            loads.append(Load(target, chunks, slots, None))
+            engine.loader.start(loads[-1])
+            assert loads[-1].issued.wait(30)
+        assert not any(load.is_over() for load in loads)
+    finally:
+        gate.set()
+    for load in loads:
+        event = load.wait_issued()
+        assert event is not None
+        event.wait()
+    assert engine.pool.stats()["load"].in_use == 0
 
 
 def test_a_buffer_goes_home_with_its_last_user_and_release_is_idempotent() -> None:

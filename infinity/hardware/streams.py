@@ -6,6 +6,7 @@ a machine without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from infinity.core.errors import ClosedError
 from infinity.core.waiting import POLL, Latch
 
-__all__ = ["POLL", "Event", "HostStream", "Task"]
+__all__ = ["POLL", "Event", "HostStream", "Task", "is_over", "wait_over"]
 
 
 class Event(Protocol):
@@ -30,6 +31,20 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the host until it has happened; raise what went wrong."""
+
+
+def is_over(event: Event) -> bool:
+    """Return whether `event` has happened, or never will: who waits for it is told what went wrong."""
+    try:
+        return event.done()
+    except Exception:
+        return True
+
+
+def wait_over(event: Event) -> None:
+    """Wait for `event`, whatever became of it: what it uses may be freed afterwards."""
+    with contextlib.suppress(Exception):
+        event.wait()
 
 
 class Task:

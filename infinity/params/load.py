@@ -1,8 +1,8 @@
 """Loads: the way of a copy to the device, `read` → lease → `h2d`, on a thread of its own.
 
 The loader keeps as many reads under way as its quota has leases, over the boundaries of units,
-and hands each chunk to the device's copy stream as soon as its bytes are checked. A lease goes
-home when the copy to the device is done.
+and hands each chunk to the device's copy stream as soon as its bytes are checked. It waits for no copy: a
+lease goes back to the pool with the event of the copy that reads it.
 
 [Note: load and gather] A load is local: it brings this rank's slice of a unit to its place in the unit's
 storage, is started when there is room, and may take any time. A gather makes the slices of all ranks a whole.
@@ -26,6 +26,7 @@ from infinity.core.locks import lock
 from infinity.core.spans import now
 from infinity.core.waiting import POLL, Bell, Latch
 from infinity.hardware.device import Device, Event
+from infinity.hardware.streams import wait_over
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
@@ -174,7 +175,6 @@ class _Worker:
         self._waiting: deque[Load] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
-        self._copying: deque[tuple[Event, Lease]] = deque()  # copies whose lease is not home yet
 
     def add(self, load: Load, urgent: bool) -> None:
         with self._lock:
@@ -218,9 +218,6 @@ class _Worker:
             if self._flights:
                 self._copy_oldest()
                 continue
-            if self._copying:
-                self._release_leases(wait=True)
-                continue
             with self._lock:
                 if self._stopped and not self._waiting:
                     return
@@ -249,10 +246,9 @@ class _Worker:
                 if load.behind_update:
                     load.behind_update, load.updated = False, now()
                 if plan.load_lease:
-                    self._release_leases(wait=False)
                     lease = self._pool.try_lease("load", plan.load_lease)
                     if lease is None:
-                        if self._flights or self._copying:
+                        if self._flights:
                             return
                         lease = self._pool.lease("load", plan.load_lease)  # or its error
                 with self._lock:
@@ -294,15 +290,12 @@ class _Worker:
                 transfer.wait()
                 load.read = now()
             if load.error is None:
-                load.event = self._copy(load, chunk, lease, offset)
-                if lease is not None:
-                    self._copying.append((load.event, lease))
-                    lease = None
+                self._copy(load, chunk, lease, offset)
         except BaseException as error:
             self._fail(load, error)
         finally:
             if lease is not None:
-                lease.release()
+                lease.release(load.event)  # the last on the copy stream: all of its copies come before
         with self._lock:
             last = not load.chunks and not load.supplies and not any(f.load is load for f in self._flights)
         if last and not load.issued.is_open:
@@ -310,7 +303,8 @@ class _Worker:
                 wait_over(load.event)
             load.finish()
 
-    def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> Event:
+    def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> None:
+        """Put a chunk's copies on the copy stream; the load's `event` is that of the last one."""
         target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
         place = self._plans[chunk.id].place
         if lease is None and chunk.id in load.here:
@@ -323,11 +317,13 @@ class _Worker:
         elif place is None:
             source = lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
         else:
-            for at, begin, nbytes in place.stretches:  # one stream: the last to be done is the last
+            for at, begin, nbytes in place.stretches:
                 source = lease.tensor(torch.uint8, offset + at, nbytes)
-                event = self._device.h2d(target[begin : begin + nbytes], source, load.after, chunk=chunk.id)
-            return event
-        return self._device.h2d(target, source, load.after, chunk=chunk.id)
+                load.event = self._device.h2d(
+                    target[begin : begin + nbytes], source, load.after, chunk=chunk.id
+                )
+            return
+        load.event = self._device.h2d(target, source, load.after, chunk=chunk.id)
 
     def _fail(self, load: Load, error: BaseException) -> None:
         with self._lock:
@@ -339,25 +335,3 @@ class _Worker:
             if load.event is not None:
                 wait_over(load.event)
             load.finish()
-
-    def _release_leases(self, *, wait: bool) -> None:
-        while self._copying:
-            event, lease = self._copying[0]
-            try:
-                if not wait and not event.done():
-                    return
-                event.wait()
-            except BaseException:
-                # The copy's own waiter is told; here only the lease matters.
-                del event
-            self._copying.popleft()
-            lease.release()
-            wait = False
-
-
-def wait_over(event: Event) -> None:
-    """Wait for `event`, whatever became of it: its storage may be freed afterwards."""
-    try:
-        event.wait()
-    except Exception:
-        return

@@ -31,11 +31,12 @@ from infinity.core.errors import ParameterChangedError
 from infinity.core.sizes import format_size
 from infinity.hardware.device import Device, Event
 from infinity.hardware.ranks import Comm
+from infinity.hardware.streams import wait_over
 from infinity.planning.partition import UnitLayout
 from infinity.storage.versions import Slot
 
 from .gather import Gather
-from .load import Load, Loader, wait_over
+from .load import Load, Loader
 from .param import ShardedParam
 from .unit_memory import UnitMemory
 

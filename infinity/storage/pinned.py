@@ -2,9 +2,10 @@
 
 [Note: one owner] A buffer given to the kernel or to the device belongs to one *lease* until its
 ticket or event is complete. Each user of a lease (the one that asked for it, the store while a
-transfer is under way, a copy stream until its event) holds a handle of its own; the buffer goes home
-to the pool when the last handle is released, and a buffer whose transfer never ended is quarantined:
-it goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
+transfer is under way) holds a handle of its own; the buffer goes home to the pool when the last handle is
+released. Who gives one up behind a copy that still reads it names the copy's event: the buffer is lent
+again when that is over, and nobody waits before. A buffer whose transfer never ended is quarantined: it
+goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
 one mapping, and the CPU's is protected between `Lease.begin_io` and `Lease.end_io`, so that a touch
 of a buffer in flight is a fault where it happens. (Protecting the only mapping would make the
 kernel's own access fail with EFAULT.)
@@ -12,6 +13,7 @@ kernel's own access fail with EFAULT.)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -28,6 +30,7 @@ from infinity.core.errors import BudgetError, ClosedError, DeadlineError, Storag
 from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.core.waiting import POLL, Bell
+from infinity.hardware.streams import Event, is_over, wait_over
 
 from .memory import HostMapping, Register
 
@@ -59,6 +62,7 @@ class _Quota:
         self.free = list(range(buffers - 1, -1, -1))  # the last one home is the warmest
         self.keep, self.borrowed = buffers, 0  # never, and now
         self.returned: deque[list[int]] = deque()  # what was borrowed, and is not used any more
+        self.late: deque[_Buffer] = deque()  # given up by all, and copies may still read them
         self.in_use = self.peak = self.quarantined = self.leases = self.waits = 0
         self.wait_seconds = 0.0
 
@@ -68,12 +72,19 @@ class _Quota:
             self.in_use -= len(indices)
             self.borrowed -= len(indices)
             self.free[:0] = indices
+        for _ in range(len(self.late)):
+            if all(is_over(event) for event in self.late[0].after):
+                self.free.append(self.late[0].index)
+                self.late.popleft()
+                self.in_use -= 1
+            else:
+                self.late.rotate(-1)
 
 
 class _Buffer:
     """What the handles of one lease share. Guarded by the pool's lock."""
 
-    __slots__ = ("active", "index", "lost", "mapping", "quota", "users")
+    __slots__ = ("active", "after", "index", "lost", "mapping", "quota", "users")
 
     def __init__(self, quota: _Quota, mapping: HostMapping, index: int) -> None:
         self.quota = quota
@@ -81,6 +92,7 @@ class _Buffer:
         self.index = index
         self.users = 1
         self.lost = False
+        self.after: tuple[Event, ...] = ()  # copies that read it
         self.active: list[tuple[int, int, int]] = []  # (begin, end, protection), of the mapping
 
 
@@ -139,19 +151,22 @@ class Lease:
             self._buffer.users += 1  # not before: where there is no memory for it, nobody would release it
         return lease
 
-    def release(self) -> None:
-        """Give this handle up. A second call does nothing."""
+    def release(self, after: Event | None = None) -> None:
+        """Give this handle up; the buffer is not lent again before `after`. A second call does nothing."""
         pool, buffer = self._pool, self._buffer
         if pool._pid != os.getpid():  # in a child the lock may be held, for good
             return
         with pool._lock:
             if self._released:
                 return
+            if after is not None:
+                buffer.after += (after,)
+            if buffer.users == 1 and not buffer.lost:
+                buffer.quota.late.append(buffer)
             self._released = True
             buffer.users -= 1
-            if buffer.users == 0 and not buffer.lost:
-                buffer.quota.in_use -= 1
-                buffer.quota.free.append(buffer.index)
+            with contextlib.suppress(MemoryError):  # it stays among the late ones
+                buffer.quota.take_returned()
         pool._home.ring()
 
     def quarantine(self) -> None:
@@ -342,7 +357,11 @@ class PinnedPool:
                 reclaimed = [reclaim(min(left, _HELP)) for reclaim in tuple(self._reclaimers)]
                 with self._lock:
                     lease = self._take(share, nbytes)
-                if lease is None and not any(reclaimed):
+                    late = share.late[0] if share.late else None
+                if lease is None and late is not None and timeout is None:
+                    for event in late.after:
+                        wait_over(event)
+                elif lease is None and not any(reclaimed):
                     self._home.wait(
                         lambda: share.free or self._closed, min(left, _HELP if reclaimed else POLL)
                     )

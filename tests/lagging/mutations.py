@@ -19,7 +19,7 @@ Left out are:
 - what the CUDA path never runs: hardware/host_device.py, infinity/cli, and what only several ranks run
   (params/gather.py, grads/accumulated.py, reducing.py, reduction.py, hardware/comm.py, `_OF_RANKS`);
 - waits inside of storage/ and hardware/aio.py, which are between the engine and the kernel and have tests of
-  their own; what other folders wait for there is in the table;
+  their own; what other folders wait for there is in the table, and what the pool waits for before it lends;
 - bells: a thread that sleeps on one looks again whether it may go on, so a bell orders nothing;
 - locks: they guard what Python knows, and no memory of the device;
 - leases that come home too early: that is what a lease's last wait is for, and the mutant without it;
@@ -83,6 +83,7 @@ _FILES = (
     "params/unit.py",
     "params/unit_memory.py",
     "params/updates.py",
+    "storage/pinned.py",
 )
 _EARLY_ENDS = {
     "Engine._make",  # a `wrap` that fails
@@ -173,6 +174,7 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "mark": ("the mark: what follows comes after nothing", None),
     "wait": ("the host's wait", True),
     "done": ("the look at an event", True),
+    "is_over": ("the look at an event", True),
     "blocks_load": ("the look at updates", False),
     "has_unit": ("the look at updates", False),
     "has_chunk": ("the look at updates", False),
