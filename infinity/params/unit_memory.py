@@ -47,6 +47,7 @@ class UnitMemory:
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
         self._starts = [at for at, _ in places]
         self._order = [i for _, i in places]
+        self._digests: tuple[tuple[int, ...], _Digests] | None = None
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
@@ -63,16 +64,26 @@ class UnitMemory:
         """Return a checksum of the values in the storage of each of the parameters with these `indices`. On a
         device of its own it is still being made there when this returns."""
         sums: dict[int, int | torch.Tensor] = {}
+        if self._staged:
+            return self._digests_of(chosen) if (chosen := tuple(indices)) else sums
         for index in indices:
             spec, at = self.params[index].spec, self.layout.byte_offsets[index]
-            if self._staged:
-                # With what follows it up to the next parameter, which changes only where a chunk does.
-                nbytes = ceil_to(spec.numel, SEGMENT_ELEMENTS) * spec.dtype.itemsize
-                sums[index] = _digest(self.view(at, nbytes, torch.int64))
-            else:
-                nbytes = spec.numel * spec.dtype.itemsize
-                sums[index] = crc32c(self.view(at, nbytes).data_ptr(), nbytes)
+            nbytes = spec.numel * spec.dtype.itemsize
+            sums[index] = crc32c(self.view(at, nbytes).data_ptr(), nbytes)
         return sums
+
+    def _digests_of(self, indices: tuple[int, ...]) -> dict[int, int | torch.Tensor]:
+        known = self._digests
+        if known is None or known[0] != indices:
+            # Of each with what follows it up to the next parameter, which changes only where a chunk does.
+            specs = [self.params[index].spec for index in indices]
+            sizes = [ceil_to(s.numel, SEGMENT_ELEMENTS) * s.dtype.itemsize // 8 for s in specs]
+            known = indices, _Digests(sizes, self.storage.device)
+            # The first stay, which are those of all that are watched: streams share them, so they never go.
+            self._digests = self._digests or known
+        offsets, sizes = self.layout.byte_offsets, known[1].sizes
+        words = [self.view(offsets[i], n * 8, torch.int64) for i, n in zip(indices, sizes, strict=True)]
+        return dict(zip(indices, known[1].of(words).unbind(), strict=True))
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the memory on the device where a chunk's copy is placed, in its compute dtype."""
@@ -108,17 +119,32 @@ class UnitMemory:
         return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
 
 
-def _digest(words: torch.Tensor) -> torch.Tensor:
-    """Return a number that depends on each of the 64-bit `words` and on its place: the sum of odd multiples
-    of the sums of rows and of columns, modulo 2^64. Nothing as large as `words` is made for it."""
-    if not words.numel():
-        return words.new_zeros(())
-    square = words.view(-1, math.gcd(words.numel(), 1024))
-    made = words.new_zeros(())
-    for number, sums in enumerate((square.sum(0), square.sum(1))):
-        places = torch.arange(len(sums), dtype=torch.int64, device=words.device)
-        made += (sums * (places * _ODD[number] * 2 + 1)).sum()
-    return made
+class _Digests:
+    """Numbers of parameters that each depend on every 64-bit word of one and on its place: the sum of odd
+    multiples of the sums of rows and of columns, modulo 2^64.
+
+    Nothing as large as the words is made for it, and on a device it is two launches a parameter, and four.
+    """
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes  # of each, in words
+        self._columns = [math.gcd(size, 1024) or 1 for size in sizes]
+        parts = [n for size, c in zip(sizes, self._columns, strict=True) for n in (c, size // c)]
+        self._ends = [*itertools.accumulate(parts)]
+        odd = [torch.arange(n) * (_ODD[at % 2] * 2) + 1 for at, n in enumerate(parts)]
+        of = [torch.full((n,), at // 2) for at, n in enumerate(parts)]
+        # Copies that block: they are there for each stream.
+        self._odd, self._of = torch.cat(odd).to(device), torch.cat(of).to(device)
+
+    def of(self, words: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the numbers, int64, of tensors of these sizes."""
+        sums = torch.empty_like(self._odd)
+        parts = iter(sums.tensor_split(self._ends[:-1]))
+        for each, columns in zip(words, self._columns, strict=True):
+            square = each.view(-1, columns)
+            torch.sum(square, 0, out=next(parts))
+            torch.sum(square, 1, out=next(parts))
+        return sums.new_zeros(len(words)).index_add_(0, self._of, sums.mul_(self._odd))
 
 
 #: Multipliers without a pattern: of the golden ratio, and of the square root of 2, in 62 bits.
