@@ -6,7 +6,7 @@ It serves what is placed on a CUDA device. Single multiplications and additions,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -163,10 +163,23 @@ def sum_of_squares_reference(tensor: torch.Tensor, pieces: Pieces | None = None)
         for first in range(0, len(indices), most):
             some = indices[first : first + most]
             part = torch.zeros(len(some), height * _COLUMNS, dtype=torch.float64, device=tensor.device)
-            for row, (begin, numel) in zip(part, pieces[some].tolist(), strict=True):
-                row[:numel] = tensor[begin : begin + numel]
+            row = 0
+            for begin, numel, count in _runs(pieces[some].tolist()):  # each is one launch on a device
+                part[row : row + count, :numel] = tensor[begin : begin + count * numel].view(count, numel)
+                row += count
             sums[some] = _trees(part.view(len(some), height, _COLUMNS))
     return sums.cpu().numpy()
+
+
+def _runs(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return pieces (begin, elements), of which neighbours of one size are one, with how many these are."""
+    runs: list[tuple[int, int, int]] = []
+    for begin, numel in pieces:
+        if runs and runs[-1][1] == numel and runs[-1][0] + runs[-1][2] * numel == begin:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((begin, numel, 1))
+    return runs
 
 
 def _trees(part: torch.Tensor) -> torch.Tensor:
