@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,10 @@ ALL = list(CASES)
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
 FEW += ["interleaved-activations", "streams-delayed-device"]
+#: What is counted, and the threads that may wait for the device at all.
+COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
+WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-shelter")}
+WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradients", "infinity-ranks")}
 
 
 def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.CompletedProcess[str]:
@@ -62,6 +68,28 @@ def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) 
     done = run("--without", without, case)
     assert done.returncode == 1, done.stderr[-4000:]
     assert found in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", quick(COUNTED, ["device-host-host", "host-host-host"]))
+def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
+    """The table "Who waits for a CUDA device" of docs/architecture.md."""
+    found = json.loads(run(case, what="counts").stdout)
+    forward, backward, step = (Counter(found[phase]) for phase in ("forward", "backward", "step"))
+    chunks, params = found["chunks"], found["parameters"]
+    parameters, state, gradients = case.split("-")
+    assert not [name for name in forward if name.startswith("host waits")]
+    assert set(WAITS & backward.keys()) <= {"host waits: infinity-gradients"}
+    assert set(WAITS & step.keys()) <= {"host waits: infinity-shelter", "host waits: infinity-update"}
+    assert step["host waits: infinity-shelter"] <= 1
+    assert step["host waits: infinity-update"] <= chunks
+    if "device" in (state, gradients):
+        return
+    assert backward["copies"] == backward["host waits: infinity-gradients"] == chunks
+    assert backward["stream waits"] <= 4 * chunks
+    assert step["launches"] <= (4 * params + 14 * chunks if parameters == "device" else 2 * chunks)
+    assert step["copies that block"] <= (parameters == "device")  # which values somebody has edited
+    assert found["registrations after wrap"] == 0
 
 
 @pytest.mark.processes

@@ -320,7 +320,7 @@ class World:
                 point.asked = point.asked or now
                 if now - point.asked < self.patience:
                     return False
-                self.counts[f"host waits: {threading.current_thread().name}"] += 1
+                self.counts[f"looks that found it done: {threading.current_thread().name}"] += 1
                 self.force(point.stream, point.end)
             join(self.host(), point.clock)
             return True
