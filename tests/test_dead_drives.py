@@ -46,6 +46,28 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 
+def ended_by_an_interrupt(program: str, faultfs: Path, folder: Path, *arguments: str) -> str:
+    """Run a program whose drive answers no more once it is "ready", and interrupt it "now"; return what it
+    says until it is "over"."""
+    with FaultFS(faultfs, folder / "fs") as fs:
+        command = ("-c", program, str(fs.path), *arguments)
+        with started(*command, stdin=subprocess.PIPE, preexec_fn=interruptible) as child:
+            try:
+                read_until(child, "stdout", "ready", 150)
+                fs.stop()
+                assert child.stdin is not None
+                print(file=child.stdin, flush=True)
+                read_until(child, "stdout", "now", LIMIT)
+                time.sleep(0.3)  # until it waits
+                child.send_signal(signal.SIGINT)
+                said = read_until(child, "stderr", "over", LIMIT)
+            finally:
+                fs.unmount()  # before it is killed
+            assert child.wait(LIMIT) == -signal.SIGINT
+    assert "KeyboardInterrupt" in said
+    return said
+
+
 _LOOP = """
 import sys, time
 from pathlib import Path
@@ -76,23 +98,49 @@ finally:
     [("save", ""), ("save", "closes"), ("export", ""), ("sleep", ""), ("sleep", "closes")],
 )
 def test_a_script_ends(place: str, closes: str, faultfs: Path, tmp_path: Path) -> None:
-    with FaultFS(faultfs, tmp_path / "fs") as fs:
-        arguments = ("-c", _LOOP, str(fs.path), place, closes)
-        with started(*arguments, stdin=subprocess.PIPE, preexec_fn=interruptible) as child:
-            try:
-                read_until(child, "stdout", "ready", 150)
-                fs.stop()
-                assert child.stdin is not None
-                print(file=child.stdin, flush=True)
-                read_until(child, "stdout", "now", LIMIT)
-                time.sleep(0.3)  # until it waits
-                child.send_signal(signal.SIGINT)
-                said = read_until(child, "stderr", "over", LIMIT)
-            finally:
-                fs.unmount()  # before it is killed
-            assert child.wait(LIMIT) == -signal.SIGINT
-    assert "KeyboardInterrupt" in said
+    said = ended_by_an_interrupt(_LOOP, faultfs, tmp_path, place, closes)
     assert "Exception ignored" not in said
+
+
+_BACKWARD = """
+import sys
+from infinity.core.at_exit import at_end
+at_end(lambda: print("over", file=sys.stderr, flush=True), last=True)
+import torch
+import infinity
+from tests.lagging.cuda import lagging_cuda, make_known
+from tests.lagging.programs import Loop
+from tests.lagging.run import Net
+make_known()
+lagging = lagging_cuda()
+lagging.__enter__()  # for good
+tiers = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
+memory = {"device_memory": "176KiB", "prefetch_memory": "64KiB", "host_memory": "256MiB"}
+names = {"device": "cpu", "dtype": "bf16", "units": ["Block", "head"]}
+config = infinity.Config(nvme=sys.argv[1], **names, **tiers, **memory)
+model = Net()
+model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+loop = Loop(model, optimizer, "lagging:0")
+loop.backward()
+loop.step()
+loss = loop.loss(loop.batch())
+infinity.flush(optimizer)
+print("ready", flush=True)
+sys.stdin.readline()
+print("now", flush=True)
+try:
+    loss.backward()
+finally:
+    if sys.argv[2] == "closes":
+        infinity.close(optimizer)
+"""
+
+
+@pytest.mark.parametrize("closes", ["", "closes"])
+def test_a_backward_of_a_device_ends(closes: str, faultfs: Path, tmp_path: Path) -> None:
+    """Autograd makes it on a thread of its own, and the main thread, which hears signals, waits in C++."""
+    said = ended_by_an_interrupt(_BACKWARD, faultfs, tmp_path, closes)
+    assert "backward" in said
 
 
 _TRAIN = """

@@ -23,6 +23,10 @@ from .errors import ClosedError
 POLL: Final = 0.1
 
 
+#: Called before each sleep; may raise what ends it. See [Note: a deaf main thread].
+look: Callable[[Bell], None] | None = None
+
+
 class Bell:
     """Wakes all that wait. `ring` takes no lock: finalizers and signal handlers may call it."""
 
@@ -58,6 +62,8 @@ class Bell:
             )
         if locks.checking:
             locks.may_wait()
+        if look is not None:
+            look(self)
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
         self._sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper
