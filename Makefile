@@ -12,7 +12,7 @@ SHELL := /bin/bash
 # What `pip` installs. The package itself takes any torch ≥ 2.6; these commands take this one.
 TORCH := torch==2.13.0
 BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
-TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 pytest-xdist==3.8.0 hypothesis>=6.100,<7 transformers>=5,<6 \
+TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 pytest-xdist==3.8.0 hypothesis>=6.100,<7 transformers==5.24.0 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
 # What the tests of architectures import besides, in a folder that nothing else sees: with a torchvision that

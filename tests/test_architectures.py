@@ -200,7 +200,10 @@ def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) ->
     try:
         with torch.no_grad():
             wanted, found = tensors(plain(**batch)), tensors(used(**batch))
-        assert all(plan.place for plan in engine_of(used).tiers.plans)
+        engine = engine_of(used)
+        chunks = [chunk for unit in engine.units for chunk in unit.layout.chunks]
+        # transformers has some in fp32 that the file has in bf16.
+        assert all(engine.tiers.plans[chunk.id].place for chunk in chunks if chunk.dtype is kind)
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0, equal_nan=True)
     finally:
         infinity.close(used)
