@@ -224,3 +224,34 @@ except ParameterChangedError as error:
 def test_with_several_ranks_too(stage: int, tmp_path: Path) -> None:
     results = run_ranks(2, RANKS, str(tmp_path), str(stage), seconds=60)
     assert all_well(results) == ["True\n"] * 2
+
+
+def swapped(model: nn.Module) -> None:
+    model.head.bias.data = torch.ones(5)
+
+
+@pytest.mark.parametrize("edit", [swapped, lambda m: m.double().float(), lambda m: m.half()])
+@pytest.mark.parametrize("then", ["train", "unwrap"])
+def test_an_empty_block_keeps_what_a_model_was_given_outside(
+    edit: Callable[[nn.Module], object], then: str, tmp_path: Path
+) -> None:
+    """As the error says."""
+    torch.manual_seed(0)
+    plain = Net()
+    edit(plain)
+    model, optimizer = wrapped(tmp_path, dtype="fp32")
+    edit(model)
+    for call in (lambda: step(model, optimizer), lambda: infinity.unwrap(model)):
+        with pytest.raises(ParameterChangedError, match="pass` keeps the values that it has now"):
+            call()
+    with infinity.gathered(model, write=True):
+        pass
+    if then == "train":
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name].float()), name
+        step(model, optimizer)
+    infinity.unwrap(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if then == "unwrap":
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name].float()), name

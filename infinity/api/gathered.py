@@ -37,6 +37,7 @@ def gathered(
             through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
             that torch counts raise, of parameters that are not placed on the device; those that it does not
             (``p.data.copy_()``, numpy) are found only with ``Config(check_edits=True)``, and may be lost.
+            Two parameters that are given one tensor's memory have a copy of it each.
         source: the rank whose edits are kept, where there are several. The block is collective then: all
             ranks enter it, with the same parameters. What another rank does to a parameter that `source`
             edits, too, does not count.

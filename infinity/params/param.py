@@ -438,9 +438,11 @@ class ShardedParam:
             f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
             found=f"{param.dtype}, shape {tuple(param.shape)}" if wrong else "other storage",
-            cure="`infinity.unwrap(model)`, resize or cast it, and wrap it again"
-            if wrong
-            else "edit inside `with infinity.gathered(params, write=True):`, or unwrap, change and wrap it",
+            cure="`infinity.unwrap(model)`, resize it, and wrap it again"
+            if tuple(param.shape) != self.spec.shape
+            else "`with infinity.gathered(params, write=True): pass` keeps the values that it has now, as "
+            f"{self.spec.dtype}; edit inside such a block from then on. `infinity.unwrap(model)` works after "
+            "one, to cast it and wrap it again",
         )
 
 
