@@ -41,9 +41,11 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
-# What runs on a device with CUDA's control flow as well (tests/staged.py), with the settings of `make test`.
-STAGED := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
-            rank_seeds ranks)
+# What runs with the settings of `make test` on devices with CUDA's control flow as well: on `CudaDevice` itself,
+# over a device that is late (tests/lagging), and, where there are ranks, on tests/staged.py.
+LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
+             state_io)
+STAGED := $(patsubst %,tests/test_%.py,rank_seeds ranks)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
@@ -123,6 +125,7 @@ test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full" --device lagging $(LAGGING)
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full" --device staged $(STAGED)
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem

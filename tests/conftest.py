@@ -46,13 +46,17 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=("cpu", "staged"), default="cpu", help='what device="cpu" means: see staged.py'
+        "--device",
+        choices=("cpu", "staged", "lagging"),
+        default="cpu",
+        help='what device="cpu" means: see staged.py',
     )
 
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--device staged` engines have a device with CUDA's control flow, and its faults fail the test."""
+    """With `--device staged` or `lagging` engines have a device with CUDA's control flow; its faults fail the
+    test."""
     ranks.DEVICE = request.config.getoption("--device")
     with devices(ranks.DEVICE):
         yield
@@ -95,12 +99,13 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     """Serial tests come last: then no worker waits for them that has others to run.
 
     A test for a GPU fails in CI where there is none; `make test` does not select it. Engines of other
-    processes have no staged device.
+    processes have no staged or lagging device.
     """
     leave_the_rest(items)
-    if session.config.getoption("--device") != "cpu":
-        session.config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("processes")])
-        items[:] = [i for i in items if not i.get_closest_marker("processes")]
+    left_out = {"cpu": (), "staged": ("processes",), "lagging": ("processes", "on_cpu")}
+    for mark in left_out[session.config.getoption("--device")]:
+        session.config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker(mark)])
+        items[:] = [i for i in items if not i.get_closest_marker(mark)]
     items.sort(key=lambda item: item.get_closest_marker("serial") is not None)
     if torch.cuda.is_available() or os.environ.get("CI"):
         return

@@ -69,7 +69,7 @@ def train_offloaded(
             if after_step is not None:
                 after_step(adam, step)
         engine = engine_of(model)
-        run.buffers = {n: b.clone() for n, b in model.named_buffers()}
+        run.buffers = {n: b.cpu().clone() for n, b in model.named_buffers()}
         for name, param in model.named_parameters():
             sharded = engine.params[param]
             run.copies[name] = engine.states.copies_of([sharded])[sharded]

@@ -436,7 +436,12 @@ def staged_devices() -> Iterator[list[Staged]]:
 
 
 def devices(name: str) -> AbstractContextManager[Any]:
-    """Return what engines have the device `name` inside of, where they are told "cpu": "cpu" or "staged"."""
+    """Return what engines have the device `name` inside of, where they are told "cpu": "cpu", "staged", or
+    "lagging"."""
+    if name == "lagging":
+        from .lagging.lane import lagging_lane  # needs a compiler
+
+        return lagging_lane()
     return staged_devices() if name == "staged" else contextlib.nullcontext()
 
 

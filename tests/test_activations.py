@@ -201,6 +201,7 @@ class Mixed(Stack):
         return x
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("seed", range(2))
 def test_mixed_layers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
@@ -208,6 +209,7 @@ def test_mixed_layers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert same(host, device)
 
 
+@pytest.mark.on_cpu
 def test_layouts_and_dtypes_come_back_as_they_were(small: None, tmp_path: Path) -> None:
     """Strides too, of what is dense in any order; what has gaps or overlaps stays on the device."""
     base = torch.randn(6, 4, 32)
@@ -356,6 +358,7 @@ def test_a_graph_that_is_dropped_gives_its_leases_back(tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
 def test_a_lease_comes_home_no_sooner_than_its_copies_are_done(direction: str, tmp_path: Path) -> None:
     """The graph is dropped while an input is on its way."""
@@ -501,6 +504,7 @@ def _step_between(model: Stack) -> None:
     out.sum().backward()
 
 
+@pytest.mark.on_cpu
 @covering
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("form", FORMS)
@@ -655,6 +659,7 @@ def test_what_a_user_does_means_what_it_means_in_torch(
     assert same(host, device)
 
 
+@pytest.mark.on_cpu
 def test_a_gradient_of_a_gradient(tmp_path: Path) -> None:
     device, host = gradients_of(lambda: Stack(4), _penalty, tmp_path)
     assert same(host, device)
@@ -686,6 +691,7 @@ def test_checkpoint_sequential(tmp_path: Path) -> None:
     assert same(host, device)
 
 
+@pytest.mark.on_cpu
 def test_a_compiled_layer(tmp_path: Path) -> None:
     device, host = gradients_of(lambda: Stack(3), _compiled, tmp_path)
     assert same(host, device)

@@ -127,7 +127,7 @@ def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(
     count: int, pytestconfig: pytest.Config
 ) -> None:
     need_means()
-    if pytestconfig.getoption("--device") == "staged":
+    if pytestconfig.getoption("--device") != "cpu":
         runs = run_campaign(count, "--staged", timeout=500)
         assert sum(o["fired"] for _, o in runs) >= 0.08 * count  # every tenth is a training run
     else:
@@ -346,6 +346,7 @@ def test_a_file_system_that_cannot_map_files(goes: bool, faultfs: Path, tmp_path
     assert "Errno" not in err
 
 
+@pytest.mark.on_cpu
 def test_a_directory_that_is_removed_under_a_run(tmp_path: Path, undisturbed: list[float]) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
@@ -452,6 +453,7 @@ def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
+@pytest.mark.on_cpu
 def test_two_runs_in_a_directory_then_a_kill_then_a_new_run(tmp_path: Path, undisturbed: list[float]) -> None:
     with child(_CHILD, tmp_path) as first:
         assert first.stdin is not None

@@ -61,10 +61,7 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     found = []
     for at, argument in enumerate(op._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
-        unsaid = at in _UNSAID.get(op, ())
-        if value is not None and (
-            unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
-        ):
+        if value is not None and argument.alias_info is not None and argument.alias_info.is_write:
             found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
     return found
 
@@ -98,9 +95,10 @@ def run(world: World, op: Any, args: Any, kwargs: Any) -> Any:
             if target.size() != shape.size():
                 target.resize_(shape.size())
         return run(world, op, args, kwargs) if written[0].numel() else _returned(op, args, kwargs, written)
-    is_written = {id(t) for t in written}
+    unsaid = [args[at] for at in _UNSAID.get(op, ()) if args[at] is not None]
+    is_written = {id(t) for t in (*written, *unsaid)}
     reads = [span_of(t) for t in mine if id(t) not in is_written]
-    writes = [span_of(t) for t in written]
+    writes = [span_of(t) for t in (*written, *unsaid)]
     call_args, call_kwargs = tree_unflatten([_for_call(t) for t in flat], spec)
     returns = op._schema.returns
     if any(not isinstance(r.type, (torch.TensorType, torch.ListType, torch.OptionalType)) for r in returns):
@@ -129,7 +127,7 @@ def run(world: World, op: Any, args: Any, kwargs: Any) -> Any:
         for m in outs
     ]
     targets = [raw(m) if isinstance(m, torch.Tensor) else None for m in made]
-    writes = [span_of(m) for m in made if isinstance(m, torch.Tensor)]
+    writes += [span_of(m) for m in made if isinstance(m, torch.Tensor)]
     world.launch()
     world.put(stream, lambda: _call(op, call_args, call_kwargs, targets), reads, writes, what)
     return tree_unflatten(made, out_spec)

@@ -258,6 +258,9 @@ class World:
             self.registered.append((begin, begin + nbytes))
             return 0
 
+    def has_registered(self, begin: int) -> bool:
+        return any(span[0] == begin for span in tuple(self.registered))
+
     def unregister(self, begin: int) -> None:
         with self.lock:
             found = next((s for s in self.registered if s[0] == begin), None)
