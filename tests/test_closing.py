@@ -294,3 +294,48 @@ def test_the_activation_region_prefers_the_node_of_the_pool(
     config = config_of(tmp_path, activations="host", activation_memory="1MiB")
     infinity.close(infinity.wrap(*build(), config)[0])
     assert (1 << 20, 1) in asked
+
+
+_RELEASED = """
+import gc, sys
+import torch
+from torch import nn
+import infinity
+gc.disable()
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def run(closes):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    adam = torch.optim.AdamW(model.parameters())
+    tiers = dict.fromkeys(("parameters", "optimizer_state", "gradients"), sys.argv[2])
+    given = {"device_memory": "256MiB", "host_memory": "1GiB", "nvme": sys.argv[1]}
+    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu", **given, **tiers))
+    model(torch.ones(2, 1024)).square().mean().backward()
+    adam.step()
+    if closes:
+        infinity.close(model)
+
+for closes in (True, False):
+    run(closes)
+    before = resident()
+    for _ in range(3):
+        run(closes)
+    assert resident() - before < 48 << 20, (closes, resident() - before)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tier", ["host", "nvme", "device"])
+def test_memory_and_directories_of_models_that_are_gone_are_free_for_the_next(
+    tier: str, tmp_path: Path
+) -> None:
+    """Though no collector of cycles runs by itself; closed, or lost with an error, say."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _RELEASED, str(tmp_path), tier]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr

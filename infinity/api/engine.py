@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Collection
@@ -88,6 +89,7 @@ class Engine:
         self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
+        gc.collect()  # models that nobody has any more, with their memory and directories
         wait_for_dropped()
         device = open_device(config.device, self.recorder)
         comm = connect(
@@ -416,6 +418,7 @@ class Engine:
             finally:
                 self._shut, self.phases.closed = True, self.phases.closed or CLOSED
                 self._reaper.close()
+                self.tiers.let_go()
             if not hurry:
                 self.updates.check_once()
         except (StorageError, OutOfMemoryError) as error:

@@ -49,6 +49,11 @@ class Tiers:
             if plan.state_tier is Tier.DEVICE:
                 self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
 
+    def let_go(self) -> None:
+        """Hold no memory any more: the engine is closed."""
+        self.sections.clear()
+        self.on_device.clear()
+
     def lease_nbytes(self, chunk: Chunk) -> int:
         """Return the bytes of pool that the I/O of `chunk` takes."""
         return self.plans[chunk.id].update_lease

@@ -464,6 +464,7 @@ class Store:
 
     def _release_all(self) -> None:
         self._views.clear()
+        self._host.clear()  # the memory goes with its tensors, and not when a collector finds the store
         with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
             if self._memory is not None:
                 stack.callback(self._memory.close)
