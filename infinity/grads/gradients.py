@@ -552,5 +552,10 @@ class Gradients:
                 self.sending.run(lambda c=chunk, s=segments: self._work.erase(c, s))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Finish and end the worker."""
+        """Finish and end the worker, and let go of the gradients: Python's collector does not see that a
+        parameter holds its gradient, which holds the parameter."""
         self.sending.close()
+        for unit in self.units:
+            for sharded in unit.params:
+                if isinstance(sharded.param.grad, ShardedGrad):
+                    sharded.param.grad = None
