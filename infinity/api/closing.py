@@ -10,14 +10,17 @@ end of the program, for engines that are still there.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Final
 
 from infinity.core.at_exit import arm
+from infinity.core.sizes import MiB
 from infinity.hardware.device import POLL
 from infinity.storage.interrupt import before_exit
 
@@ -29,9 +32,11 @@ class Reaper:
 
     Args:
         shut_down: holds no reference to `owner`; may wait.
+        nbytes: what `owner` may hold until it is garbage, also when it is closed.
     """
 
-    def __init__(self, owner: object, shut_down: Callable[[], None]) -> None:
+    def __init__(self, owner: object, shut_down: Callable[[], None], nbytes: int) -> None:
+        _held[owner] = nbytes
         self._shut_down = shut_down
         self._pid = os.getpid()
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -68,10 +73,16 @@ class Reaper:
 
 
 _reapers: set[Reaper] = set()
+_held: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_MUCH: Final = 16 * MiB  # a collector takes a tenth of a second
 
 
 def wait_for_dropped() -> None:
-    """Block until the engines of models that were dropped without `close` are closed."""
+    """Block until the engines of models that were dropped without `close` are closed, also of those that only
+    a collector of cycles finds: with an error's frames, say. Has it look for closed ones where they may hold
+    much: their models' parameters."""
+    if _reapers or sum(_held.values()) > _MUCH:
+        gc.collect()
     for reaper in _reapers.copy():
         if not reaper._finalizer.alive:
             reaper._join()

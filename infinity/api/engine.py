@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import weakref
 from collections.abc import Collection
@@ -89,7 +88,6 @@ class Engine:
         self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
-        gc.collect()  # models that nobody has any more, with their memory and directories
         wait_for_dropped()
         device = open_device(config.device, self.recorder)
         comm = connect(
@@ -321,7 +319,7 @@ class Engine:
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
         token, blocks = self.phases.token, self.phases.blocks
         ends = functools.partial(_shut_down, token, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
-        self._reaper = Reaper(self, ends)
+        self._reaper = Reaper(self, ends, sum(unit.layout.gathered_nbytes for unit in self.units))
         _ENGINES.add(self)
 
     def _offload(self, optimizer: torch.optim.Optimizer, decoupled: bool) -> OffloadOptimizer:
