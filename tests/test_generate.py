@@ -262,3 +262,14 @@ except SystemExit:
             command, env={**environment, **given}, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.stdout.splitlines()[-1:] == [expected], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--seed", str(1 << 64)), ("--temperature", "nan"), ("--temperature", "inf")]
+)
+def test_what_cannot_be_drawn_with_is_refused(
+    option: str, value: str, directory: Path, generate: Any
+) -> None:
+    code, _, err = generate(directory, "--prompt", "a", option, value)
+    assert code == 2
+    assert option in err

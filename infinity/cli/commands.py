@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -148,6 +149,12 @@ def plan_command(
     )
 
 
+def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 @click.command("generate", cls=RunCommand)
 @click.argument("directory", metavar="DIR")
 @click.option("--prompt", "text", help="Text to go on from.")
@@ -159,10 +166,20 @@ def plan_command(
     "--batch", "at_once", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token."
+    "--temperature",
+    type=click.FloatRange(0),
+    callback=_finite,
+    default=0.0,
+    show_default=True,
+    help="0: the likeliest token.",
 )
 @click.option(
-    "--seed", "drawn", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn."
+    "--seed",
+    "drawn",
+    type=click.IntRange(0, (1 << 64) - 1),  # what torch's generators take
+    default=0,
+    show_default=True,
+    help="Of what is drawn.",
 )
 @functools.partial(
     run_options, options=[o for o in OPTIONS if o.section == "engine" and o.name in _GENERATES]
