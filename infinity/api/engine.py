@@ -416,7 +416,7 @@ class Engine:
             finally:
                 self._shut, self.phases.closed = True, self.phases.closed or CLOSED
                 self._reaper.close()
-                self.tiers.let_go()
+                self.tiers.drop_memory()
             if not hurry:
                 self.updates.check_once()
         except (StorageError, OutOfMemoryError) as error:

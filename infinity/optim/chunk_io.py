@@ -49,7 +49,7 @@ class Tiers:
             if plan.state_tier is Tier.DEVICE:
                 self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
 
-    def let_go(self) -> None:
+    def drop_memory(self) -> None:
         """Hold no memory any more: the engine is closed."""
         self.sections.clear()
         self.on_device.clear()
