@@ -13,7 +13,7 @@ import torch
 
 from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
-from infinity.hardware.streams import Task
+from infinity.hardware.streams import Task, is_over, wait_over
 from infinity.params.load import Load
 from infinity.storage.memory import HostMemory
 from infinity.storage.pinned import Lease, PinnedPool
@@ -162,6 +162,40 @@ def test_what_a_copy_still_reads_is_not_lent_and_nobody_waits_to_give_it_up() ->
     for lease in (again, *got):
         lease.release()
     assert pool.stats()["load"].in_use == 0
+
+
+class Short:
+    """An event: there is no memory for the first looks and waits, and then it happens."""
+
+    def __init__(self) -> None:
+        self.failures, self.happened = 3, False
+
+    def _ask(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError
+
+    def done(self) -> bool:
+        self._ask()
+        return self.happened
+
+    def wait(self) -> None:
+        self._ask()
+        self.happened = True
+
+
+def test_a_look_that_finds_no_memory_says_nothing_of_what_it_looks_at() -> None:
+    pool, event = pool_of(1), Short()
+    pool.lease("load", 1).release(event)
+    assert pool.try_lease("load", 1) is None
+    wait_over(event)
+    assert event.happened
+    assert pool.try_lease("load", 1) is not None
+    failed = Task(lambda: bytearray(1 << 62))
+    failed.run()
+    assert isinstance(failed.error, MemoryError)
+    assert is_over(failed)
+    wait_over(failed)
 
 
 def test_the_loader_reads_on_while_a_copy_waits(wrapped: Wrapped) -> None:

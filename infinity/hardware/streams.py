@@ -6,7 +6,6 @@ a machine without a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import random
@@ -35,16 +34,27 @@ class Event(Protocol):
 
 def is_over(event: Event) -> bool:
     """Return whether `event` has happened, or never will: who waits for it is told what went wrong."""
+    if isinstance(event, Task):
+        return event.is_over
     try:
         return event.done()
+    except MemoryError:
+        return False  # for the look, not of the event: what it uses may still be read
     except Exception:
         return True
 
 
 def wait_over(event: Event) -> None:
     """Wait for `event`, whatever became of it: what it uses may be freed afterwards."""
-    with contextlib.suppress(Exception):
-        event.wait()
+    while True:
+        try:
+            event.wait()
+            return
+        except MemoryError:  # the event's own, or there was none to wait with
+            if is_over(event):
+                return
+        except Exception:
+            return
 
 
 class Task:
