@@ -362,6 +362,29 @@ def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+def test_a_checkpoint_that_goes_under_a_look_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one, for which a save removed it, is found; also where that was not listed yet."""
+    model, adam = start(tmp_path / "run", **ON_HOST)
+    first = Path(infinity.save(adam, tmp_path / "saved"))
+    step(model, adam)
+    second = Path(infinity.save(adam, tmp_path / "newer"))
+    inner = os.open
+
+    def save_first(path: Any, *more: Any, **named: Any) -> int:
+        if str(path) == f"{first}/index.json" and first.exists():
+            second.rename(first.parent / second.name)
+            shutil.rmtree(first)
+        return inner(path, *more, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", save_first)
+        infinity.load(adam, first.parent)
+    assert (adam.steps, first.exists()) == (1, False)
+    infinity.close(adam)
+
+
 def test_what_is_being_edited_is_not_saved(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run")
     with infinity.gathered(model, write=True), pytest.raises(ParameterError, match="while they are edited"):

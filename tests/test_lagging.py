@@ -89,7 +89,8 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     assert (backward + step)["host waits: infinity-gradients"] == chunks
     assert backward["copies"] <= chunks
     assert backward["stream waits"] <= 4 * chunks
-    assert step["launches"] <= (4 * params + 14 * chunks if parameters == "device" else 2 * chunks)
+    # Of gradients that were still on their way when the step began there is a launch each.
+    assert step["launches"] <= (4 * params + 15 * chunks if parameters == "device" else 3 * chunks)
     assert step["copies that block"] <= (parameters == "device")  # which values somebody has edited
     assert found["registrations after wrap"] == 0
 

@@ -43,7 +43,7 @@ from .user_state import check_named, decode, is_tokenizer
 _SHOWN: Final = 20  # names in a message
 _WHAT: Final = "a load"  # what ranks do together
 _GIVEN: Final = "the end of a load"
-_ATTEMPTS: Final = 5  # where another process saves into the directory meanwhile
+_ATTEMPTS: Final = 1000  # each another checkpoint, that a process which saves meanwhile has removed
 
 
 def load(

@@ -108,13 +108,17 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
             are left out (`damaged`).
     """
     found = []
-    left_out = () if damaged else (CorruptionError, DirectoryError)
-    for name in _listing(root):
+    for name in filter(_STEP.fullmatch, _listing(root)):
         path = os.path.join(root, name)
-        if _STEP.fullmatch(name):
-            with contextlib.suppress(*left_out):
-                if _has_index(path):
-                    found.append(_read(path))
+        try:
+            if _has_index(path):
+                found.append(_read(path))
+        except (CorruptionError, DirectoryError) as error:
+            if error.errno == errno.ENOENT and not _has_index(path):
+                # A save has removed it meanwhile, for a newer one, which may not have been listed.
+                return list_checkpoints(root, damaged=damaged)
+            if damaged:
+                raise
     return sorted(found, key=lambda f: f.counter)
 
 
