@@ -41,11 +41,9 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
-# What runs with the settings of `make test` on devices with CUDA's control flow as well: on `CudaDevice` itself,
-# over a device that is late (tests/lagging), and, where there are ranks, on tests/staged.py.
+# What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well.
 LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
-             state_io)
-STAGED := $(patsubst %,tests/test_%.py,rank_seeds ranks)
+             lagging_device rank_seeds ranks state_dict_rules state_io)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
@@ -122,11 +120,12 @@ train: $(VENV)/.built
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full and not architectures and not ecosystem"
+	$(PYTEST) -n $(WORKERS) -m "lagging and not slow and not full" --device lagging tests/test_lagging_device.py \
+	  tests/test_state_dict_rules.py
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full" --device lagging $(LAGGING)
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full" --device staged $(STAGED)
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600

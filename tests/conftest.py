@@ -33,9 +33,9 @@ locks.checking = True
 # Fixtures of several files. Locks that are made as these import the engine are among those.
 from . import ranks  # noqa: E402
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
+from .lagging.lane import devices  # noqa: E402
 from .quick import leave_the_rest  # noqa: E402
 from .small_net import config, wrapped  # noqa: E402, F401
-from .staged import devices, staged  # noqa: E402, F401
 
 # Workers of xdist share the cores: if each of them, and each of their child processes, took all, torch's
 # threads would spin while they wait for each other.
@@ -47,16 +47,15 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
-        choices=("cpu", "staged", "lagging"),
+        choices=("cpu", "lagging"),
         default="cpu",
-        help='what device="cpu" means: see staged.py',
+        help='what device="cpu" means: see lagging/lane.py',
     )
 
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--device staged` or `lagging` engines have a device with CUDA's control flow; its faults fail the
-    test."""
+    """With `--device lagging` engines have a CUDA device that is late; what it finds fails the test."""
     ranks.DEVICE = request.config.getoption("--device")
     with devices(ranks.DEVICE):
         yield
@@ -99,11 +98,11 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     """Serial tests come last: then no worker waits for them that has others to run.
 
     A test for a GPU fails in CI where there is none; `make test` does not select it. Engines of other
-    processes have no staged or lagging device.
+    processes have no lagging device. Nor has a process that ran a backward before it knew that device.
     """
     leave_the_rest(items)
-    left_out = {"cpu": (), "staged": ("processes",), "lagging": ("processes", "on_cpu")}
-    for mark in left_out[session.config.getoption("--device")]:
+    on_cpu = session.config.getoption("--device") == "cpu"
+    for mark in ("lagging",) if on_cpu else ("processes", "on_cpu"):
         session.config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker(mark)])
         items[:] = [i for i in items if not i.get_closest_marker(mark)]
     items.sort(key=lambda item: item.get_closest_marker("serial") is not None)

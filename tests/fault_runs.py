@@ -210,7 +210,7 @@ def training_run(directories: list[str], *, backend: str, deadline: float) -> st
             digest.update(repr(loss.item()).encode())
         with infinity.gathered(model):
             for name, param in model.named_parameters():
-                digest.update(name.encode() + param.detach().numpy().tobytes())
+                digest.update(name.encode() + param.detach().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     return guarded(run, lambda: infinity.close(adam), begun)

@@ -39,7 +39,7 @@ from typing import Any
 
 from .fault_cases import BACKENDS, SLOW, Injection, Outcome, all_injections, problem, sample, thorough
 from .fault_runs import RUNS
-from .staged import staged_devices
+from .lagging.lane import lagging_lane
 
 _ROOT = Path(__file__).parents[1]
 OPS = {"read": 1, "write": 2, "fsync": 3, "fallocate": 4, "create": 5, "mkdir": 6, "truncate": 7}
@@ -516,11 +516,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", default="", help="those whose name contains this")
     parser.add_argument("--out", type=Path, help="a JSON file for injections and outcomes")
-    parser.add_argument("--staged", action="store_true", help="training runs on the device of staged.py")
+    parser.add_argument("--lagging", action="store_true", help="training runs on a lagging device")
     options = parser.parse_args()
-    if options.staged:
+    if options.lagging:
         options.only = "training"
-        RUNS["training"] = staged_devices()(RUNS["training"])  # the decorator makes devices at each call
+        RUNS["training"] = lagging_lane()(RUNS["training"])  # the decorator makes devices at each call
     with tempfile.TemporaryDirectory(prefix="infinity-faults-", ignore_cleanup_errors=True) as folder:
         injections, outcomes, digests = campaign(
             Path(folder),

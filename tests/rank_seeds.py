@@ -1,7 +1,7 @@
 """What each rank runs in test_rank_seeds.py: random trainings, many in one process, with late transfers or
-without, on a device with memory of its own (`staged`, see staged.py) or without.
+without, on a device with memory of its own (`lagging`, see tests/lagging) or without.
 
-python -m tests.rank_seeds FIRST END DIRECTORY [--late] [--device staged]      (under torchrun's environment)
+python -m tests.rank_seeds FIRST END DIRECTORY [--late] [--device lagging]      (under torchrun's environment)
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from .lagging.lane import devices
 from .models import build
 from .rank_training import check
-from .staged import devices
 
 TIERS = ("device", "host", "nvme", {"device": 0.3, "host": 0.3, "nvme": 0.4}, {"host": 0.5, "nvme": 0.5})
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("end", type=int)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--late", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "staged"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "lagging"), default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "no_sync", RuntimeWarning)  # does nothing from stage 2 on

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Result = tuple[int, str, str]
-#: The device of ranks for which no other is named (`devices` in staged.py): that of `pytest --device`.
+#: The device of ranks for which no other is named (`devices` in lagging/lane.py): that of `pytest --device`.
 DEVICE = "cpu"
 _server: subprocess.Popen[str] | None = None
 
@@ -43,7 +43,7 @@ def run_ranks(
     The exit code is negative for a signal, as of `subprocess`. All are killed after `seconds`; and so is a
     stopped one when no other runs. `arguments` are `sys.argv[1:]`; `environment` is added to each rank's;
     `imports`: modules that all ranks forked from now on have imported. `device`: what "cpu" means in
-    `Config(device=…)`, see `devices` in staged.py.
+    `Config(device=…)`, see `devices` in lagging/lane.py.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         request = {
@@ -108,6 +108,8 @@ def _serve() -> dict[str, object] | None:
         request = json.loads(line)
         for name in request["imports"]:
             importlib.import_module(name)
+        if request["device"] == "lagging":  # torch is told of it once, and not by each rank
+            importlib.import_module("tests.lagging.cuda").make_known()
         gc.freeze()  # or each rank's collector would copy every page
         port = free_port()
         pids = []
@@ -171,7 +173,9 @@ if __name__ == "__main__":
         if request["device"] == "cpu":
             exec(code, {"__name__": "__main__"})
         else:
-            from tests.staged import devices
+            from tests.lagging.lane import devices
 
+            names = {"__name__": "__main__"}
             with devices(str(request["device"])):
-                exec(code, {"__name__": "__main__"})
+                exec(code, names)
+                names.clear()  # what the script leaves closes on its device

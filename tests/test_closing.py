@@ -19,13 +19,11 @@ import torch
 import infinity
 from infinity.api import closing
 from infinity.api.engine import engine_of
-from infinity.core.errors import WrapError
 from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice
 
 from .quick import quick
 from .small_net import build, tokens, train
-from .staged import Staged
 
 TIMEOUT = 60.0
 
@@ -244,35 +242,6 @@ atexit.register(save, "after-wrap")
 # -- pinned memory ------------------------------------------------------------------------------
 
 
-def assert_unpinned_last(device: Staged) -> None:
-    """All of it, when no copy was under way any more."""
-    ends = [call for _, call, _ in device.calls if call in ("close", "unregister")]
-    assert ends.count("unregister") >= 2
-    assert ends[0] == "close"
-    assert device.registered == 0
-
-
-def test_memory_is_unpinned_when_no_copy_can_read_it_any_more(tmp_path: Path, staged: list[Staged]) -> None:
-    config = config_of(tmp_path, optimizer_state="host", parameters="host")
-    model, optimizer = infinity.wrap(*build(), config)
-    train(model, optimizer, 1)
-    assert staged[0].registered
-    infinity.close(model)
-    assert_unpinned_last(staged[0])
-
-
-def test_memory_is_unpinned_in_that_order_when_wrap_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: list[Staged]
-) -> None:
-    def fails(*_: Any) -> None:
-        raise WrapError("what comes last")
-
-    monkeypatch.setattr("infinity.api.engine.install", fails)
-    with pytest.raises(WrapError, match="comes last"):
-        infinity.wrap(*build(), config_of(tmp_path, optimizer_state="host", parameters="host"))
-    assert_unpinned_last(staged[0])
-
-
 def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
     waited: list[str] = []
     device = object.__new__(CudaDevice)
@@ -281,19 +250,6 @@ def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
         setattr(device, name, stream)
     device.close()
     assert sorted(waited) == ["_aside", "_d2h", "_h2d"]
-
-
-def test_the_activation_region_prefers_the_node_of_the_pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: list[Staged]
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr("infinity.api.engine.node_for", lambda *_: 1)
-    monkeypatch.setattr(
-        "infinity.storage.memory.prefer_node", lambda _, nbytes, node: asked.append((nbytes, node))
-    )
-    config = config_of(tmp_path, activations="host", activation_memory="1MiB")
-    infinity.close(infinity.wrap(*build(), config)[0])
-    assert (1 << 20, 1) in asked
 
 
 _RELEASED = """

@@ -128,7 +128,7 @@ def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(
 ) -> None:
     need_means()
     if pytestconfig.getoption("--device") != "cpu":
-        runs = run_campaign(count, "--staged", timeout=500)
+        runs = run_campaign(count, "--lagging", timeout=500)
         assert sum(o["fired"] for _, o in runs) >= 0.08 * count  # every tenth is a training run
     else:
         check_campaign(run_campaign(count, timeout=500), count)

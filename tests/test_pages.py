@@ -191,7 +191,7 @@ class Layers(nn.Module):
 
 
 def check(device: Any) -> None:
-    if isinstance(device, HostDevice):  # not with --device staged
+    if isinstance(device, HostDevice):  # not with --device lagging
         assert device.pages.filled + device.pages.kept <= device.pages.most
 
 

@@ -12,15 +12,7 @@ from .quick import quick
 from .ranks import all_well, run_ranks
 from .test_ranks import HEAD, LOOP, of_stage
 
-#: The device of all scripts here, by `staged.py`'s names.
-DEVICES = pytest.mark.parametrize("device", quick(["cpu", "staged"], ["cpu"]))
-
-ON_DEVICE = """
-if sys.argv[2] == "staged":
-    from tests.staged import staged_devices
-    devices = contextlib.ExitStack()
-    made = devices.enter_context(staged_devices())
-"""
+DEVICES = pytest.mark.parametrize("device", quick(["cpu", "lagging"], ["cpu"]))
 
 #: What one rank does to its gradients and the other does not, behind a backward.
 CHANGES = {
@@ -29,7 +21,7 @@ CHANGES = {
     "one to None": "weight.grad = None",
     "zeros": "adam.zero_grad(set_to_none=False)",
     "one to zeros": "weight.grad.zero_()",
-    "a tensor": "weight.grad = torch.ones(8, 32)",
+    "a tensor": "weight.grad = torch.ones(8, 32, device=weight.device)",
     "a factor": "weight.grad.mul_(0.5)",
     "frozen": "weight.requires_grad_(False)",
 }
@@ -55,7 +47,7 @@ def all_alike():
     weight.requires_grad_(True)
     step()
 
-cases = json.loads(sys.argv[3])
+cases = json.loads(sys.argv[2])
 for what, when in cases:
     def change():
         if rank == 1:
@@ -111,9 +103,9 @@ MORE = [(stage, run) for stage, run in RUNS if run == 0 or run % 4 == stage]
 @pytest.mark.parametrize(("stage", "run"), quick(RUNS, QUICK, [*QUICK, *MORE]))
 @DEVICES
 def test_gradients_that_one_rank_changes(stage: int, run: int, device: str, tmp_path: Path) -> None:
-    script = ON_DEVICE.join(HEAD.split("torch.set_num_threads(1)\n", 1)) + LOOP + ALONE
+    script = HEAD + LOOP + ALONE
     given = cases(stage)[run]
-    results = run_ranks(2, script, of(stage, tmp_path), device, json.dumps(given), seconds=120)
+    results = run_ranks(2, script, of(stage, tmp_path), json.dumps(given), seconds=120, device=device)
     if run == 0:
         first, second = all_well(results)
         norms = [[line for line in out.splitlines() if line.startswith("norm")] for out in (first, second)]
@@ -123,10 +115,6 @@ def test_gradients_that_one_rank_changes(stage: int, run: int, device: str, tmp_
         for code, _, err in results:
             assert code == 1, err
             assert "DivergenceError" in err or "GradientError" in err, err
-
-
-def script_of(body: str) -> str:
-    return ON_DEVICE.join(HEAD.split("torch.set_num_threads(1)\n", 1)) + "torch.set_num_threads(1)\n" + body
 
 
 RAISES = """
@@ -172,8 +160,8 @@ infinity.close(adam)
 @pytest.mark.parametrize("stage", quick(range(4), [1]))
 @DEVICES
 def test_an_edit_of_another_rank_than_the_source(stage: int, device: str, tmp_path: Path) -> None:
-    script = script_of(LOOP + RAISES + EDITS)
-    first, second = all_well(run_ranks(2, script, of(stage, tmp_path), device, seconds=120))
+    script = HEAD + LOOP + RAISES + EDITS
+    first, second = all_well(run_ranks(2, script, of(stage, tmp_path), seconds=120, device=device))
     assert first == second
 
 
@@ -266,7 +254,7 @@ def test_buffers_that_differ_between_ranks_are_named(apart: str, tmp_path: Path)
 
 PATHS = """
 from infinity.core.errors import ConfigError
-folder, mine = sys.argv[3], f"{sys.argv[3]}/{rank}"
+folder, mine = sys.argv[2], f"{sys.argv[2]}/{rank}"
 os.makedirs(mine)
 for path in (mine, "here"):
     os.chdir(mine)
@@ -286,8 +274,8 @@ infinity.close(adam)
 @pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_paths_that_differ_between_ranks(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    arguments = of(stage, tmp_path), "cpu", str(folder)
-    all_well(run_ranks(2, script_of(LOOP + RAISES + PATHS), *arguments, seconds=120))
+    arguments = of(stage, tmp_path), str(folder)
+    all_well(run_ranks(2, HEAD + LOOP + RAISES + PATHS, *arguments, seconds=120))
 
 
 STATISTICS = """
@@ -311,7 +299,7 @@ def contents(model):
     model.train()
     return {**{n: v.clone() for n, v in model.state_dict().items()}, "said": said}
 
-path = sys.argv[3]
+path = sys.argv[2]
 model, adam = built()
 train(model, adam, 0, 3)
 infinity.save(adam, path)
@@ -331,7 +319,7 @@ infinity.close(adam)
 
 #: On one rank, or three: all have the first one's.
 ELSEWHERE = """
-path = sys.argv[3]
+path = sys.argv[2]
 model, adam = built()
 infinity.load(adam, path)
 print(model[1].running_mean.tolist())
@@ -342,11 +330,11 @@ infinity.close(adam)
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [3]))
 @DEVICES
 def test_a_rank_goes_on_with_its_own_buffers(stage: int, device: str, tmp_path: Path) -> None:
-    arguments = of(stage, tmp_path), device, str(tmp_path / "saved")
-    first, second = all_well(run_ranks(2, script_of(STATISTICS), *arguments, seconds=120))
+    arguments = of(stage, tmp_path), str(tmp_path / "saved")
+    first, second = all_well(run_ranks(2, HEAD + STATISTICS, *arguments, seconds=120, device=device))
     assert first != second
-    script = script_of(STATISTICS[: STATISTICS.index("path = ")] + ELSEWHERE)
-    said = [all_well(run_ranks(world, script, *arguments, seconds=120)) for world in (1, 3)]
+    script = HEAD + STATISTICS[: STATISTICS.index("path = ")] + ELSEWHERE
+    said = [all_well(run_ranks(world, script, *arguments, seconds=120, device=device)) for world in (1, 3)]
     assert len({text for of_ranks in said for text in of_ranks}) == 1
 
 
@@ -369,7 +357,7 @@ with raises(ConfigError, "has to be a DeviceMesh"):
     infinity.wrap(model, adam, config, group if rank < 2 else dist.group.WORLD)
 assert model.first.weight.shape == (32, 8)
 
-folder, replica = sys.argv[3], rank // 2
+folder, replica = sys.argv[2], rank // 2
 apart = config.replace(independent_replicas=True)
 # The directories of replicas are not the same one.
 dist.barrier()
@@ -418,8 +406,8 @@ def test_a_mesh_of_some_ranks_is_refused_or_trains_a_model_of_its_own(tmp_path: 
     folder = tmp_path / "replicas"
     for name in ("", "1"):
         (folder / name).mkdir()
-    script = script_of(RAISES + REPLICAS)
-    said = all_well(run_ranks(4, script, of(3, tmp_path), "cpu", str(folder), seconds=200))
+    script = HEAD + RAISES + REPLICAS
+    said = all_well(run_ranks(4, script, of(3, tmp_path), str(folder), seconds=200))
     assert said[0] == said[1]
     assert said[2] == said[3]
     assert said[0] != said[2]
@@ -439,4 +427,4 @@ infinity.close(adam)
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1]))
 def test_a_factor_of_what_was_added_is_not_that_of_the_next_backward(stage: int, tmp_path: Path) -> None:
-    all_well(run_ranks(2, script_of(LOOP + ADDED), of(stage, tmp_path), "cpu", seconds=120))
+    all_well(run_ranks(2, HEAD + LOOP + ADDED, of(stage, tmp_path), seconds=120))

@@ -1,5 +1,5 @@
 """Two ranks train random models, placed at random; and so with loads that come late, others on each. With
-`--device staged` on a device with memory of its own."""
+`--device lagging` on a device with memory of its own."""
 
 from __future__ import annotations
 

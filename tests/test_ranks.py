@@ -262,6 +262,7 @@ def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
         assert "DivergenceError" in err
 
 
+@pytest.mark.on_cpu
 @STAGES
 def test_a_model_is_moved_to_the_cpu_of_its_rank(stage: int, tmp_path: Path) -> None:
     """As transformers' Trainer does."""
@@ -622,41 +623,41 @@ LOOPS = [
     ["b", some_zero, step], ["b", zeros, step], ["b", step, freeze, "b", step, thaw, "b", step],
     ["b", clamp, "b", step],
 ]
-made = model
-for stage in range(4):
-    for accumulation in (None, 2) if stage < 2 else (None,):
-        for number, loop in enumerate(LOOPS):
-            plain = copy.deepcopy(made)
-            o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-            model = copy.deepcopy(made)
-            adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
-            model, adam = infinity.wrap(model, adam, config)
-            seen = [], []
-            x = [torch.full((2, 8), r + 1.0) for r in range(world)]
-            for do in loop:
-                if do == "b":
-                    model(x[rank]).square().mean().backward()
-                    (sum(plain(each).square().mean() for each in x) / world).backward()
-                else:
-                    do(model, adam)
-                    do(plain, o)
-            for name, value in model.state_dict().items():
-                said = f"{name}, stage {stage}, accumulation {accumulation}, loop {number}: "
-                torch.testing.assert_close(
-                    value, plain.state_dict()[name], rtol=1e-5, atol=2e-6, msg=lambda m: said + m
-                )
-            for mine, wanted in zip(*seen, strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-7)
-            infinity.close(adam)
+made, stage = model, int(sys.argv[2])
+for accumulation in (None, 2) if stage < 2 else (None,):
+    for number, loop in enumerate(LOOPS):
+        plain = copy.deepcopy(made)
+        o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        model = copy.deepcopy(made)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
+        model, adam = infinity.wrap(model, adam, config)
+        seen = [], []
+        x = [torch.full((2, 8), r + 1.0) for r in range(world)]
+        for do in loop:
+            if do == "b":
+                model(x[rank]).square().mean().backward()
+                (sum(plain(each).square().mean() for each in x) / world).backward()
+            else:
+                do(model, adam)
+                do(plain, o)
+        for name, value in model.state_dict().items():
+            said = f"{name}, stage {stage}, accumulation {accumulation}, loop {number}: "
+            torch.testing.assert_close(
+                value, plain.state_dict()[name], rtol=1e-5, atol=2e-6, msg=lambda m: said + m
+            )
+        for mine, wanted in zip(*seen, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-7)
+        infinity.close(adam)
 """
 
 
-def test_what_users_do_to_gradients(tmp_path: Path) -> None:
-    """In every stage what torch does with the mean of the losses."""
+@pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
+def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
+    """What torch does with the mean of the losses."""
     given = settings_of(tmp_path, "device", "fp32")
     given["gradients"] = None
-    all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), seconds=120))
+    all_well(run_ranks(2, HEAD + GRADIENTS, json.dumps(given), str(stage), seconds=240))
 
 
 BUILT = """

@@ -441,6 +441,7 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.on_cpu  # it is a warning elsewhere
 @covering
 @pytest.mark.parametrize("edit", [edit_one, edit_some, edit_a_view])
 @pytest.mark.parametrize("look", list(LOOKS))
@@ -495,7 +496,7 @@ def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -
 
 
 @places
-@pytest.mark.usefixtures("staged")
+@pytest.mark.lagging
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_load_leaves_nothing_of_a_lease_on_the_device(place: str, dtype: str, tmp_path: Path) -> None:
     """On a device of its own a visit has a lease for what is there; a load writes it in place."""

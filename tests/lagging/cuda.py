@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils import cpp_extension
 
 from infinity.core import locks
@@ -96,6 +97,30 @@ def _convolution_backward(grad: Any, x: Any, weight: Any, *more: Any) -> Any:
     return tuple(grad.new_empty(0) if each is None else each for each in made)  # nobody looks at those
 
 
+def _lstm(
+    x: Any, state: Any, weights: Any, biased: bool, layers: int, dropout: float, *more: bool
+) -> tuple[Any, ...]:
+    """`torch.lstm` as the CPU does it, bit by bit: for devices torch has another kernel."""
+    train, bidirectional, batch_first = more
+    assert biased
+    assert not (dropout and train)
+    assert not bidirectional
+    inputs, hidden, cells = x.transpose(0, 1) if batch_first else x, [], []
+    for n, (h, c) in enumerate(zip(*state, strict=True)):
+        of_x, of_h, *bias = weights[4 * n : 4 * n + 4]
+        outputs = []
+        for gates in F.linear(inputs, of_x, bias[0]).unbind(0):
+            enter, forget, new, leave = F.linear(h, of_h, bias[1]).add_(gates).chunk(4, 1)
+            c = forget.sigmoid() * c + enter.sigmoid() * new.tanh()
+            h = leave.sigmoid() * c.tanh()
+            outputs.append(h)
+        inputs = torch.stack(outputs)
+        hidden.append(h)
+        cells.append(c)
+    out = inputs.transpose(0, 1) if batch_first else inputs
+    return out, torch.stack(hidden), torch.stack(cells)
+
+
 def _free(address: int) -> None:
     if _world is not None:
         _world.free(address)
@@ -130,6 +155,8 @@ def make_known() -> None:
     convolution = functools.partial(_operator, torch.ops.aten.convolution.default)
     aten.impl("convolution_overrideable", convolution, "PrivateUse1")
     aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        aten.impl("lstm.input", _lstm, key)
     module = types.ModuleType("torch.lagging")
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.is_initialized = lambda: True  # type: ignore[attr-defined]
@@ -363,6 +390,11 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
 def _kernels(patch: pytest.MonkeyPatch, here: World) -> None:
     """The CPU's kernels read and write host memory; that of the device they cannot reach."""
 
+    def refuse(name: str) -> None:
+        what = f"a kernel of the CPU is given memory of the device: {name}  {where()}"
+        here.find(what)  # also where nobody sees the error
+        raise Finding(what)
+
     def watch(name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         inner = getattr(cpu_adam, name)
 
@@ -370,7 +402,7 @@ def _kernels(patch: pytest.MonkeyPatch, here: World) -> None:
             of = {at: args[at] for at in (*reads, *writes) if at < len(args) and args[at] is not None}
             for tensor in of.values():
                 if operators.is_device(tensor):
-                    raise Finding(f"a kernel of the CPU is given memory of the device: {name}  {where()}")
+                    refuse(name)
             spans = {at: operators.span_of(t) for at, t in of.items()}
             here.host_access(
                 [spans[at] for at in reads if at in spans],
@@ -389,7 +421,7 @@ def _kernels(patch: pytest.MonkeyPatch, here: World) -> None:
 
     def copy_bytes(target: int, source: int, nbytes: int) -> None:
         if here.is_device(target) or here.is_device(source):
-            raise Finding(f"copy_bytes is given memory of the device  {where()}")
+            refuse("copy_bytes")
         here.host_access([(source, source + nbytes)], [(target, target + nbytes)], f"copy_bytes  {where()}")
         inner(target, source, nbytes)
 

@@ -74,6 +74,11 @@ def run(world: World, op: Any, args: Any, kwargs: Any) -> Any:
         return item(world, args[0])
     if op is aten.record_stream.default:
         raise Finding("record_stream by the dispatcher")
+    kinds = [argument.type for argument in op._schema.arguments]
+    args = tuple(  # a number that torch gives for a tensor
+        torch.tensor(v) if isinstance(kind, torch.TensorType) and isinstance(v, (int, float)) else v
+        for v, kind in zip(args, kinds, strict=False)
+    )
     flat, spec = tree_flatten((args, kwargs))
     tensors = [t for t in flat if isinstance(t, torch.Tensor)]
     mine = [t for t in tensors if is_device(t)]
