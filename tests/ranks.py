@@ -54,6 +54,7 @@ def run_ranks(
             "environment": dict(environment or {}),
             "imports": imports,
             "device": device or DEVICE,
+            "lagging": DEVICE == "lagging",  # all that this process starts may know that device
             "folder": folder,
         }
         server = _started()
@@ -108,7 +109,7 @@ def _serve() -> dict[str, object] | None:
         request = json.loads(line)
         for name in request["imports"]:
             importlib.import_module(name)
-        if request["device"] == "lagging":  # torch is told of it once, and not by each rank
+        if request["lagging"]:  # torch is told of that device once, and not by each rank
             importlib.import_module("tests.lagging.cuda").make_known()
         gc.freeze()  # or each rank's collector would copy every page
         port = free_port()
