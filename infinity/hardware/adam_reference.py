@@ -6,8 +6,10 @@ It serves what is placed on a CUDA device. Single multiplications and additions,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from infinity.core.sizes import NORM_BLOCK
 from .cpu_adam import (
     _CODES,
     Pieces,
+    Scalars,
     Segment,
     _bad_segment,
     _check,
@@ -72,9 +75,7 @@ def adamw_reference_segments(
         if tensor.device != master.device:
             raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
     _check_disjoint(named)
-    runs: list[
-        tuple[int, int, tuple[float, float, float, float, float, float, float, float, float, bool]]
-    ] = []  # neighbours with equal scalars are one
+    runs: list[tuple[int, int, Scalars]] = []  # neighbours with equal scalars are one
     end = 0
     for index, segment in enumerate(segments):
         try:
@@ -88,6 +89,12 @@ def adamw_reference_segments(
             start = runs.pop()[0]
         runs.append((start, end, scalars))
     for first, last, scalars in runs:
+        fused = _fused_for(master.device, grad.dtype, scalars) if master.is_cuda else None
+        if fused is not None:
+            fused(master, exp_avg, exp_avg_sq, grad, first, last, scalars)
+            if out is not None:
+                out[first:last].copy_(master[first:last])
+            continue
         for start in range(first, last, _SLICE):
             part = slice(start, min(start + _SLICE, last))
             _reference_slice(
@@ -101,6 +108,57 @@ def adamw_reference_segments(
 
 
 _SLICE: Final = 1 << 21  # elements
+_PROBE: Final = 1 << 14  # elements
+_Update: TypeAlias = Callable[..., None]
+_known: dict[tuple[torch.device, torch.dtype, bool, bool], _Update | None] = {}
+
+
+@functools.cache
+def _fused() -> _Update | None:
+    """Return `adam_fused.update`; None where there is no Triton."""
+    try:
+        from .adam_fused import update
+    except ImportError:
+        return None
+    return update
+
+
+def _fused_for(device: torch.device, dtype: torch.dtype, scalars: Scalars) -> _Update | None:
+    """Return the kernel of adam_fused.py for gradients of `dtype`, if it gives the bits of plain torch on
+    this device, which is found out once. Without a C compiler on the machine Triton cannot launch it."""
+    key = device, dtype, scalars[2] != 0.0, scalars[-1]
+    if key not in _known:
+        update = _fused()
+        right = update is not None and _gives_same_bits(update, device, dtype, scalars)
+        _known[key] = update if right else None
+    return _known[key]
+
+
+def _gives_same_bits(update: _Update, device: torch.device, dtype: torch.dtype, scalars: Scalars) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.empty(4, _PROBE).uniform_(-40, 10, generator=draw).exp_()
+    p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
+    grad, ours, wanted = g.to(dtype), (p, m, v.square()), (p.clone(), m.clone(), v.square())
+    try:
+        update(*ours, grad, 0, _PROBE, scalars)
+        _reference_slice(wanted[0], wanted[1], wanted[2], grad, None, *scalars)
+        right = all(
+            bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+            for a, b in zip(ours, wanted, strict=True)
+        )
+        found = "other bits than torch has"
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a compiler raises
+        right, found = False, f"{type(error).__name__}: {error}"
+    if not right:
+        warnings.warn(
+            f"Adam on {device} runs in plain torch, in some tens of launches for a chunk: Triton's kernel "
+            f"gives {found}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return right
 
 
 def _reference_slice(

@@ -12,7 +12,7 @@ import itertools
 import os
 import struct
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ except ImportError as error:
 
 #: Instruction sets, as INFINITY_ISA names them.
 ISAS: Final = ("scalar", "avx2", "avx512")
+#: Of `_derive`: grad_scale, decay, l2, lerp, beta2, square, inverse_root, eps, step_size, from_grad.
+Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
 _PACKED: Final = struct.Struct("<qqdddddqd??6x")  # struct Segment in adam.h
@@ -351,7 +353,7 @@ def _pack(segments: Sequence[Segment]) -> bytes:
 
 def _derive(
     segment: Segment,
-) -> tuple[float, float, float, float, float, float, float, float, float, bool]:
+) -> Scalars:
     """Return the kernel's own scalars of a segment, each rounded to float32 once."""
     return _native.derive(_pack((segment,)))
 
