@@ -56,6 +56,7 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
                 loss = loop.loss(batch)
             with phase("backward"):
                 loss.backward()
+                engine_of(model).gradients.wait()  # those that are on their way belong to it
             with phase("step"):
                 optimizer.step()
                 optimizer.zero_grad()
