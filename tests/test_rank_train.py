@@ -86,14 +86,24 @@ def test_stages_train_alike(text: str, nvme: str, tmp_path: Path) -> None:
     assert ours == theirs
 
 
-def test_what_one_rank_cannot_do_ends_all(text: str, nvme: str) -> None:
-    """One rank says so, with its number: the first to see it, for each looks at the drives of its machine."""
+LATE = """
+import os, time
+from infinity.cli import case
+if os.environ["RANK"] == "1":
+    looks = case.here
+    case.here = lambda *args, **more: [time.sleep(1), looks(*args, **more)][1]
+"""
+
+
+@pytest.mark.parametrize("before", ["", LATE], ids=["", "who looks late"])
+def test_what_one_rank_cannot_do_ends_all(before: str, text: str, nvme: str) -> None:
+    """The rank whose error it is says so, with its number."""
     Path(nvme, "0").mkdir()
     given = common(text, f"{nvme}/{{rank}}", "--no-save")
-    results = ranks_of(2, *given)
-    assert [(code, out) for code, out, _ in results] == [(2, ""), (2, "")]
-    [(rank, error)] = [(rank, error) for rank, (_, _, error) in enumerate(results) if error]
-    assert error.startswith(f"error: rank {rank}: the directory '{nvme}/1' cannot be used")
+    (code, out, said), (other, _, error) = ranks_of(2, *given, before=before)
+    assert (code, other) == (2, 2)
+    assert (out, said) == ("", "")
+    assert error.startswith("error: rank 1: the directory")
     assert f"mkdir -p {nvme}/1" in error
     assert not list(Path(nvme).rglob("*.arena"))
 

@@ -51,7 +51,7 @@ class Case:
 
     Args:
         machine: of a description; None: the one that this runs on.
-        planning: whether a machine that is not here may be proposed.
+        planning: whether a machine that is not here may be proposed, and this process looks for all ranks.
         at: which rank.
 
     Raises:
@@ -76,7 +76,8 @@ class Case:
             return described(machine, config, unnamed=self.unnamed)
 
         self.config = self._of_rank(settings)
-        self.machine = among(seen, settings, at.rank - at.local_rank, at.local_world, at.local_rank)
+        first = at.rank - at.local_rank
+        self.machine = among(seen, settings, first, at.local_world, at.local_rank, for_all=planning)
         self.machine = dataclasses.replace(self.machine, ranks=at.world, local_ranks=at.local_world)
         self.place = place_of(run, () if self.unnamed else self.config.directories)
         if self.place is not None:

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,13 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
 
 
 def among(
-    seen: Callable[[Config], Machine], config: Config, first: int, ranks: int, local_rank: int
+    seen: Callable[[Config], Machine],
+    config: Config,
+    first: int,
+    ranks: int,
+    local_rank: int,
+    *,
+    for_all: bool,
 ) -> Machine:
     """Return the machine as one of its ranks sees it, with how many of them use each drive.
 
@@ -74,13 +81,20 @@ def among(
         seen: returns the machine for a rank's settings.
         config: with what stands for a rank's numbers in `nvme`.
         first: the first rank of the machine, which has `ranks`.
+        for_all: whether nobody else looks. Otherwise a directory that another rank cannot use is for that one
+            to tell of.
+
+    Raises:
+        DirectoryError: a directory cannot be used; `for_all`: by any of the ranks.
     """
     mine = seen(config.for_rank(first + local_rank, local_rank))
     if ranks == 1:
         return mine
     if any("{" in d for d in config.directories):
-        all_ranks = [seen(config.for_rank(first + r, r)) for r in range(ranks)]
-        users = Counter(system for each in all_ranks for system in {d.system for d in each.drives})
+        users = Counter({d.system for d in mine.drives})
+        for r in set(range(ranks)) - {local_rank}:
+            with contextlib.suppress(*(() if for_all else (DirectoryError,))):
+                users.update({d.system for d in seen(config.for_rank(first + r, r)).drives})
     else:
         users = Counter({d.system: ranks for d in mine.drives})
     return mine.with_drives(replace(d, ranks=users[d.system]) for d in mine.drives)
