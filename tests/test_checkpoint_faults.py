@@ -362,26 +362,32 @@ def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+@pytest.mark.parametrize(("file", "times"), [("index.json", 1), ("index.json", 8), ("values", 8)])
 def test_a_checkpoint_that_goes_under_a_look_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newer one, for which a save removed it, is found; also where that was not listed yet."""
+    """The newer one, for which a save removed it, is found; also where that was not listed yet. And so on."""
     model, adam = start(tmp_path / "run", **ON_HOST)
-    first = Path(infinity.save(adam, tmp_path / "saved"))
-    step(model, adam)
-    second = Path(infinity.save(adam, tmp_path / "newer"))
+    root, later = tmp_path / "saved", []
+    there = Path(infinity.save(adam, root))
+    for _ in range(times):
+        step(model, adam)
+        later.append(Path(infinity.save(adam, tmp_path / "newer")))
     inner = os.open
 
     def save_first(path: Any, *more: Any, **named: Any) -> int:
-        if str(path) == f"{first}/index.json" and first.exists():
-            second.rename(first.parent / second.name)
-            shutil.rmtree(first)
+        nonlocal there
+        if later and str(path).startswith(f"{there}/{file}"):
+            newer = root / later[0].name
+            later.pop(0).rename(newer)
+            shutil.rmtree(there)
+            there = newer
         return inner(path, *more, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", save_first)
-        infinity.load(adam, first.parent)
-    assert (adam.steps, first.exists()) == (1, False)
+        infinity.load(adam, root)
+    assert (adam.steps, later) == (times, [])
     infinity.close(adam)
 
 

@@ -107,17 +107,18 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
         DirectoryError, CorruptionError: one cannot be looked at, or its index cannot be used; not if such
             are left out (`damaged`).
     """
-    found = []
-    for name in filter(_STEP.fullmatch, _listing(root)):
-        path = os.path.join(root, name)
+    found: list[Found] = []
+    names = [name for name in _listing(root) if _STEP.fullmatch(name)]
+    while names:
+        path = os.path.join(root, names.pop(0))
         try:
             if _has_index(path):
                 found.append(_read(path))
         except (CorruptionError, DirectoryError) as error:
             if error.errno == errno.ENOENT and not _has_index(path):
                 # A save has removed it meanwhile, for a newer one, which may not have been listed.
-                return list_checkpoints(root, damaged=damaged)
-            if damaged:
+                found, names = [], [name for name in _listing(root) if _STEP.fullmatch(name)]
+            elif damaged:
                 raise
     return sorted(found, key=lambda f: f.counter)
 
