@@ -1,11 +1,15 @@
-"""Adam in one launch (adam_fused.py), as far as Triton's interpreter shows it on a CPU."""
+"""Adam in one launch (adam_fused.py): its bits, as far as Triton's interpreter shows them on a CPU, and when
+it is what runs. A module that takes its place shows that without Triton."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,12 @@ import torch
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import Segment
 
-ROOT = Path(__file__).parents[1]
+from .test_cpu_adam import OPTIONS, same, state, values
+
+SEGMENTS = [
+    Segment(3, 700, **OPTIONS),
+    Segment(800, 200, **{**OPTIONS, "weight_decay": 0.01}, decoupled=False),  # another kind of kernel
+]
 
 
 @pytest.mark.processes
@@ -22,15 +31,82 @@ def test_the_kernel_gives_the_bits_of_the_cpu() -> None:
     heads = Path(sys.prefix) / "heads"  # torch must not see triton anywhere else
     if not heads.is_dir() and not os.environ.get("CI"):
         pytest.skip("needs triton: `make test-all` installs it")
-    environment = {**os.environ, "PYTHONPATH": str(heads), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.fused_bits", "60"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment, check=False
+        [sys.executable, "-m", "tests.fused_bits"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(heads), "TRITON_INTERPRET": "1"},
+        check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "60 updates: same\n"), done.stderr[-4000:]
+    assert (done.returncode, done.stdout) == (0, "14 checks\n"), done.stderr[-4000:]
 
 
-def test_without_triton_it_is_plain_torch() -> None:
-    assert adam_reference._fused() is None
-    scalars = cpu_adam._derive(Segment(0, 1, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, 1.0, decoupled=True))
-    assert adam_reference._fused_for(torch.device("cpu"), torch.float32, scalars) is None
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], None]]:
+    """Have a function be Triton's kernel, on the CPU."""
+    module = types.ModuleType("infinity.hardware.adam_fused")
+
+    def served(update: Callable[..., None]) -> None:
+        module.update = update  # type: ignore[attr-defined]
+
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(adam_reference, "_FUSED_ON", {"cpu"})
+    adam_reference._fused.cache_clear()
+    yield served
+    adam_reference._fused.cache_clear()
+
+
+def updates_as_the_cpu_does() -> bool:
+    grad, outs = values(1000, 9).bfloat16(), [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2)]
+    here, there = state(1000), state(1000)
+    cpu_adam.adamw_update_segments(*here, grad, outs[0], SEGMENTS)
+    adam_reference.adamw_reference_segments(*there, grad, outs[1], SEGMENTS)
+    return all(map(same, [*here, outs[0]], [*there, outs[1]]))
+
+
+def test_a_kernel_with_the_bits_of_torch_is_what_runs(serve: Any) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def update(p: Any, m: Any, v: Any, grad: Any, first: int, last: int, scalars: Any) -> None:
+        ran.append((first, last))
+        part = slice(first, last)
+        adam_reference._reference_slice(p[part], m[part], v[part], grad[part], None, *scalars)
+
+    serve(update)
+    assert updates_as_the_cpu_does()
+    assert ran == [(0, adam_reference._PROBE)] * 2 + [(3, 703), (800, 1000)]
+    assert updates_as_the_cpu_does()
+    assert ran[4:] == [(3, 703), (800, 1000)]  # it is tried once
+
+
+def _fails(*_: Any) -> None:
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(("kernel", "said"), [(lambda *_: None, "other bits"), (_fails, "no C compiler")])
+def test_another_one_is_told_and_plain_torch_runs(serve: Any, kernel: Any, said: str) -> None:
+    serve(kernel)
+    with pytest.warns(RuntimeWarning, match=f"Adam on cpu runs in plain torch.*{said}"):
+        assert updates_as_the_cpu_does()
+
+
+def test_where_there_is_no_memory_to_try_it_it_is_tried_again(serve: Any) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    serve(no_memory)
+    before = state(1000)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            adam_reference.adamw_reference_segments(*before, values(1000, 9), None, SEGMENTS)
+    assert all(map(same, before, state(1000)))
+
+
+def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam_reference, "_FUSED_ON", {"cpu"})
+    adam_reference._fused.cache_clear()
+    assert updates_as_the_cpu_does()
+    assert adam_reference._fused(torch.device("cpu"), torch.bfloat16, False, False) is None
+    adam_reference._fused.cache_clear()

@@ -5,7 +5,7 @@ plain torch, in some tens of launches.
 
 Every operation is rounded once: [Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl. So nothing
 is contracted (`enable_fp_fusion=False`), and divisions and square roots are those of IEEE 754 (`div_rn`,
-`sqrt_rn`). Triton's interpreter has shown these bits, and no GPU has yet.
+`sqrt_rn`). Triton's interpreter gives these bits on a CPU; no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def _update(
     p = tl.load(master + at, inside)
     m = tl.load(exp_avg + at, inside)
     v = tl.load(exp_avg_sq + at, inside)
-    g = tl.load(grad + at, inside).to(tl.float32) * grad_scale
+    g = tl.load(grad + at, inside)
+    if grad.dtype.element_ty == tl.bfloat16:  # Triton's interpreter converts subnormals to other numbers
+        g = (g.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    g = g.to(tl.float32) * grad_scale
     if has_l2:  # rounded once: the product is exact
         g = (p.to(tl.float64) * l2 + g.to(tl.float64)).to(tl.float32)
     p = p * decay

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +88,9 @@ def adamw_reference_segments(
         if runs and runs[-1][1:] == (start, scalars):
             start = runs.pop()[0]
         runs.append((start, end, scalars))
-    for first, last, scalars in runs:
-        fused = _fused_for(master.device, grad.dtype, scalars) if master.is_cuda else None
+    kinds = [(master.device, grad.dtype, scalars[2] != 0.0, scalars[-1]) for _, _, scalars in runs]
+    kernels = [_fused(*kind) if master.device.type in _FUSED_ON else None for kind in kinds]
+    for (first, last, scalars), fused in zip(runs, kernels, strict=True):
         if fused is not None:
             fused(master, exp_avg, exp_avg_sq, grad, first, last, scalars)
             if out is not None:
@@ -109,56 +110,43 @@ def adamw_reference_segments(
 
 _SLICE: Final = 1 << 21  # elements
 _PROBE: Final = 1 << 14  # elements
-_Update: TypeAlias = Callable[..., None]
-_known: dict[tuple[torch.device, torch.dtype, bool, bool], _Update | None] = {}
+_FUSED_ON = {"cuda"}  # types of devices that Triton compiles for
 
 
 @functools.cache
-def _fused() -> _Update | None:
-    """Return `adam_fused.update`; None where there is no Triton."""
+def _fused(
+    device: torch.device, dtype: torch.dtype, has_l2: bool, from_grad: bool
+) -> Callable[..., None] | None:
+    """Return `update` of adam_fused.py for gradients of `dtype`; None where there is no Triton, where it
+    cannot compile (it needs a C compiler), or where the first use gives other bits than plain torch."""
     try:
         from .adam_fused import update
     except ImportError:
         return None
-    return update
-
-
-def _fused_for(device: torch.device, dtype: torch.dtype, scalars: Scalars) -> _Update | None:
-    """Return the kernel of adam_fused.py for gradients of `dtype`, if it gives the bits of plain torch on
-    this device, which is found out once. Without a C compiler on the machine Triton cannot launch it."""
-    key = device, dtype, scalars[2] != 0.0, scalars[-1]
-    if key not in _known:
-        update = _fused()
-        right = update is not None and _gives_same_bits(update, device, dtype, scalars)
-        _known[key] = update if right else None
-    return _known[key]
-
-
-def _gives_same_bits(update: _Update, device: torch.device, dtype: torch.dtype, scalars: Scalars) -> bool:
     draw = torch.Generator().manual_seed(0)
-    sizes = torch.empty(4, _PROBE).uniform_(-40, 10, generator=draw).exp_()
+    sizes = torch.empty(4, _PROBE).uniform_(-100, 20, generator=draw).exp_()
     p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
     grad, ours, wanted = g.to(dtype), (p, m, v.square()), (p.clone(), m.clone(), v.square())
+    l2 = 0.1 if has_l2 else 0.0
+    scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, from_grad)
     try:
         update(*ours, grad, 0, _PROBE, scalars)
-        _reference_slice(wanted[0], wanted[1], wanted[2], grad, None, *scalars)
-        right = all(
-            bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
-            for a, b in zip(ours, wanted, strict=True)
-        )
-        found = "other bits than torch has"
+        found = "other bits than torch"
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a compiler raises
-        right, found = False, f"{type(error).__name__}: {error}"
-    if not right:
-        warnings.warn(
-            f"Adam on {device} runs in plain torch, in some tens of launches for a chunk: Triton's kernel "
-            f"gives {found}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return right
+        found = f"{type(error).__name__}: {error}"
+    _reference_slice(wanted[0], wanted[1], wanted[2], grad, None, *scalars)
+    pairs = [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, wanted, strict=True)]
+    if all(torch.equal(a, b) for a, b in pairs):
+        return update
+    warnings.warn(
+        f"Adam on {device} runs in plain torch, in tens of launches for a chunk: Triton's kernel gives "
+        f"{found}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def _reference_slice(
