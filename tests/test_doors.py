@@ -717,3 +717,11 @@ def test_door(name: str, mode: str, budget: str, where: str, tmp_path: Path) -> 
 def test_door_with_parameters_on_the_device(name: str, mode: str, tmp_path: Path) -> None:
     found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
     assert_close(found, by_torch(name))
+
+
+def test_the_table_names_tests_that_are_there() -> None:
+    here, file = Path(__file__).parent, ""
+    for row in (here / "doors.md").read_text().splitlines():
+        for name, test in re.findall(r"`(test_\w+\.py)?::(\w+)", row):
+            file = name or file
+            assert re.search(rf"^(def|class) {test}\b", (here / file).read_text(), re.M), (file, test)

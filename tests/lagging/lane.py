@@ -8,7 +8,6 @@ would, and comparisons have them on the CPU. What the engine calls is left as it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from infinity.api.closing import wait_for_dropped
-from infinity.storage.pinned import Lease, PinnedPool
 
 from .nccl import lagging_ranks
 from .operators import is_device
@@ -64,8 +62,7 @@ class _Meeting(TorchFunctionMode):
 
 @contextlib.contextmanager
 def lagging_lane() -> Iterator[Any]:
-    """Engines have a lagging `CudaDevice` inside of this; raises `Finding` for what was found. A lease of
-    pinned memory comes with NaNs, in every dtype: what nobody fills shows."""
+    """Engines have a lagging `CudaDevice` inside of this; raises `Finding` for what was found."""
     inner, compare = nn.Module.__call__, torch.testing.assert_close
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,17 +71,8 @@ def lagging_lane() -> Iterator[Any]:
             args, kwargs = tree_map(_to_device, (args, kwargs))
         return inner(self, *args, **kwargs)
 
-    take = PinnedPool._take
-
-    def taken(*given: Any) -> Lease | None:
-        lease = take(*given)
-        if lease is not None:
-            ctypes.memset(lease.address, 0xFF, lease.room)
-        return lease
-
     with sdpa_kernel(SDPBackend.MATH), lagging_ranks() as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "__call__", call)
-        patch.setattr(PinnedPool, "_take", taken)
         patch.setattr(torch.testing, "assert_close", lambda a, b, **k: compare(_to_host(a), _to_host(b), **k))
         with _Meeting():
             yield world
