@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,34 @@ def test_inference_mode_leaves_no_inference_tensors(place: str, tmp_path: Path) 
         infinity.close(optimizer)
         runs.append(found)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_who_sees_that_another_thread_has_ended_a_read_comes_after_it(looks: bool, tmp_path: Path) -> None:
+    """The transfer itself tells it: no latch, no lock, no end of a thread. Who does not look is found."""
+    with contextlib.ExitStack() as found:
+        here = found.enter_context(lagging_lane())
+        model: Any = nn.Linear(WIDTH, WIDTH)
+        config = config_for(tmp_path, **ON_NVME)
+        model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+        engine = engine_of(model)
+        chunk = engine.units[0].layout.chunks[0]
+        target = torch.empty(chunk.copy_nbytes, dtype=torch.uint8, device="lagging:0")
+        lease = engine.pool.lease("load", chunk.copy_nbytes)
+        read = engine.store.read(chunk.id, "copy", lease)
+        over: list[bool] = []
+        ends = threading.Thread(target=lambda: over.append(read.complete(None)))
+        ends.start()
+        while not over:
+            time.sleep(0.001)
+        if looks:
+            read.wait()
+        source = lease.tensor(torch.uint8, 0, chunk.copy_nbytes)
+        lease.release(engine.device.h2d(target, source, engine.device.mark()))
+        ends.join()
+        infinity.close(optimizer)
+        assert ["[I/O]" in finding for finding in here.findings] == [True] * (not looks)
+        here.findings.clear()
 
 
 def test_a_unit_that_goes_unused_waits_for_its_copies(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from infinity.hardware.cuda_device import CudaDevice
 from infinity.hardware.streams import Task
 from infinity.params.updates import Updates
 from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.transfer import Transfer
 
 from . import operators
 from .world import Finding, Point, World, where
@@ -320,9 +321,10 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
     give, take = here.give, here.take
 
     def is_open(latch: Latch) -> bool:
-        if latch._open:
+        value = latch._open
+        if value:
             take(latch)
-        return latch._open
+        return value
 
     _before(patch, Latch, "open", give)
     _after(patch, Latch, "wait", lambda latch: take(latch) if latch._open else None)
@@ -338,6 +340,21 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
         _before(patch, Updates, name, give)
     for name in ("wait_unit", "has_unit", "has_chunk", "blocks_load", "busy"):
         _after(patch, Updates, name, take)
+
+    flag: Any = Transfer.finished
+
+    def is_finished(transfer: Transfer) -> bool:
+        value: bool = flag.__get__(transfer)
+        if value:
+            take(transfer)
+        return value
+
+    def finish(transfer: Transfer, value: bool) -> None:
+        if value:
+            give(transfer)
+        flag.__set__(transfer, value)
+
+    patch.setattr(Transfer, "finished", property(is_finished, finish))
 
     start, run = threading.Thread.start, threading.Thread.run
     clocks: dict[int, Any] = {}
