@@ -391,6 +391,59 @@ def test_a_checkpoint_that_goes_under_a_look_is_no_error(
     infinity.close(adam)
 
 
+@pytest.mark.parametrize("call", ["listdir", "lstat"])
+def test_a_list_that_a_save_makes_old_is_made_again(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one goes before the look at it; the newer one comes when nobody looks for it any more."""
+    model, adam = start(tmp_path / "run", **ON_HOST)
+    for _ in range(9):
+        step(model, adam)
+    old = Path(infinity.save(adam, tmp_path / "saved"))  # step-9, which is listed behind step-10
+    step(model, adam)
+    new = Path(infinity.save(adam, tmp_path / "newer"))
+    there = old.parent / new.name
+    there.mkdir()
+    inner = getattr(os, call)
+
+    def save_between(path: Any, *more: Any, **named: Any) -> Any:
+        looked = inner(path, *more, **named) if call == "listdir" else None
+        if old.exists() and str(path) == str(old.parent if call == "listdir" else old / "index.json"):
+            there.rmdir()
+            new.rename(there)
+            shutil.rmtree(old)
+        return looked if call == "listdir" else inner(path, *more, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, save_between)
+        infinity.load(adam, old.parent)
+    assert (adam.steps, old.exists()) == (10, False)
+    infinity.close(adam)
+
+
+def test_a_list_that_is_another_one_each_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, adam = start(tmp_path / "run", **ON_HOST)
+    index = Path(infinity.save(adam, tmp_path / "saved")) / "index.json"
+    inner = os.open
+
+    def gone(path: Any, *more: Any, **named: Any) -> int:
+        if str(path) == str(index):
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+        return inner(path, *more, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", gone)
+        with pytest.raises(DirectoryError, match="cannot read"):
+            infinity.load(adam, tmp_path / "saved")
+        patched.setattr(
+            "infinity.storage.checkpoints._indexes", lambda *_, **__: {str(time.time_ns()): (0, 0)}
+        )
+        with pytest.raises(DirectoryError, match="cannot read"):
+            infinity.load(adam, tmp_path / "saved")
+    infinity.load(adam, tmp_path / "saved")
+    infinity.close(adam)
+
+
 def test_what_is_being_edited_is_not_saved(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run")
     with infinity.gathered(model, write=True), pytest.raises(ParameterError, match="while they are edited"):

@@ -99,6 +99,40 @@ def test_what_one_rank_cannot_do_ends_on_all_and_the_run_goes_on(tmp_path: Path)
     assert first["drawn"] != second["drawn"]
 
 
+_REPLACED = """
+import json, os, shutil, sys
+from pathlib import Path
+import infinity
+from infinity.api import load
+from tests.rank_checkpoints import made
+config, root, newer = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+finish = load.finish
+
+def too_late(*given):
+    if (root / "step-2").exists():
+        (newer / "step-3").rename(root / "step-3")
+        shutil.rmtree(root / "step-2")
+    finish(*given)
+
+if os.environ["RANK"] == "1":
+    load.finish = too_late
+_, adam = made(config)
+infinity.load(adam, root)
+print(adam.steps)
+infinity.close(adam)
+"""
+
+
+def test_a_checkpoint_that_goes_before_another_rank_has_found_it_is_no_error(tmp_path: Path) -> None:
+    """A save of another job replaces it between the first rank's look and the second one's."""
+    root, newer = tmp_path / "saved", tmp_path / "newer"
+    config, _ = job(tmp_path, "host")
+    alone(job(tmp_path, "host", before=2, save=root))
+    alone(job(tmp_path, "host", before=3, save=newer))
+    assert all_well(run_ranks(2, _REPLACED, json.dumps(config), str(root), str(newer))) == ["3\n"] * 2
+    assert not (root / "step-2").exists()
+
+
 APART = "from tests.rank_checkpoints import apart; apart()"
 
 

@@ -131,25 +131,27 @@ def _prepare(
     comm = engine.comm
     agree_on_path(comm, _WHAT, os.path.abspath(path))
     for left in reversed(range(_ATTEMPTS)):
-        found = _find(comm, path)
-        loading = _Loading(engine, found, strict, progress)
+        newest, loading = _newest(comm, path), None
         try:
+            loading = _Loading(engine, _found_there(comm, newest), strict, progress)
             given = guarded(comm, "what is loaded", partial(loading.check, state))
             agree(comm, "what is loaded")
             return loading, given
         except BaseException as error:
-            loading.close()
+            if loading is not None:
+                loading.close()
             # Perhaps a save of another process has just replaced or removed it.
-            if not left or not isinstance(error, StorageError) or _find(comm, path).counter == found.counter:
+            if not left or not isinstance(error, StorageError) or _newest(comm, path)[:2] == newest[:2]:
                 raise
     raise AssertionError
 
 
-def _find(comm: Comm, path: str) -> Found:
-    """Return the checkpoint at `path`: the one that the first rank finds. Collective.
+def _newest(comm: Comm, path: str) -> tuple[str, int, Found | None]:
+    """Return path and counter of the checkpoint at `path`, the one that the first rank finds; there also what
+    it found. Collective.
 
     Raises:
-        DirectoryError, CorruptionError: see `find`; on all ranks, if one does not find it.
+        DirectoryError, CorruptionError: see `find`; on all ranks.
     """
     found: list[Found] = []
 
@@ -157,22 +159,36 @@ def _find(comm: Comm, path: str) -> Found:
         found.append(find(os.path.abspath(path)))
         return found[0].path, found[0].counter
 
-    first = together(comm, "which checkpoint is loaded", look if comm.rank == 0 else lambda: None)[0]
+    at, counter = together(comm, "which checkpoint is loaded", look if comm.rank == 0 else lambda: None)[0]
+    return at, counter, found[0] if found else None
 
-    def look_there() -> None:
-        finish(*first)
-        found.append(find(first[0]))
-        if found[0].counter != first[1]:
+
+def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
+    """Return the checkpoint that `_newest` has told of, as this rank finds it. Collective.
+
+    Raises:
+        DirectoryError, CorruptionError: it is not there, or it is another one; on all ranks, if on one.
+    """
+    at, counter, found = newest
+
+    def look() -> None:
+        nonlocal found
+        if found is not None:
+            return
+        finish(at, counter)
+        found = find(at)
+        if found.counter != counter:
             raise CorruptionError(
-                f"{first[0]} is not the same checkpoint for all ranks",
-                path=first[0],
-                expected=f"the one that rank 0 has found, with the counter {first[1]}",
-                found=f"one with the counter {found[0].counter}, on rank {comm.rank}",
+                f"{at} is not the same checkpoint for all ranks",
+                path=at,
+                expected=f"the one that rank 0 has found, with the counter {counter}",
+                found=f"one with the counter {found.counter}, on rank {comm.rank}",
                 cure="where all share no directory, the same one on each node as when that was saved",
             )
 
-    together(comm, "where that is", (lambda: None) if comm.rank == 0 else look_there)
-    return found[0]
+    together(comm, "where that is", look)
+    assert found is not None
+    return found
 
 
 def _listed(names: Sequence[str], separator: str) -> str:

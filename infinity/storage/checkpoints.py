@@ -42,6 +42,7 @@ FORMAT: Final = 1
 #: Of those on several file systems.
 FORMAT_APART: Final = 2
 _INDEX_LIMIT: Final = 1 << 30
+_LOOKS: Final = 1000
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
 _NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
@@ -107,19 +108,17 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
         DirectoryError, CorruptionError: one cannot be looked at, or its index cannot be used; not if such
             are left out (`damaged`).
     """
-    found: list[Found] = []
-    names = [name for name in _listing(root) if _STEP.fullmatch(name)]
-    while names:
-        path = os.path.join(root, names.pop(0))
-        try:
-            if _has_index(path):
-                found.append(_read(path))
-        except (CorruptionError, DirectoryError) as error:
-            if error.errno == errno.ENOENT and not _has_index(path):
-                # A save has removed it meanwhile, for a newer one, which may not have been listed.
-                found, names = [], [name for name in _listing(root) if _STEP.fullmatch(name)]
-            elif damaged:
-                raise
+    for _ in range(_LOOKS):  # a save may put one in place and remove another one meanwhile
+        seen, found, wrong = _indexes(root, damaged=damaged), [], None
+        for name in seen:
+            try:
+                found.append(_read(os.path.join(root, name)))
+            except (CorruptionError, DirectoryError) as error:
+                wrong = wrong or error
+        if _indexes(root, damaged=damaged) == seen:
+            break
+    if damaged and wrong is not None:
+        raise wrong
     return sorted(found, key=lambda f: f.counter)
 
 
@@ -186,6 +185,25 @@ def _has_index(path: str) -> bool:
     except OSError as error:  # it may be the newest: to go on from another would lose steps
         raise failed("look into", path, error) from error
     return True
+
+
+def _indexes(root: str, *, damaged: bool) -> dict[str, tuple[int, int]]:
+    """Return the directories below `root` that have an index, and what tells each index from any other.
+
+    Raises:
+        DirectoryError: one cannot be looked at, and is not left out (`damaged`).
+    """
+    found = {}
+    for name in filter(_STEP.fullmatch, _listing(root)):
+        try:
+            status = os.lstat(os.path.join(root, name, INDEX))
+            found[name] = status.st_ino, status.st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # it may be the newest: to go on from another would lose steps
+            if damaged:
+                raise failed("look into", os.path.join(root, name), error) from error
+    return found
 
 
 def _listing(path: str) -> list[str]:
