@@ -69,23 +69,51 @@ def updates_as_the_cpu_does() -> bool:
 def test_a_kernel_with_the_bits_of_torch_is_what_runs(serve: Any) -> None:
     ran: list[tuple[int, int]] = []
 
-    def update(p: Any, m: Any, v: Any, grad: Any, first: int, last: int, scalars: Any) -> None:
-        ran.append((first, last))
-        part = slice(first, last)
-        adam_reference._reference_slice(p[part], m[part], v[part], grad[part], None, *scalars)
+    def update(*given: Any) -> None:
+        ran.append(given[4:6])
+        _right(*given)
 
     serve(update)
     assert updates_as_the_cpu_does()
-    assert ran == [(0, adam_reference._PROBE)] * 2 + [(3, 703), (800, 1000)]
+    tried = 2 * len(adam_reference._PROBED)
+    assert ran[:tried] == 2 * list(adam_reference._PROBED)
+    assert ran[tried:] == [(3, 703), (800, 1000)]
     assert updates_as_the_cpu_does()
-    assert ran[4:] == [(3, 703), (800, 1000)]  # it is tried once
+    assert ran[tried + 2 :] == [(3, 703), (800, 1000)]  # it is tried once
 
 
 def _fails(*_: Any) -> None:
     raise RuntimeError("no C compiler")
 
 
-@pytest.mark.parametrize(("kernel", "said"), [(lambda *_: None, "other bits"), (_fails, "no C compiler")])
+def _right(p: Any, m: Any, v: Any, grad: Any, first: int, last: int, scalars: Any) -> None:
+    part = slice(first, last)
+    adam_reference._reference_slice(p[part], m[part], v[part], grad[part], None, *scalars)
+
+
+def _on(change: Callable[[int, int], tuple[int, int]]) -> Callable[..., None]:
+    """Return a kernel that updates other elements than it is asked for."""
+    return lambda p, m, v, grad, first, last, scalars: _right(p, m, v, grad, *change(first, last), scalars)
+
+
+def _fails_late(*given: Any) -> None:
+    _right(*given)
+    raise RuntimeError("too late")
+
+
+WRONG = {
+    "does nothing": (lambda *_: None, "other bits"),
+    "fails": (_fails, "no C compiler"),
+    "fails when it is done": (_fails_late, "too late"),
+    "ignores where it begins": (_on(lambda first, last: (0, last - first)), "other bits"),
+    "begins at a multiple": (_on(lambda first, last: (first - first % 16, last)), "other bits"),
+    "leaves out the last block": (_on(lambda first, last: (first, last - last % 1024)), "other bits"),
+    "goes on to the end of it": (_on(lambda first, last: (first, last + -last % 1024)), "other bits"),
+    "makes 16 blocks": (_on(lambda first, last: (first, min(last, first + 16_384))), "other bits"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "said"), WRONG.values(), ids=WRONG)
 def test_another_one_is_told_and_plain_torch_runs(serve: Any, kernel: Any, said: str) -> None:
     serve(kernel)
     with pytest.warns(RuntimeWarning, match=f"Adam on cpu runs in plain torch.*{said}"):
@@ -102,6 +130,18 @@ def test_where_there_is_no_memory_to_try_it_it_is_tried_again(serve: Any) -> Non
         with pytest.raises(torch.OutOfMemoryError):
             adam_reference.adamw_reference_segments(*before, values(1000, 9), None, SEGMENTS)
     assert all(map(same, before, state(1000)))
+
+
+@pytest.mark.parametrize("error", ["AttributeError", "OSError"])
+def test_a_triton_that_is_broken_is_told(
+    error: str, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "triton.py").write_text(f"raise {error}('broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("infinity.hardware.adam_fused", "triton"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.warns(RuntimeWarning, match=f"{error}: broken"):
+        assert updates_as_the_cpu_does()
 
 
 def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

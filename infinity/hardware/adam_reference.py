@@ -109,7 +109,8 @@ def adamw_reference_segments(
 
 
 _SLICE: Final = 1 << 21  # elements
-_PROBE: Final = 1 << 14  # elements
+_PROBE: Final = 50_000  # elements
+_PROBED: Final = ((0, 1024), (1024, 32_768), (32_771, 49_901), (1, 2))
 _FUSED_ON = {"cuda"}  # types of devices that Triton compiles for
 
 
@@ -119,30 +120,38 @@ def _fused(
 ) -> Callable[..., None] | None:
     """Return `update` of adam_fused.py for gradients of `dtype`; None where there is no Triton, where it
     cannot compile (it needs a C compiler), or where the first use gives other bits than plain torch."""
+    wrong = ""
     try:
         from .adam_fused import update
     except ImportError:
         return None
+    except Exception as error:  # whatever a Triton that is broken raises
+        wrong = f"{type(error).__name__}: {error}"
     draw = torch.Generator().manual_seed(0)
     sizes = torch.empty(4, _PROBE).uniform_(-100, 20, generator=draw).exp_()
     p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
     grad, ours, wanted = g.to(dtype), (p, m, v.square()), (p.clone(), m.clone(), v.square())
     l2 = 0.1 if has_l2 else 0.0
     scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, from_grad)
-    try:
-        update(*ours, grad, 0, _PROBE, scalars)
-        found = "other bits than torch"
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a compiler raises
-        found = f"{type(error).__name__}: {error}"
-    _reference_slice(wanted[0], wanted[1], wanted[2], grad, None, *scalars)
-    pairs = [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, wanted, strict=True)]
-    if all(torch.equal(a, b) for a, b in pairs):
+    for first, last in () if wrong else _PROBED:  # Triton compiles anew for numbers that are multiples of 16
+        try:
+            update(*ours, grad, first, last, scalars)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a compiler raises
+            wrong = f"{type(error).__name__}: {error}"
+            break
+        part = slice(first, last)
+        _reference_slice(wanted[0][part], wanted[1][part], wanted[2][part], grad[part], None, *scalars)
+        pairs = [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, wanted, strict=True)]
+        if not all(torch.equal(a, b) for a, b in pairs):  # of all, also of what is not to be touched
+            wrong = "other bits than torch"
+            break
+    if not wrong:
         return update
     warnings.warn(
         f"Adam on {device} runs in plain torch, in tens of launches for a chunk: Triton's kernel gives "
-        f"{found}",
+        f"{wrong}",
         RuntimeWarning,
         stacklevel=2,
     )
