@@ -32,6 +32,7 @@ DO = {
     "exchange": lambda c: c.exchange("the step"),
     "gather": lambda c: c.gather(torch.zeros(c.world * 100_000)),
     "reduce": lambda c: c.reduce(torch.zeros(c.world * 100_000)),
+    "broadcast": lambda c: c.broadcast(torch.zeros(100_000), 1),
 }
 def told(call, *arguments):
     try:
@@ -428,6 +429,38 @@ raise ValueError("mine")
     assert (code, stopped[0]) == (1, -9)
     assert "ValueError: mine" in err
     assert "this rank failed: ValueError" in out
+
+
+# Where a thread asks for the interpreter before its end begins, and gets it not until then, CPython ends that
+# thread. So the last that Python does here is to keep the interpreter for itself, in C, for half a second.
+_LEFT_BEHIND = """
+import atexit, ctypes, weakref
+from infinity.core.at_exit import at_end
+comm, there = connect(device=CPU, timeout=20), sys.argv[2]
+if comm.rank == 1:
+    comm.post(ValueError("ends"))
+    while not os.path.exists(there):
+        time.sleep(0.01)
+    os._exit(0)  # what gloo's threads still have of rank 0 fails now
+try:
+    DO[sys.argv[1]](comm)
+except RankError as error:
+    print("RankError", flush=True)
+class Last: ...
+last, keep = Last(), ctypes.PyDLL(None).usleep
+keep.argtypes = [ctypes.c_uint, ctypes.py_object]
+sys.modules["last"] = weakref.ref(last, functools.partial(keep, 500_000))
+atexit.register(id, last)
+del last
+at_end(lambda: os.close(os.open(there, os.O_CREAT)), last=True)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("what", ["exchange", "gather", "reduce", "broadcast"])
+def test_a_collective_that_is_left_behind_does_not_end_the_interpreter(what: str, tmp_path: Path) -> None:
+    first, _ = run_ranks(2, START + _LEFT_BEHIND, what, str(tmp_path / "at the end"))
+    assert first == (3, "RankError\n", "")
 
 
 def test_ranks_close_in_any_order() -> None:

@@ -8,8 +8,11 @@ gloo's own all-gather allocates its output a second time, and takes three times 
 
 [Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
 work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
-process may end all the same. And the default group that `connect` made stays until the process ends: a rank
-that made it anew might reach the store of the one that rank 0 is about to close.
+process may end all the same. So is a work that was left before its end: were gloo's thread the last that has
+it, that would ask for the interpreter to give its tensors back. Where the interpreter comes to its end
+meanwhile, CPython (up to 3.13) ends the thread there, and C++ aborts the process. And the default group that
+`connect` made stays until the process ends: a rank that made it anew might reach the store of the one that
+rank 0 is about to close.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -375,7 +378,7 @@ class Ranks(Comm):
             longer = [torch.empty(size, dtype=torch.uint8) for size in sizes]
             longer[self.rank] = torch.frombuffer(bytearray(value or b" "), dtype=torch.uint8)[: len(value)]
             long = [r for r, size in enumerate(sizes) if size > _ROOM]
-            self._do(what, lambda: [self._control.broadcast(longer[r], r) for r in long])
+            self._do(what, lambda: (self._control.broadcast(longer[r], r) for r in long))
             for r in long:
                 values[r] = longer[r].numpy().tobytes()
         return values
@@ -387,7 +390,7 @@ class Ranks(Comm):
         if self._nccl:
             self._do("gather", lambda: [self._data._allgather_base(data, slices[self.rank])])
         else:
-            self._do("gather", lambda: [self._data.broadcast(s, r) for r, s in enumerate(slices)])
+            self._do("gather", lambda: (self._data.broadcast(s, r) for r, s in enumerate(slices)))
 
     def reduce(self, run: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         self.sent += run.nbytes // self.world * (self.world - 1)
@@ -509,7 +512,7 @@ class Ranks(Comm):
             self.post(error)
         self._hooked(kind, error, trace)
 
-    def _do(self, what: str, start: Callable[[], list[Any]]) -> None:
+    def _do(self, what: str, start: Callable[[], Iterable[Any]]) -> None:
         """Start works, and poll until they are complete ([Note: waits for ranks poll])."""
         if locks.checking:
             locks.may_wait()
@@ -518,7 +521,7 @@ class Ranks(Comm):
         works: list[Any] = []
         ended = False
         try:
-            works = start()
+            works.extend(start())  # one by one: those before one that raises are kept
             self._wait(what, works)
             ended = True
         except (RankError, ClosedError):
@@ -526,8 +529,9 @@ class Ranks(Comm):
         except RuntimeError as error:
             raise self._broken(what, error) from error
         finally:
-            if not ended and self._error is None:
-                self._error = RankError(f"a collective ({what}) was left before its end")
+            if not ended:
+                _keep(works)
+                self._error = self._error or RankError(f"a collective ({what}) was left before its end")
 
     def _usable(self) -> None:
         if self._closed:
@@ -642,9 +646,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _keep(group: Any) -> None:
-    """Never destroy `group` ([Note: a group that is stuck is never destroyed])."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _keep(thing: Any) -> None:
+    """Never destroy it ([Note: a group that is stuck is never destroyed])."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _end() -> None:
