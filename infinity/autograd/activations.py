@@ -249,7 +249,7 @@ class Activations:
         gone.memory = copy.memory
         self._lent[id(gone)] = gone
         copy.memory.left = self._device.d2h(
-            lease.tensor(tensor.dtype), _flat(tensor.detach()), self._device.mark(), kept=True
+            lease.tensor(tensor.dtype), _flat(tensor.detach()), self._device.mark()
         )
         self._largest = max(self._largest, copy.nbytes)
         self._copies[key] = copy

@@ -225,7 +225,7 @@ class GradientIO:
         else:
             target = self._crossed = self._second.tensor(source.dtype, 0, self.chunk.numel)
         device = self._owner.device
-        self._copied = device.d2h(target, source, leaving.after, chunk=self.chunk.id, kept=True)
+        self._copied = device.d2h(target, source, leaving.after, chunk=self.chunk.id)
         leaving.copies.append(self._copied)
 
     @property

@@ -173,27 +173,15 @@ class CudaDevice:
         given to nobody before that is done."""
         tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
-    def d2h(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *after: Event | None,
-        chunk: int = -1,
-        kept: bool = False,
-    ) -> Event:
-        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`.
-
-        `kept`: the caller keeps `source` until its own stream has waited for the copy; else the
-        allocator is told, and gives the memory to nobody before the host has seen the copy done.
-        """
+    def d2h(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
+        """Start copying `source` to `target` (pinned) on the d2h stream, after `after`. The caller keeps
+        `source` until the host or the stream that it was made on has waited for the copy: torch's allocator
+        is told nothing."""
         with torch.cuda.stream(self._d2h):
             _wait(self._d2h, after)
             with timed(self._recorder.log, self._clock, "d2h", self._d2h, chunk, source.nbytes):
                 target.copy_(source, non_blocking=True)
-            event = _record(self._d2h)
-        if not kept:
-            source.record_stream(self._d2h)
-        return event
+            return _record(self._d2h)
 
     def trim(self) -> None:
         """Nothing to do: torch's allocator keeps what it has."""

@@ -149,14 +149,7 @@ class HostDevice:
         if event is not None:
             event.wait()
 
-    def d2h(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *after: Event | None,
-        chunk: int = -1,
-        kept: bool = False,
-    ) -> Event:
+    def d2h(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
         """Start copying `source` to `target` (same dtype and numel, contiguous), after `after`."""
         return self._d2h.submit(_copier(target, source, after, "d2h", self._recorder, chunk))
 

@@ -130,7 +130,7 @@ class ChunkIO:
             source = self._tiers.gradients.chunks.on_device(self.chunk, version)[:nbytes]
             target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
             # It stays where it is: nothing else gets its memory.
-            self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id, kept=True))
+            self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id))
 
     @property
     def is_here(self) -> bool:

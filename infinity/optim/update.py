@@ -406,6 +406,6 @@ def _compute_on_device(
     device.compute(work)
     done = device.mark()
     if made is not None and not in_place:
-        done = device.d2h(io.copy, made, done, chunk=chunk.id, kept=True)
+        done = device.d2h(io.copy, made, done, chunk=chunk.id)
     if done is not None:
         done.wait()

@@ -93,8 +93,6 @@ class Publisher:
             there = self._store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=on_host)
             with torch.no_grad():
                 held = here.clone()
-            arrived = device.h2d(here, there, device.mark())
-            device.wait_on_device(arrived)
-            arrived.wait()  # the slot on the host has been read
-            device.d2h(there, held, device.mark()).wait()
+            device.wait_on_device(device.h2d(here, there, device.mark()))
+            device.d2h(there, held, device.mark()).wait()  # the slot on the host has been read before
             self._versions.exchanged(chunk.id, "copy")

@@ -108,7 +108,8 @@ _TRIED = (
     *("host-device-device", "interleaved-activations", "routes-host", "left_open-nvme", "two_threads-device"),
     *("delayed-nvme", "fp16", "device-device-device", "host-host-host", "activations", "looks-device"),
     *("streams-delayed-device", "looks-delayed-device", "host-nvme-device", "host-device-nvme"),
-    *("left_open-activations",),
+    *("left_open-activations", "behind_steps-device", "behind_steps-delayed", "behind_steps-delayed-device"),
+    *("behind_steps-gradients",),
 )
 SECONDS = 60.0  # that a case may take; it takes 1 or 2 of a core
 _BELLS = {"_bell", "_changed", "_home"}
@@ -265,7 +266,7 @@ def _found(tree: ast.AST, file: str) -> Iterator[Point]:
             yield Point(f"{file} {function}: {text}", what, line, *place, node, instead)
 
     def copied(call: Any, function: str, line: int, place: Any) -> Iterator[Point]:
-        """What copies come after, but marks that are made there; and that the allocator is told of them."""
+        """What copies come after, but marks that are made there."""
         name = call.func.attr
         if name not in ("h2d", "d2h"):
             return
@@ -273,11 +274,6 @@ def _found(tree: ast.AST, file: str) -> Iterator[Point]:
             if not isinstance(given, ast.Call):
                 text, what = f"{name}(…, {_text(given)})", "what the copy comes after"
                 yield from at_(given, function, line, text, what, ast.Constant(None), (call, "args", at))
-        if name == "d2h" and not any(k.arg == "kept" for k in call.keywords):
-            keywords = [*call.keywords, ast.keyword("kept", ast.Constant(True))]
-            instead = ast.Call(call.func, call.args, keywords)
-            what = "the allocator is not told of the copy"
-            yield from at_(call, function, line, "d2h(…, kept=True)", what, instead, place)
 
     yield from within(tree, (), 0)
 

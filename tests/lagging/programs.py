@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import ParameterError
+from infinity.core.errors import ParameterError, ReleasedParameterError
 
 from .cuda import world
 
@@ -151,6 +151,30 @@ def looks(loop: Loop) -> None:
         loop.optimizer.zero_grad()
 
 
+def behind_steps(loop: Loop) -> None:
+    """What comes straight behind a step, while its update runs: each of these is the first once."""
+    weight = loop.model.head.weight
+
+    def look() -> None:
+        with torch.no_grad(), contextlib.suppress(ReleasedParameterError):  # it is not on the device
+            loop.losses.append(torch.mul(weight, 2))
+
+    def block() -> None:
+        with infinity.gathered(weight):
+            loop.losses.append(weight.detach().clone())
+
+    def state() -> None:
+        loop.losses += [v.detach().clone() for v in loop.model.head.state_dict().values()]
+
+    for first in (look, block, state, loop.evaluate, loop.backward):
+        for _ in range(2):
+            loop.backward()
+            nn.utils.clip_grad_value_([weight], 0.001)
+            loop.step()
+            first()
+    loop.optimizer.zero_grad()
+
+
 def two_threads(loop: Loop) -> None:
     """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
     model, seen, errors, others, came_in = loop.model, [], [], [], []
@@ -210,5 +234,9 @@ def left_open(loop: Loop) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
-    p.__name__: p for p in (accumulate, streams, interleaved, routes, looks, two_threads, captured, left_open)
+    p.__name__: p
+    for p in (
+        *(accumulate, streams, interleaved, routes, looks, behind_steps),
+        *(two_threads, captured, left_open),
+    )
 }

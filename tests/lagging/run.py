@@ -78,8 +78,10 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
         "update": "delayed",
         "delay_warmup_steps": 1,
     }
-for _program in ("streams", "looks"):
+for _program in ("streams", "looks", "behind_steps"):
     CASES[f"{_program}-delayed-device"] = {"program": _program, **CASES["delayed-device"]}
+_BEHIND = {"program": "behind_steps", "max_grad_norm": None}
+CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
 for _program in ("interleaved", "left_open"):
     CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 
