@@ -11,6 +11,7 @@ memory: there the buffer keeps what autograd made, and a chunk's pieces are writ
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -96,15 +97,21 @@ class UnitBuffer:
             with self.there():
                 self.nbytes = self.layout.gradient_nbytes
                 self._flat = self._device.empty(self.nbytes)
-        place = self.values(index).view(grad.shape)
-        if self._device.current() == self._current:
-            place.copy_(grad)
-            return
-        self._device.wait_on_device(self.mark())
-        place.copy_(grad)
-        done = self._device.mark()
-        with self.there():
-            self._device.wait_on_device(done)
+        with self._in_order():
+            self.values(index).view(grad.shape).copy_(grad)
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """In it the caller's stream, on which its gradient was made, works on the buffer after what has been
+        done with it, and before what comes."""
+        beside = self._device.current() != self._current
+        if beside:
+            self._device.wait_on_device(self.mark())
+        yield
+        if beside:
+            done = self._device.mark()
+            with self.there():
+                self._device.wait_on_device(done)
 
     def values(self, index: int) -> torch.Tensor:
         """Return what has arrived of parameter `index`, flat. Not where pieces are kept."""
@@ -114,12 +121,12 @@ class UnitBuffer:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add `grad` to what has arrived of parameter `index`, in its dtype. Not where pieces are kept."""
-        with self.there(), torch.no_grad():
+        with self._in_order(), torch.no_grad():
             self.values(index).add_(grad.detach().reshape(-1))
 
     def scale(self, index: int, factor: float) -> None:
         """Multiply what has arrived of parameter `index`. Not where pieces are kept."""
-        with self.there(), torch.no_grad():
+        with self._in_order(), torch.no_grad():
             self.values(index).mul_(factor)
 
     def seal(self) -> None:

@@ -98,6 +98,30 @@ def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
+def within(loop: Loop) -> None:
+    """One unit's parts on two streams, and so its gradients in one backward."""
+    own = torch.cuda.Stream() if loop.device != "cpu" else None
+    for block in loop.model.blocks:
+        forward = block.down.forward
+
+        def beside(x: torch.Tensor, forward: Callable[..., Any] = forward) -> Any:
+            default = torch.cuda.current_stream() if own is not None else None
+            if own is not None:
+                own.wait_stream(default)
+            with _on(own):
+                y = forward(x)
+            if default is not None:
+                default.wait_stream(own)
+            return y
+
+        block.down.forward = beside
+    accumulate(loop)
+    loop.backward()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.backward()
+    loop.step()
+
+
 def routes(loop: Loop) -> None:
     """What was loaded ahead is not what is used: another part of the model is, or none."""
     for step in range(4):
@@ -236,7 +260,7 @@ def left_open(loop: Loop) -> None:
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
     p.__name__: p
     for p in (
-        *(accumulate, streams, interleaved, routes, looks, behind_steps),
+        *(accumulate, streams, interleaved, within, routes, looks, behind_steps),
         *(two_threads, captured, left_open),
     )
 }
