@@ -18,7 +18,10 @@ ALL = list(CASES)
 #: Each tier for each kind of state, an update mode each, and what else goes a way of its own.
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
-FEW += ["interleaved-activations", "streams-delayed-device"]
+FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
+FEW += ["within-device", "held-host"]
+#: Each schedule of random order in `make test-all` has some of these.
+SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
 COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
 WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-shelter")}
@@ -38,11 +41,12 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.
         [
             ("late", 0, FEW),
             ("random", 1, FEW),
+            *(("random", n, some) for n, some in SEEDS),
             ("eager", 0, ALL),
             *(("random", n, ALL) for n in range(2, 12)),
         ],
-        [("late", 0, FEW)],
-        [("random", 1, FEW)],
+        [("late", 0, FEW), ("random", 1, FEW)],
+        [("random", n, some) for n, some in SEEDS],
     ),
     ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),
 )

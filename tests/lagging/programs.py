@@ -199,6 +199,18 @@ def behind_steps(loop: Loop) -> None:
     loop.optimizer.zero_grad()
 
 
+def held(loop: Loop) -> None:
+    """The user keeps aliases of parameters, which show new values after each step."""
+    for block in loop.model.blocks:
+        with infinity.gathered(block.up.weight):
+            alias = block.up.weight.detach()
+        for _ in range(2):
+            loop.backward()
+            loop.step()
+            loop.losses.append(alias.clone())
+        loop.evaluate()
+
+
 def two_threads(loop: Loop) -> None:
     """Another thread looks at parameters and evaluates a part. Where a backward is under way, it waits."""
     model, seen, errors, others, came_in = loop.model, [], [], [], []
@@ -260,7 +272,7 @@ def left_open(loop: Loop) -> None:
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
     p.__name__: p
     for p in (
-        *(accumulate, streams, interleaved, within, routes, looks, behind_steps),
+        *(accumulate, streams, interleaved, within, routes, looks, behind_steps, held),
         *(two_threads, captured, left_open),
     )
 }

@@ -80,6 +80,7 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
     }
 for _program in ("streams", "looks", "behind_steps"):
     CASES[f"{_program}-delayed-device"] = {"program": _program, **CASES["delayed-device"]}
+CASES["behind_steps-delayed-tight"] = {**CASES["behind_steps-delayed"], **_TIGHT}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
 for _program in ("interleaved", "left_open"):
