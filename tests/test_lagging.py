@@ -24,6 +24,7 @@ FEW += ["within-device", "held-host"]
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
 COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
+COUNTED += ["chunks-device", "chunks-host"]
 WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-shelter")}
 WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradients", "infinity-ranks")}
 
@@ -75,13 +76,14 @@ def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", quick(COUNTED, ["device-host-host", "host-host-host"]))
+@pytest.mark.parametrize("case", quick(COUNTED, ["device-host-host", "chunks-device", "chunks-host"]))
 def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
     found = json.loads(run(case, what="counts").stdout)
     forward, backward, step = (Counter(found[phase]) for phase in ("forward", "backward", "step"))
     chunks, params = found["chunks"], found["parameters"]
-    parameters, state, gradients = case.split("-")
+    units, where = found["units"], CASES[case]
+    parameters, state, gradients = (where[k] for k in ("parameters", "optimizer_state", "gradients"))
     assert not [name for name in forward if name.startswith("host waits")]
     assert set(WAITS & backward.keys()) <= {"host waits: infinity-gradients"}
     assert set(WAITS & step.keys()) <= {"host waits: infinity-shelter", "host waits: infinity-update"}
@@ -90,7 +92,9 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     if "device" in (state, gradients):
         return
     assert backward["copies"] == backward["host waits: infinity-gradients"] == chunks
-    assert backward["stream waits"] <= 4 * chunks
+    assert backward["stream waits"] <= 4 * units
+    assert backward["events"] <= 2 * units + chunks
+    assert step["events"] <= chunks + (1 if parameters == "device" else 2 * units)
     assert step["launches"] <= (4 * params + 14 * chunks if parameters == "device" else 2 * chunks)
     assert step["copies that block"] <= (parameters == "device")  # which values somebody has edited
     assert found["registrations after wrap"] == 0

@@ -183,8 +183,8 @@ class UnitBuffer:
 class Leaving:
     """A sealed buffer on its way, of which `chunks` go to their tier, `after` an event of the device.
 
-    `issued` opens when nothing needs the buffer but the copies of `copies`; who has seen to it that these
-    come before whatever takes its memory next drops `buffer`.
+    `issued` opens when nothing needs the buffer but copies, of which `copied` is the last: they are in one
+    order. Who has seen to it that these come before whatever takes its memory next drops `buffer`.
     """
 
     def __init__(self, buffer: SealedBuffer, chunks: list[Chunk], after: Event | None) -> None:
@@ -196,4 +196,4 @@ class Leaving:
         self.chunks = chunks
         self.after = after
         self.issued = Latch()
-        self.copies: list[Event] = []
+        self.copied: Event | None = None

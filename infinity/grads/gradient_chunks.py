@@ -225,8 +225,8 @@ class GradientIO:
         else:
             target = self._crossed = self._second.tensor(source.dtype, 0, self.chunk.numel)
         device = self._owner.device
-        self._copied = device.d2h(target, source, leaving.after, chunk=self.chunk.id)
-        leaving.copies.append(self._copied)
+        after = leaving.after if leaving.copied is None else None  # what follows comes after it, too
+        self._copied = leaving.copied = device.d2h(target, source, after, chunk=self.chunk.id)
 
     @property
     def ready(self) -> bool:

@@ -90,8 +90,7 @@ class Sending:
             leaving.issued.wait()
             if leaving.buffer is not None:
                 with leaving.buffer.there():
-                    for copy in leaving.copies:
-                        self._device.wait_on_device(copy)
+                    self._device.wait_on_device(leaving.copied)
             self.leaving.popleft()
             leaving.buffer = None
             self._recorder.waited(wait, ("reduce", 0))

@@ -265,8 +265,9 @@ class ChunkIO:
         """Have a version of the copy count as made, in an update's place."""
         self._tiers.store.versions.made(self.chunk.id, "copy", version, generation)
 
-    def write(self, *, state: bool, copy: bool) -> None:
-        """Start sending back what was not changed where it lies; `close` waits for it."""
+    def write(self, *, state: bool, copy: bool, after: Event | None = None) -> None:
+        """Start sending back what was not changed where it lies; `close` waits for it. `after`: what a copy
+        to the device comes after; None: what the current stream has been given."""
         plan, store, lease = self._plan, self._tiers.store, self.lease
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
@@ -279,7 +280,8 @@ class ChunkIO:
                 )
             if copy and self._made is not None:
                 device, target = self._tiers.device, self._device_copy
-                self._events.append(device.h2d(target, self._made, device.mark(), chunk=self.chunk.id))
+                after = after or device.mark()
+                self._events.append(device.h2d(target, self._made, after, chunk=self.chunk.id))
 
     def wait_copied(self) -> None:
         """Block until what the update made for the device is there: the user's stream does not wait

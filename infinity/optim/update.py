@@ -169,7 +169,8 @@ class Updater:
         at: list[ChunkIO] = []
         try:
             self._tiers.device.wait_on_device(after)
-            _run(self._tiers, self._left, at, early, self._finish, self._unwritten, drift, self._recorder)
+            finish, unwritten = self._finish, self._unwritten
+            _run(self._tiers, self._left, at, early, after, finish, unwritten, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
             while early:
@@ -258,14 +259,15 @@ def _run(
     left: deque[ChunkUpdate],
     at: list[ChunkIO],
     early: dict[int, ChunkIO],
+    after: Event | None,
     finished: Callable[[Chunk, ChunkIO], None],
     unwritten: set[int],
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
     """Update what is `left`, and take it from there. `at`: the chunk that is being updated; `early`: what was
-    read ahead, by chunk. A chunk is `finished` when its copy is where it belongs: one on its way to a device
-    is waited for behind the next chunk's kernel."""
+    read ahead, by chunk; `after`: those who use the copies that change. A chunk is `finished` when its copy
+    is where it belongs: one on its way to a device is waited for behind the next chunk's kernel."""
     todo = left.copy()
     reading: deque[ChunkIO] = deque()
     writing: deque[ChunkIO] = deque()
@@ -320,7 +322,7 @@ def _run(
                 drift.after(before, io)
             else:
                 _compute(tiers, update, io)
-            io.write(state=False, copy=True)
+            io.write(state=False, copy=True, after=after)
             finish_copied()
             copying.append((update.chunk, io))
             if io.is_copied or not reading:

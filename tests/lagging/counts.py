@@ -32,9 +32,8 @@ _AUTOGRAD = "host waits: Dummy"
 def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
     """Return the counts of the fourth step, after which the order of units is known."""
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
-    config = infinity.Config(
-        device="cpu", nvme=nvme, host_memory="256MiB", threads=1, units=["Block", "head"], **settings
-    )
+    settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
+    config = infinity.Config(device="cpu", nvme=nvme, **settings)
     phases: dict[str, collections.Counter[str]] = {}
     with lagging_cuda() as world:
 

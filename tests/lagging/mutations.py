@@ -109,7 +109,14 @@ _TRIED = (
     *("delayed-nvme", "fp16", "device-device-device", "host-host-host", "activations", "looks-device"),
     *("streams-delayed-device", "looks-delayed-device", "host-nvme-device", "host-device-nvme"),
     *("left_open-activations", "behind_steps-device", "behind_steps-delayed", "behind_steps-delayed-device"),
-    *("behind_steps-gradients", "within-device", "within-host", "held-device", "held-host"),
+    *(
+        "behind_steps-gradients",
+        "behind_steps-host",
+        "within-device",
+        "within-host",
+        "held-device",
+        "held-host",
+    ),
     *("behind_steps-delayed-tight",),
 )
 SECONDS = 60.0  # that a case may take; it takes 1 or 2 of a core

@@ -176,7 +176,8 @@ def looks(loop: Loop) -> None:
 
 
 def behind_steps(loop: Loop) -> None:
-    """What comes straight behind a step, while its update runs: each of these is the first once."""
+    """What comes straight behind a step, while its update runs: each of these is the first once. What comes
+    before it may use parameters when the update begins."""
     weight = loop.model.head.weight
 
     def look() -> None:
@@ -194,6 +195,7 @@ def behind_steps(loop: Loop) -> None:
         for _ in range(2):
             loop.backward()
             nn.utils.clip_grad_value_([weight], 0.001)
+            loop.evaluate()
             loop.step()
             first()
     loop.optimizer.zero_grad()

@@ -81,6 +81,8 @@ for _program in PROGRAMS.keys() - {"accumulate"}:
 for _program in ("streams", "looks", "behind_steps"):
     CASES[f"{_program}-delayed-device"] = {"program": _program, **CASES["delayed-device"]}
 CASES["behind_steps-delayed-tight"] = {**CASES["behind_steps-delayed"], **_TIGHT}
+for _tier in ("device", "host"):
+    CASES[f"chunks-{_tier}"] = {**CASES[f"{_tier}-host-host"], "units": ["Net"], "chunk_elements": 1 << 16}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
 for _program in ("interleaved", "left_open"):
@@ -124,14 +126,8 @@ def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
     program, kind = settings.pop("program", "accumulate"), settings.pop("recompute", None)
     settings.pop("index", None)
-    config = infinity.Config(
-        device="cpu",
-        nvme=nvme,
-        host_memory="256MiB",
-        threads=1,
-        units=["Block", "head"],
-        **settings,
-    )
+    settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
+    config = infinity.Config(device="cpu", nvme=nvme, **settings)
     torch.manual_seed(0)
     model = Net(recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
