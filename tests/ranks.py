@@ -33,7 +33,7 @@ def run_ranks(
     world: int,
     script: str,
     *arguments: str,
-    seconds: int = 60,
+    seconds: float = 60,
     environment: Mapping[str, str] | None = None,
     imports: Sequence[str] = (),
     device: str | None = None,
@@ -148,7 +148,7 @@ def _become(rank: int, port: int, request: dict[str, object]) -> None:
     os.environ |= request["environment"]  # type: ignore[arg-type]
 
 
-def _codes(pids: list[int], seconds: int) -> list[int]:
+def _codes(pids: list[int], seconds: float) -> list[int]:
     """Wait for all; return their exit codes."""
     codes: dict[int, int] = {}
     stopped: set[int] = set()

@@ -26,6 +26,7 @@ from infinity.storage import checkpoints
 
 from .faults import FaultFS, build, missing_means
 from .offloaded import ON_HOST, config_for
+from .ranks import run_ranks
 
 
 def start(folder: Path, **settings: Any) -> tuple[nn.Module, Any]:
@@ -60,36 +61,33 @@ def digests(folder: Path, steps: int) -> list[str]:
     return found
 
 
-def train_and_save(folder: Path, root: Path, steps: int, told: int) -> None:
-    """A run that goes on from its newest checkpoint, if it has one, and saves after every step."""
-    model, adam = start(folder)
-    if any(root.glob("step-*/index.json")):
-        infinity.load(adam, root)
-    while adam.steps < steps:
-        step(model, adam)
-        infinity.save(adam, root, keep_last=2)
-        os.write(told, bytes([adam.steps]))
-    infinity.close(adam)
+#: A run that goes on from its newest checkpoint, if it has one, saves after every step, and says so.
+TRAIN_AND_SAVE = """
+import os, sys
+from pathlib import Path
+for name in ("RANK", "WORLD_SIZE"):  # it is not one of several
+    del os.environ[name]
+import infinity
+from tests.test_checkpoint_faults import start, step
+folder, root, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+model, adam = start(folder)
+if any(root.glob("step-*/index.json")):
+    infinity.load(adam, root)
+while adam.steps < steps:
+    step(model, adam)
+    infinity.save(adam, root, keep_last=2)
+    print(adam.steps, flush=True)
+infinity.close(adam)
+"""
 
 
 def killed(folder: Path, root: Path, steps: int, seconds: float) -> int:
-    """Train in a fork, which is killed after `seconds`; return the last step that it said was saved."""
-    reading, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            train_and_save(folder, root, steps, told)
-        finally:
-            os._exit(0)
-    os.close(told)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with open(reading, "rb") as file:
-        said = file.read()
-    return said[-1] if said else 0
+    """Train in a process that is killed after `seconds`; return the last step that it said was saved."""
+    given = str(folder), str(root), str(steps)
+    imports = ["tests.test_checkpoint_faults"]
+    ((code, said, error),) = run_ranks(1, TRAIN_AND_SAVE, *given, seconds=seconds, imports=imports)
+    assert code in (-signal.SIGKILL, 0), error
+    return int(said.split()[-1]) if said else 0
 
 
 @pytest.mark.processes
