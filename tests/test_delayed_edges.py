@@ -570,10 +570,10 @@ def test_state_is_not_read_ahead_before_the_store_knows_of_its_write(
         with closing(adam):
             inner = ChunkIO.write
 
-            def write(self: ChunkIO, *, state: bool, copy: bool, inner: Any = inner) -> None:
+            def write(self: ChunkIO, *, state: bool, copy: bool, inner: Any = inner, **more: Any) -> None:
                 if state and not copy:
                     time.sleep(0.05)
-                inner(self, state=state, copy=copy)
+                inner(self, state=state, copy=copy, **more)
 
             if slow:
                 monkeypatch.setattr(ChunkIO, "write", write)
