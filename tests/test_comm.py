@@ -438,6 +438,7 @@ import atexit, ctypes, weakref
 from infinity.core.at_exit import at_end
 comm, there = connect(device=CPU, timeout=20), sys.argv[2]
 if comm.rank == 1:
+    time.sleep(0.5)  # rank 0 waits
     comm.post(ValueError("ends"))
     while not os.path.exists(there):
         time.sleep(0.01)

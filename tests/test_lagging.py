@@ -19,7 +19,7 @@ ALL = list(CASES)
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
-FEW += ["within-device", "held-host"]
+FEW += ["within-device", "held-host", "beside-activations"]
 #: Each schedule of random order in `make test-all` has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.

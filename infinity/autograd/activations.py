@@ -248,6 +248,7 @@ class Activations:
         gone = _Gone(copy, self._home.append)
         gone.memory = copy.memory
         self._lent[id(gone)] = gone
+        self._device.uses(tensor)  # another stream may have made it: `_hold` has this one wait for the copy
         copy.memory.left = self._device.d2h(
             lease.tensor(tensor.dtype), _flat(tensor.detach()), self._device.mark()
         )

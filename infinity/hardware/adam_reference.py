@@ -110,7 +110,8 @@ def adamw_reference_segments(
 
 _SLICE: Final = 1 << 21  # elements
 _PROBE: Final = 50_000  # elements
-_PROBED: Final = ((0, 1024), (1024, 32_768), (32_771, 49_901), (1, 2))
+#: Triton compiles anew for each number that is 1 or a multiple of 16.
+_PROBED: Final = ((0, 1024), (1024, 32_768), (32_771, 49_901), (1, 2), (0, 777), (777, 4_000), (1, 16))
 _FUSED_ON = {"cuda"}  # types of devices that Triton compiles for
 
 
@@ -125,15 +126,17 @@ def _fused(
         from .adam_fused import update
     except ImportError:
         return None
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a Triton that is broken raises
         wrong = f"{type(error).__name__}: {error}"
     draw = torch.Generator().manual_seed(0)
     sizes = torch.empty(4, _PROBE).uniform_(-100, 20, generator=draw).exp_()
     p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
     grad, ours, wanted = g.to(dtype), (p, m, v.square()), (p.clone(), m.clone(), v.square())
-    l2 = 0.1 if has_l2 else 0.0
+    l2 = 0.125 if has_l2 else 0.0  # fp32, as those of an update: plain torch multiplies it in fp64
     scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, from_grad)
-    for first, last in () if wrong else _PROBED:  # Triton compiles anew for numbers that are multiples of 16
+    for first, last in () if wrong else _PROBED:
         try:
             update(*ours, grad, first, last, scalars)
         except (MemoryError, torch.OutOfMemoryError):

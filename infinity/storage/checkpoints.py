@@ -42,7 +42,7 @@ FORMAT: Final = 1
 #: Of those on several file systems.
 FORMAT_APART: Final = 2
 _INDEX_LIMIT: Final = 1 << 30
-_LOOKS: Final = 1000
+_LOOKS: Final = 100
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
 _NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")

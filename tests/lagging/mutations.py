@@ -108,7 +108,13 @@ _TRIED = (
     *("host-device-device", "interleaved-activations", "routes-host", "left_open-nvme", "two_threads-device"),
     *("delayed-nvme", "fp16", "device-device-device", "host-host-host", "activations", "looks-device"),
     *("streams-delayed-device", "looks-delayed-device", "host-nvme-device", "host-device-nvme"),
-    *("left_open-activations", "behind_steps-device", "behind_steps-delayed", "behind_steps-delayed-device"),
+    *(
+        "left_open-activations",
+        "beside-activations",
+        "behind_steps-device",
+        "behind_steps-delayed",
+        "behind_steps-delayed-device",
+    ),
     *(
         "behind_steps-gradients",
         "behind_steps-host",

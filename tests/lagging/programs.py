@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core.errors import ParameterError, ReleasedParameterError
@@ -120,6 +121,26 @@ def within(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=False)
     loop.backward()
     loop.step()
+
+
+def beside(loop: Loop) -> None:
+    """Every third layer is recomputed, and its input saved, on another stream than made that input."""
+    model, own = loop.model, torch.cuda.Stream() if loop.device != "cpu" else None
+
+    def forward(x: torch.Tensor) -> Any:
+        for n, block in enumerate([*model.blocks] * 3):
+            here = torch.cuda.current_stream() if own is not None else None
+            other = own if n % 3 == 1 else None
+            if other is not None:
+                other.wait_stream(here)
+            with _on(other):
+                x = checkpoint(block, x, use_reentrant=False)
+            if here is not None and other is not None:
+                here.wait_stream(other)
+        return model.head(x)
+
+    model.forward = forward
+    accumulate(loop)
 
 
 def routes(loop: Loop) -> None:
@@ -274,7 +295,7 @@ def left_open(loop: Loop) -> None:
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
     p.__name__: p
     for p in (
-        *(accumulate, streams, interleaved, within, routes, looks, behind_steps, held),
+        *(accumulate, streams, interleaved, within, beside, routes, looks, behind_steps, held),
         *(two_threads, captured, left_open),
     )
 }

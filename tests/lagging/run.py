@@ -85,7 +85,7 @@ for _tier in ("device", "host"):
     CASES[f"chunks-{_tier}"] = {**CASES[f"{_tier}-host-host"], "units": ["Net"], "chunk_elements": 1 << 16}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
-for _program in ("interleaved", "left_open"):
+for _program in ("interleaved", "left_open", "beside"):
     CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 
 
