@@ -108,22 +108,9 @@ _TRIED = (
     *("host-device-device", "interleaved-activations", "routes-host", "left_open-nvme", "two_threads-device"),
     *("delayed-nvme", "fp16", "device-device-device", "host-host-host", "activations", "looks-device"),
     *("streams-delayed-device", "looks-delayed-device", "host-nvme-device", "host-device-nvme"),
-    *(
-        "left_open-activations",
-        "beside-activations",
-        "behind_steps-device",
-        "behind_steps-delayed",
-        "behind_steps-delayed-device",
-    ),
-    *(
-        "behind_steps-gradients",
-        "behind_steps-host",
-        "within-device",
-        "within-host",
-        "held-device",
-        "held-host",
-    ),
-    *("behind_steps-delayed-tight",),
+    *("left_open-activations", "beside-activations", "behind_steps-device", "behind_steps-delayed"),
+    *("behind_steps-delayed-device", "behind_steps-delayed-tight", "behind_steps-gradients"),
+    *("behind_steps-host", "within-device", "within-host", "held-device", "held-host"),
 )
 SECONDS = 60.0  # that a case may take; it takes 1 or 2 of a core
 _BELLS = {"_bell", "_changed", "_home"}
