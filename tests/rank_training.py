@@ -439,8 +439,8 @@ def check(settings: dict[str, Any], rank: int, world: int) -> None:
         with pytest.raises((RankError, GradientError), match=r"(?s)^(?!.*not come within)"):
             train(settings, rank, world)
         return
-    # Some CPUs have a kernel for an LSTM without gradients, in fp16, whose bits those with gradients have not;
-    # and no other device has.
+    # Some CPUs have a kernel of their own for an LSTM in fp16 without gradients, with bits that no other
+    # device has.
     enabled = torch.backends.mkldnn.is_available() and settings["model"] != "lstm"
     with torch.backends.mkldnn.flags(enabled=enabled):
         found, norms = train(settings, rank, world)
