@@ -12,6 +12,7 @@ Each case is a process of its own: one that hangs or crashes is a row like the o
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from devices import opened
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
@@ -134,15 +136,16 @@ def train(
 
 def _child(case: Case, device: str, folder: str, answer: Connection) -> None:
     """Train a case; tell how it compares with the reference, or keep it as one where there is none."""
-    reference = Path(folder, f"{'-'.join(case.reference)}.pt")
+    reference = Path(folder, f"{'-'.join(case.reference)}.safetensors")
     try:
         with tempfile.TemporaryDirectory(dir=folder) as nvme:
             found = train(case, device, nvme)
         if not reference.exists():
-            torch.save(found, reference)
+            kept = {json.dumps(key): value.contiguous().clone() for key, value in found.items()}
+            save_file(kept, reference)
             answer.send({"verdict": "reference"})
             return
-        wanted = torch.load(reference, weights_only=True)
+        wanted = {tuple(json.loads(key)): value for key, value in load_file(reference).items()}
         differ = [key for key, value in wanted.items() if not same(found[key], value)]
         row: dict[str, Any] = {"verdict": "differs" if differ else "same"}
         if differ:

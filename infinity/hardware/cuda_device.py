@@ -175,8 +175,8 @@ class CudaDevice:
 
     def d2h(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, chunk: int = -1) -> Event:
         """Start copying `source` to `target` (pinned) on the d2h stream, after `after`. The caller keeps
-        `source` until the host or the stream that it was made on has waited for the copy: torch's allocator
-        is told nothing."""
+        `source` until the host or the stream that it was made on has waited for the copy, or has told the
+        allocator of another stream that waits for it (`uses`): here nothing is told."""
         with torch.cuda.stream(self._d2h):
             _wait(self._d2h, after)
             with timed(self._recorder.log, self._clock, "d2h", self._d2h, chunk, source.nbytes):
