@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import NORM_BLOCK
@@ -445,6 +446,36 @@ def test_sums_of_squares_of_pieces_are_those_of_each_alone(dtype: torch.dtype) -
         for call in (cpu_adam.sum_of_squares, adam_reference.sum_of_squares_reference):
             with pytest.raises(ParameterError, match="pieces"):
                 call(x, np.array(wrong, dtype=np.int64))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators that are launches on a device."""
+
+    launches = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.launches += not op.is_view and "empty" not in str(op)
+        return op(*args, **kwargs or {})
+
+
+def test_sums_of_squares_of_several_tensors_grow_in_one_pass() -> None:
+    """However many there are, of several dtypes; also more than there is room for at a time."""
+    rng = np.random.default_rng(0)
+    parts = []
+    for n in range(60):
+        lengths = [NORM_BLOCK] * (n % 3) + rng.integers(0, [20, 600, 40_000]).tolist()
+        begins = np.cumsum([0, *lengths])
+        pieces = np.ascontiguousarray(np.stack([begins[:-1], lengths], axis=1))
+        parts.append((values(int(begins[-1]), n).to(DTYPES[n % 2]), pieces))
+    parts[7][0][:3] = torch.tensor([math.inf, math.nan, -0.0])
+    parts.insert(3, (torch.zeros(0), np.empty((0, 2), dtype=np.int64)))
+    with Counted() as counted:
+        found = adam_reference.sums_of_squares_reference(parts)
+    wanted = [cpu_adam.sum_of_squares(*part) for part in parts]
+    assert [sums.tobytes() for sums in found] == [sums.tobytes() for sums in wanted]
+    assert counted.launches <= 40 * 4  # of each dtype there are more elements than are summed at once
+    (none,) = adam_reference.sums_of_squares_reference(parts[3:4])
+    assert none.shape == (0,)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -261,6 +261,7 @@ def test_whatever_arrives_is_what_a_plain_model_has(
             assert (found is None) == (wanted is None), (number, name)
             if found is not None and wanted is not None:
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, msg=f"{number} {name}")
+        gradients.sending.sum_squares()
         for unit in engine_of(model).units:
             for chunk in unit.layout.trainable_chunks:
                 entry = gradients.entries[chunk.id]

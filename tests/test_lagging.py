@@ -19,12 +19,12 @@ ALL = list(CASES)
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
-FEW += ["within-device", "held-host", "beside-activations"]
+FEW += ["within-device", "held-host", "beside-activations", "looks-gradients", "chunks-split"]
 #: Each schedule of random order in `make test-all` has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
 COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
-COUNTED += ["chunks-device", "chunks-host"]
+COUNTED += ["chunks-device", "chunks-host", "host-host-device", "device-device-device"]
 WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-shelter")}
 WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradients", "infinity-ranks")}
 
@@ -76,7 +76,9 @@ def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", quick(COUNTED, ["device-host-host", "chunks-device", "chunks-host"]))
+@pytest.mark.parametrize(
+    "case", quick(COUNTED, ["device-host-host", "host-host-device", "chunks-device", "chunks-host"])
+)
 def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
     found = json.loads(run(case, what="counts").stdout)
@@ -85,10 +87,19 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     units, where = found["units"], CASES[case]
     parameters, state, gradients = (where[k] for k in ("parameters", "optimizer_state", "gradients"))
     assert not [name for name in forward if name.startswith("host waits")]
-    assert set(WAITS & backward.keys()) <= {"host waits: infinity-gradients"}
-    assert set(WAITS & step.keys()) <= {"host waits: infinity-shelter", "host waits: infinity-update"}
+    worker = "host waits: infinity-gradients"
+    assert set(WAITS & backward.keys()) <= {worker}
+    assert set(WAITS & step.keys()) <= {"host waits: infinity-shelter", "host waits: infinity-update", worker}
+    assert backward[worker] == (0 if gradients == "device" else chunks)
+    assert step[worker] == (gradients == "device")  # for the squares of all chunks
     assert step["host waits: infinity-shelter"] <= 1
     assert step["host waits: infinity-update"] <= chunks
+    # Which values somebody has edited, and the squares of all gradients.
+    assert step["copies that block"] <= (parameters == "device") + (gradients == "device")
+    # Autograd's, and one for each parameter and chunk: what the device keeps is copied to its place, too.
+    assert backward["launches"] <= 5 * params
+    if gradients == "device" and state != "device":
+        assert step["launches"] <= 3 * chunks + 60  # the squares of all chunks are summed at once
     if "device" in (state, gradients):
         return
     assert backward["copies"] == backward["host waits: infinity-gradients"] == chunks
@@ -96,7 +107,6 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     assert backward["events"] <= 2 * units + chunks
     assert step["events"] <= chunks + (1 if parameters == "device" else 2 * units)
     assert step["launches"] <= (4 * params + 14 * chunks if parameters == "device" else 2 * chunks)
-    assert step["copies that block"] <= (parameters == "device")  # which values somebody has edited
     assert found["registrations after wrap"] == 0
 
 

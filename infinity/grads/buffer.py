@@ -183,8 +183,8 @@ class UnitBuffer:
 class Leaving:
     """A sealed buffer on its way, of which `chunks` go to their tier, `after` an event of the device.
 
-    `issued` opens when nothing needs the buffer but copies, of which `copied` is the last: they are in one
-    order. Who has seen to it that these come before whatever takes its memory next drops `buffer`.
+    `issued` opens when nothing needs the buffer but copies and other work of the device, which are over with
+    `copied`. Who has seen to it that these come before whatever takes its memory next drops `buffer`.
     """
 
     def __init__(self, buffer: SealedBuffer, chunks: list[Chunk], after: Event | None) -> None:

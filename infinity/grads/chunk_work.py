@@ -35,7 +35,7 @@ class ChunkWork:
                 for work in works:  # only after an error is anything left
                     work.close()
         finally:
-            leaving.issued.open()
+            self._let_go(leaving)
         if (log := self._recorder.log) is not None:
             log.add("reduce", begin, now(), unit=leaving.unit, nbytes=nbytes)
 
@@ -51,6 +51,18 @@ class ChunkWork:
             works.append(work)
             left = left and work.has_left
         if left:
+            self._let_go(leaving)
+
+    def _let_go(self, leaving: Leaving) -> None:
+        """Nothing needs the buffer any more but what the device has been given: copies, and work on chunks
+        that it keeps."""
+        if leaving.issued.is_open:
+            return
+        try:
+            if any(map(self._chunks.by_device, leaving.chunks)):
+                self._chunks.device.wait_on_device(leaving.copied)
+                leaving.copied = self._chunks.device.mark()
+        finally:
             leaving.issued.open()
 
     def _finish(self, work: GradientIO, leaving: Leaving) -> None:

@@ -31,18 +31,20 @@ class ChunkGradient:
     """What is known of one chunk's gradient, which is in front. `dtype` None: its bytes mean nothing, and
     whatever is present is zero."""
 
-    __slots__ = ("dtype", "present", "squares")
+    __slots__ = ("dtype", "is_summed", "present", "squares")
 
     def __init__(self, pieces: int) -> None:
         self.dtype: torch.dtype | None = None
         self.present: set[int] = set()  # parameters (indices in the unit) that have arrived
         self.squares = np.zeros(pieces)  # sums, one of each of the chunk's `norm_pieces`
+        self.is_summed = True  # whether `squares` are those of its bytes
 
     def clear(self) -> None:
         """Forget everything."""
         self.dtype = None
         self.present.clear()
         self.squares[:] = 0
+        self.is_summed = True
 
 
 class ChunkGradients:
@@ -71,8 +73,10 @@ class ChunkGradients:
         self._pool = pool
         self._on_device: dict[tuple[int, Slot], torch.Tensor] = {}  # by chunk
         self.pieces: dict[int, cpu_adam.Pieces] = {}
+        self._chunks: dict[int, Chunk] = {}
         for unit in units:
             for chunk in unit.layout.trainable_chunks:
+                self._chunks[chunk.id] = chunk
                 self.entries[chunk.id] = ChunkGradient(len(chunk.norm_pieces))
                 self.pieces[chunk.id] = np.array(
                     [place for _, *place in chunk.norm_pieces], dtype=np.int64
@@ -149,6 +153,26 @@ class ChunkGradients:
         if (chunk.id, slot) not in self._on_device:
             self._place(chunk)
         return self._on_device[chunk.id, slot]
+
+    @property
+    def are_summed(self) -> bool:
+        """Whether the squares of all are known."""
+        return all(entry.is_summed for entry in self.entries.values())
+
+    def sum_squares(self) -> None:
+        """Sum the squares that are not known, those of the device, all in one pass: the host waits for that
+        once. Where there is no memory for it nothing has changed."""
+        parts = {}
+        for number, entry in self.entries.items():
+            if not entry.is_summed:
+                assert entry.dtype is not None
+                chunk = self._chunks[number]
+                flat = self.on_device(chunk)[: chunk.numel * entry.dtype.itemsize].view(entry.dtype)
+                parts[number] = flat, self.pieces[number]
+        found = adam_reference.sums_of_squares_reference(list(parts.values()))
+        for number, squares in zip(parts, found, strict=True):
+            self.entries[number].squares[:] = squares
+            self.entries[number].is_summed = True
 
     def _leases(self, count: int, plan: ChunkParts) -> list[Lease]:
         while (leases := self._try_leases(count, plan)) is None:
@@ -330,11 +354,11 @@ class GradientIO:
             cpu_adam.accumulate(part, source)
 
     def store(self, target: torch.Tensor) -> None:
-        """Sum the squares and send the chunk to its tier."""
+        """Sum the squares, or have them summed when somebody asks, and send the chunk to its tier."""
         owner, entry = self._owner, self._entry
-        by_device = owner.by_device(self.chunk)
-        squares = adam_reference.sum_of_squares_reference if by_device else cpu_adam.sum_of_squares
-        entry.squares[:] = squares(target, owner.pieces[self.chunk.id])
+        entry.is_summed = not owner.by_device(self.chunk)
+        if entry.is_summed:
+            entry.squares[:] = cpu_adam.sum_of_squares(target, owner.pieces[self.chunk.id])
         if self._lease is not None:
             nbytes = ceil_to(target.nbytes, 4096)
             transfer = owner.store.write(

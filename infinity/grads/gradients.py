@@ -451,6 +451,8 @@ class Gradients:
         if not grad.factor:
             return
         bounds = sorted((low / grad.factor, high / grad.factor))
+        if self.scale != 1.0:
+            self.sending.sum_squares()
         for chunk in unit.layout.trainable_chunks:
             entry = self.entries[chunk.id]
             segments = [s for s in chunk.segments if s.param == index and index in entry.present]
@@ -521,6 +523,7 @@ class Gradients:
 
     def norm(self, grads: Iterable[ShardedGrad]) -> float:
         """Return the 2-norm of several gradients, which are complete, with their factors: [Note: norms]."""
+        self.sending.sum_squares()
         return self._norms.together(grads)
 
     @sheltered
@@ -528,6 +531,7 @@ class Gradients:
         """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
         self.reduce_waiting()
         self.wait()
+        self.sending.sum_squares()
         return self._norms.each(grads)
 
     @sheltered

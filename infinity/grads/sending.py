@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from infinity.core.spans import Recorder
-from infinity.hardware.device import Device, HostStream, Task
+from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
@@ -111,8 +111,21 @@ class Sending:
             self._recorder.waited(wait, ("reduce", 0))
 
     def run(self, call: Callable[[], None]) -> None:
-        """Have the worker do `call`, and wait for it."""
-        self._stream.submit(call).wait()
+        """Wait until the worker has done `call`; the device's compute waits for what it has put there."""
+
+        def work() -> Event | None:
+            call()
+            return self._device.mark()
+
+        self._device.wait_on_device(self._stream.submit(work).result())
+
+    def sum_squares(self) -> None:
+        """Have the squares of all gradients, which are complete."""
+        if not self._chunks.are_summed:
+            task = self._stream.submit(self._chunks.sum_squares)
+            wait = self._recorder.waits()
+            task.wait()
+            self._recorder.waited(wait, ("reduce", 0))
 
     def finish_writes(self) -> None:
         """Wait until what was sent is on its tier."""

@@ -238,9 +238,13 @@ class Drift:
     def after(self, before: torch.Tensor, io: ChunkIO) -> None:
         """Add one chunk."""
         now = io.master[:NORM_BLOCK]
-        squares = adam_reference.sum_of_squares_reference if io.on_device else cpu_adam.sum_of_squares
         try:
-            norm, moved = (float(squares(values).sum()) for values in (now, before.sub_(now)))
+            values = now, before.sub_(now)
+            if io.on_device:
+                squares = adam_reference.sums_of_squares_reference([(each, None) for each in values])
+            else:
+                squares = [cpu_adam.sum_of_squares(each) for each in values]
+            norm, moved = (float(each.sum()) for each in squares)
         except Exception as error:
             if is_out_of_memory(error):
                 return  # the chunk is changed by now, and this is but a figure

@@ -194,6 +194,10 @@ def looks(loop: Loop) -> None:
         loop.evaluate()
         loop.backward()
         loop.optimizer.zero_grad()
+    loop.backward()
+    nn.utils.clip_grad_value_(params, 0.001)
+    loop.optimizer.zero_grad(set_to_none=False)  # in the place of what is being changed
+    loop.step()
 
 
 def behind_steps(loop: Loop) -> None:

@@ -83,6 +83,8 @@ for _program in ("streams", "looks", "behind_steps"):
 CASES["behind_steps-delayed-tight"] = {**CASES["behind_steps-delayed"], **_TIGHT}
 for _tier in ("device", "host"):
     CASES[f"chunks-{_tier}"] = {**CASES[f"{_tier}-host-host"], "units": ["Net"], "chunk_elements": 1 << 16}
+CASES["chunks-split"] = {**CASES["chunks-host"], "gradients": {"device": 0.5, "host": 0.5}}
+CASES["looks-gradients"] = {**CASES["host-device-device"], "program": "looks"}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
 for _program in ("interleaved", "left_open", "beside"):
