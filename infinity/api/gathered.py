@@ -120,6 +120,7 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
             else:
                 engine.publish()
         saved.enter(engine.phases.blocks.begin(self._use, named, write=self._write, source=self._source))
+        engine.comm.finish()  # what the block shows may be saved in it
 
     def __exit__(self, *error: object) -> None:
         self._use = None  # before all else: the block is left, whatever becomes of the rest

@@ -6,6 +6,12 @@ this rank learns whether another failed, is gone (`watch`) or is too late. gloo'
 know whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in place:
 gloo's own all-gather allocates its output a second time, and takes three times as long.
 
+[Note: one collective behind] What NCCL does is put on the device's streams: what uses the result waits
+there, and the host goes on. A thread polls in its place, and the next collective waits for that: an exchange
+before it begins, one of NCCL when it has been enqueued. So for a rank that comes back from an exchange all
+before it has ended well, and no update uses what has not. A kernel whose other rank is gone never ends, nor
+does who waits for the device: so NCCL's group is aborted where that is found, before it is told.
+
 [Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
 work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
 process may end all the same. So is a work that was left before its end: were gloo's thread the last that has
@@ -29,7 +35,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -318,6 +324,8 @@ class Ranks(Comm):
         self._came = torch.empty(0, dtype=torch.uint8)
         self._stream: HostStream | None = None  # [Note: behind compute]
         self._begun: deque[Task] = deque()
+        self._looks: HostStream | None = None  # [Note: one collective behind]
+        self._behind: Task | None = None  # polls for the works that were enqueued last
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
         self._closed = False
         ranks = dist.get_process_group_ranks(group)
@@ -388,7 +396,7 @@ class Ranks(Comm):
         data = _bytes(run)
         slices = data.view(self.world, -1).unbind()
         if self._nccl:
-            self._do("gather", lambda: [self._data._allgather_base(data, slices[self.rank])])
+            self._do("gather", lambda: [self._data._allgather_base(data, slices[self.rank])], behind=True)
         else:
             self._do("gather", lambda: (self._data.broadcast(s, r) for r, s in enumerate(slices)))
 
@@ -415,7 +423,7 @@ class Ranks(Comm):
             if self._came.numel() < sum(sizes):
                 self._came = torch.empty(sum(sizes), dtype=torch.uint8)
             to = self._came[: sum(sizes)]
-        self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)])
+        self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)], behind=self._nccl)
         came = iter(to.view(parts.dtype).view(len(others), -1))
         mean([parts[r] if r == self.rank else next(came) for r in range(self.world)], out)
 
@@ -432,6 +440,11 @@ class Ranks(Comm):
         return task
 
     def finish(self, last: Task | None = None) -> None:
+        self._finish_begun(last)
+        if last is None:
+            _over(self._behind)
+
+    def _finish_begun(self, last: Task | None = None) -> None:
         self._usable()
         if self._stream is None or self._stream.is_here():
             return
@@ -481,7 +494,10 @@ class Ranks(Comm):
             return
         while self._begun and self._error is None and not self._watch.failed:
             with contextlib.suppress(Exception):  # was for nobody
-                self.finish()
+                self._finish_begun()
+        while self._behind is not None and self._error is None and not self._watch.failed:
+            if self._behind.pause(POLL):
+                break
         self._closed = True
         global _made_here
         if hasattr(self, "_hook") and sys.excepthook is self._hook:
@@ -490,13 +506,14 @@ class Ranks(Comm):
         if hasattr(self, "_watch"):  # or not even this was made
             stuck = stuck or self._watch.failed
             self._watch.close()
-        if self._stream is not None:
-            self._stream.close()
+        for stream in (self._stream, self._looks):
+            if stream is not None:
+                stream.close()
+        if stuck:
+            self._abort()
         for group in self._groups if dist.is_initialized() else ():
             if stuck:
                 _keep(group)
-                if dist.get_backend(group) == "nccl":  # or its kernels wait on the device for ever
-                    getattr(group._get_backend(self._device), "abort", lambda: None)()
             else:
                 dist.destroy_process_group(group)
         _open.discard(self)
@@ -512,17 +529,39 @@ class Ranks(Comm):
             self.post(error)
         self._hooked(kind, error, trace)
 
-    def _do(self, what: str, start: Callable[[], Iterable[Any]]) -> None:
-        """Start works, and poll until they are complete ([Note: waits for ranks poll])."""
+    def _do(self, what: str, start: Callable[[], Iterable[Any]], *, behind: bool = False) -> None:
+        """Start works, and poll until they are complete ([Note: waits for ranks poll]). `behind`: they are
+        NCCL's, and the current stream waits ([Note: one collective behind])."""
         if locks.checking:
             locks.may_wait()
-        self.finish()
+        self._finish_begun()
+        before = self._behind
+        if not behind:
+            _over(before)
         self._number += 1
         works: list[Any] = []
+        with self._kept(what, works):
+            works.extend(start())  # one by one: those before one that raises are kept
+            if not behind:
+                self._wait(self._number, what, works)
+                return
+            for work in works:
+                work.synchronize()  # `wait` would be the host's, with TORCH_NCCL_BLOCKING_WAIT
+            if self._looks is None:
+                self._looks = HostStream("looks")
+            self._behind = self._looks.submit(functools.partial(self._look, self._number, what, works))
+            _over(before)
+
+    def _look(self, number: int, what: str, works: list[Any]) -> None:
+        with self._kept(what, works):
+            self._wait(number, what, works, behind=True)
+
+    @contextlib.contextmanager
+    def _kept(self, what: str, works: list[Any]) -> Iterator[None]:
+        """A block in which a collective ends. Where it raises, works are kept: this rank is at its end."""
         ended = False
         try:
-            works.extend(start())  # one by one: those before one that raises are kept
-            self._wait(what, works)
+            yield
             ended = True
         except (RankError, ClosedError):
             raise
@@ -532,6 +571,13 @@ class Ranks(Comm):
             if not ended:
                 _keep(works)
                 self._error = self._error or RankError(f"a collective ({what}) was left before its end")
+                self._abort()
+
+    def _abort(self) -> None:
+        """Have no kernel of NCCL go on: it would wait on the device for ever, and whoever waits for that."""
+        for group in self._groups if dist.is_initialized() else ():
+            if dist.get_backend(group) == "nccl":
+                getattr(group._get_backend(self._device), "abort", lambda: None)()
 
     def _usable(self) -> None:
         if self._closed:
@@ -541,9 +587,11 @@ class Ranks(Comm):
             )
         self.check()
         if self._error is not None:
+            if self._looks is not None and not self._looks.is_here():
+                _over(self._behind)  # which may have been that, and says why
             raise RankError(self._error.what)
 
-    def _wait(self, what: str, works: Sequence[Any]) -> None:
+    def _wait(self, number: int, what: str, works: Sequence[Any], *, behind: bool = False) -> None:
         begun = time.monotonic()
         looks, said = 0, False
         say_after = min(_SAY_SECONDS, self._timeout / 4)
@@ -570,19 +618,20 @@ class Ranks(Comm):
                         raise
                     if elapsed > say_after and not said:
                         said = True
-                        self._watch.waiting(self._number, what)
+                        self._watch.waiting(number, what)
                     if said and now - asked > ask_after:
                         asked = now
-                        self._watch.ask(self._number, what, elapsed, ask_after)
+                        self._watch.ask(number, what, elapsed, ask_after)
                     if elapsed > (most := self._timeout * self.patience):
-                        since = max(begun, self._watch.excused(self._number, what))
+                        since = max(begun, self._watch.excused(number, what))
                         if now - since > most:
-                            self._raise(self._watch.late(self._number, what, most))
+                            self._raise(self._watch.late(number, what, most))
                     if self._watch.left:
                         ended_after = elapsed if ended_after is None else ended_after
                         if elapsed - ended_after > _NEWS_SECONDS:
                             self._raise(self._watch.ended(what))
-                work.wait()  # is over: raises its error; on CUDA the current stream waits for it
+                if not behind:
+                    work.wait()  # is over: raises its error; on CUDA the current stream waits for it
         finally:
             self._waits = ""
 
@@ -639,6 +688,14 @@ def _interruptible(
             raise RankError("not all ranks have come")
     stream.close()
     return task.result()
+
+
+def _over(task: Task | None) -> None:
+    """Wait for a task, if there is one; raise its error. An interrupt leaves it under way."""
+    while task is not None and not task.pause(POLL):
+        continue
+    if task is not None:
+        task.wait()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

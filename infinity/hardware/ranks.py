@@ -86,7 +86,8 @@ class Comm:
         raise NotImplementedError
 
     def finish(self, last: Task | None = None) -> None:
-        """Wait for what was begun, up to `last` or all; raise what one of these raised, once."""
+        """Wait for what was begun, up to `last` or all; raise what one of these raised, once. All: also until
+        the device has ended what it was given of them."""
 
     def claim(self, path: str, *, saved: bool = True) -> None:
         """Have `path`, where this model is saved, or else has its arenas, be that of no other group of ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from . import operators
 from .cuda import lagging_cuda, world
-from .world import Point, World, where
+from .world import NotYet, Point, World, where
 
 
 class Work:
@@ -22,27 +24,58 @@ class Work:
     def __init__(self, point: Point, here: World) -> None:
         self._point = point
         self._here = here
+        here.counts["collectives"] += 1
 
     def is_completed(self) -> bool:
-        return self._here.query(self._point)
+        ended = self._here.query(self._point)
+        if ended:
+            self._here.counts[f"collectives waited for: {threading.current_thread().name}"] += 1
+        return ended
 
     def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
         """The current stream waits, and the host does not."""
         self._here.block(self._here.current(), self._point)
 
 
 class Group:
-    """A process group with a stream of its own, which waits for the one that a collective is called on."""
+    """A process group with a stream of its own, which waits for the one that a collective is called on. What
+    it does never ends where another rank does not come, until it is aborted."""
 
     def __init__(self, gloo: dist.ProcessGroup) -> None:
         self.gloo = gloo
+        self.aborted = False
+        self._left: list[Any] = []  # works of gloo that have not ended
         self._stream = world().new_stream(0, "nccl")
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def _do(self, call: Callable[[], Any], begun: list[Any], here: World) -> None:
+        if not self.aborted and not begun:
+            begun.append(call())
+        looks = here.looks
+        while not self.aborted:
+            if begun[0].is_completed():
+                with contextlib.suppress(RuntimeError):  # a rank is gone
+                    begun[0].wait()
+                    return
+            if looks:
+                raise NotYet
+            time.sleep(1e-4)
+        self._left.extend(begun)
 
     def _put(self, call: Callable[[], Any], reads: Sequence[torch.Tensor], writes: torch.Tensor) -> Work:
         here = world()
         here.block(self._stream, here.record(here.current()))
         spans = [operators.span_of(t) for t in reads], [operators.span_of(writes)]
-        here.put(self._stream, lambda: call().wait(), *spans, f"collective  {where()}")
+        begun: list[Any] = []
+        here.put(self._stream, lambda: self._do(call, begun, here), *spans, f"collective  {where()}")
         return Work(here.record(self._stream), here)
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
@@ -73,6 +106,6 @@ def lagging_ranks(schedule: str = "late", seed: int = 0) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", made)
         patch.setattr(dist, "destroy_process_group", functools.partial(gloo_of, destroy))
-        patch.setattr(dist, "get_backend", functools.partial(gloo_of, backend_of))
+        patch.setattr(dist, "get_backend", lambda g=None: "nccl" if isinstance(g, Group) else backend_of(g))
         with lagging_cuda(schedule, seed) as here:
             yield here

@@ -32,6 +32,10 @@ Span = tuple[int, int]
 PAGE = 1 << 16
 
 
+class NotYet(Exception):
+    """What a stream has to do next waits for another rank, and who asks does not."""
+
+
 class Finding(AssertionError):
     """What CUDA would answer with wrong numbers, with an error, or with a wait of the whole device."""
 
@@ -147,6 +151,7 @@ class World:
         self.refuses: int | None = None  # the number of the registration that is refused
         self.captures = False  # whether the current stream records a graph
         self.latched = False  # whether the next launch meets an error that is not its own
+        self.looks = False  # whether somebody looks, and does not wait
 
     # -- clocks -----------------------------------------------------------------------------
 
@@ -317,16 +322,24 @@ class World:
 
     def query(self, point: Point) -> bool:
         """Return whether a point is past. One that is asked for again and again gets there."""
-        with self.lock:
+        if not self.lock.acquire(timeout=0.01):
+            return False  # who has it may wait for another rank
+        try:
             if not point.is_past:
                 now = time.monotonic()
                 point.asked = point.asked or now
                 if now - point.asked < self.patience:
                     return False
-                self.counts[f"looks that found it done: {threading.current_thread().name}"] += 1
+                self.looks = True
                 self.force(point.stream, point.end)
+                self.counts[f"looks that found it done: {threading.current_thread().name}"] += 1
             join(self.host(), point.clock)
             return True
+        except NotYet:
+            return False
+        finally:
+            self.looks = False
+            self.lock.release()
 
     def wait(self, point: Point) -> None:
         with self.lock:
@@ -386,7 +399,12 @@ class World:
             if call is not None:
                 if torch.get_num_threads() != self.threads:  # OpenMP counts for each thread
                     torch.set_num_threads(self.threads)
-                call()
+                try:
+                    call()
+                except NotYet:
+                    stream.done -= 1
+                    stream.queue[stream.done] = (call, None)
+                    raise
 
     # -- memory -----------------------------------------------------------------------------
 
