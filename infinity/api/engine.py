@@ -316,6 +316,7 @@ class Engine:
         self._unguard = misuse.guard(model, optimizer, ranks=comm.world > 1)
         self._shut = False
         self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
+        self.phases.behind = self._optimizer.behind if self._optimizer is not None else None
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
         token, blocks = self.phases.token, self.phases.blocks
         ends = functools.partial(_shut_down, token, self.shelter, blocks, *parts, self._kept, self.hooks.keys)

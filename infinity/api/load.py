@@ -359,7 +359,7 @@ class _Loading:
             except BaseException:
                 engine.phases.partly = before
                 raise
-            engine.phases.partly = self._found.path
+            engine.phases.partly = f"a load of {self._found.path} that raised, or was interrupted"
             pieces = together(comm, "a load of what each rank has", self._fill_all)
             for stem, file in self._files.items():
                 file.compare([of_rank[stem] for of_rank in pieces])

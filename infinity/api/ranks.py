@@ -28,14 +28,14 @@ OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
     """Raise `ConfigError` for what is not available yet with several ranks."""
     refused = None
-    if config.update == "delayed":
-        refused = 'update="delayed"', 'update="overlap"'
+    if config.update in ("delayed", "backward"):
+        refused = f'update="{config.update}"', 'update="overlap"'
     elif not trains:
         refused = "`infinity.inference`", "run it in one process for each copy of the model"
     if refused is not None:
         raise ConfigError(
             f"{refused[0]} is not available with several ranks yet",
-            expected="training, its update not delayed",
+            expected='training, with update="overlap" or "sync"',
             found=f"{refused[0]} on {world} ranks",
             cure=refused[1],
         )

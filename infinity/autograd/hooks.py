@@ -180,7 +180,7 @@ class Hooks:
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
         self._gradients.arrived(sharded)
-        self._phases.begin_backward()
+        self._phases.came(sharded)
         unit = self._residency.units[sharded.unit]
         if self._gradients.complete(unit):
             self._phases.end_unit_backward(unit)

@@ -29,11 +29,13 @@ from infinity.core.stack import calls_of, is_called, is_outermost
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import in_backward
 from infinity.hardware.shelter import sheltered
+from infinity.optim.behind import Behind
 from infinity.optim.blocks import Blocks
 from infinity.optim.edits import Edits
 from infinity.optim.update import Updater
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
+from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
@@ -67,7 +69,7 @@ class TrainingState(enum.Enum):
 class Forward:
     """One forward of one scope: the owner of its claim, and of its backward's."""
 
-    __slots__ = ("frame", "guest", "newest", "recomputes", "scope", "start", "task", "thread")
+    __slots__ = ("ended", "frame", "guest", "newest", "recomputes", "scope", "start", "task", "thread")
 
     def __init__(self, scope: Scope, newest: bool) -> None:
         self.scope = scope
@@ -77,6 +79,7 @@ class Forward:
         self.thread = threading.get_ident()
         self.start = inputs.next_number()  # of all nodes that it makes, the first
         self.task = -1  # the backward that has begun its own
+        self.ended = False  # a backward of it
         self.guest: FrameType | None = None  # its frame, in a thread of a forward's own: [Note: turns]
 
 
@@ -104,7 +107,9 @@ class Phases:
         self.token = saved.Forwards()  # whose hooks on saved tensors are ours
         self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
-        self.partly = ""  # the checkpoint of which a load that failed has left a part
+        self.partly = ""  # what has ended early, and left the parameters and their state not of one step
+        self.behind: Behind | None = None  # with update="backward"
+        self._has_graph = False  # the forward that began from outside, but for what it checkpoints
         self.newest = False  # the version that what is under way uses: [Note: two versions]
         self._of_graph = False  # the one that the last forward with a graph used
         self.times = {"step": 0.0, "update": 0.0}
@@ -145,11 +150,15 @@ class Phases:
         """Whether the engine is open, and its values are of one moment."""
         return not self.closed and not self.partly
 
-    def check(self) -> None:
-        """Raise what failed in the background, or that the engine is closed. End `gathered` blocks that were
-        left and did not come to their end."""
+    def check(self, *, looks: bool = False) -> None:
+        """Raise what failed in the background, that the engine is closed, or that a `step()` comes first, but
+        for who only `looks` at gradients. End `gathered` blocks that were left and did not come to their
+        end."""
         saved.leave_left()
-        self._check(backward=in_backward())
+        backward = in_backward()
+        self._check(backward=backward)
+        if self.behind is not None and not (backward or looks):
+            self.behind.check_stepped("a use of the model or its state")
 
     @sheltered
     def _check(self, *, backward: bool) -> None:
@@ -162,11 +171,13 @@ class Phases:
                 cure=_AFTER[self.closed],
             )
         self.blocks.end_left()
+        if not backward:
+            self._abandon_update()
         if self.partly:
             raise ParameterError(
-                "a part of the parameters and their state may be that of a checkpoint whose load ended early",
-                expected="a load that came to its end",
-                found=f"one of {self.partly} that raised, or was interrupted",
+                "a part of the parameters and their state may be of another step, or of a checkpoint",
+                expected="that what changes them comes to its end",
+                found=self.partly,
                 cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
             )
         if backward:
@@ -175,6 +186,17 @@ class Phases:
         else:
             self._updates.check()
         self._store.check()
+
+    def _abandon_update(self) -> None:
+        """What a backward that did not come to its end has updated cannot be taken back."""
+        if self.behind is not None and self.behind.abandon():
+            self.lose('with update="backward", the last backward of a step, which raised or was interrupted')
+
+    def lose(self, found: str) -> None:
+        """Refuse to go on until a load succeeds, because of what was `found`."""
+        self.partly = found
+        if self.behind is not None:
+            self.behind.forget()
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -195,6 +217,7 @@ class Phases:
                 cure="clone() what is changed before its backward",
             )
         self.newest = not training
+        self._has_graph = torch.is_grad_enabled()
         if torch.is_grad_enabled():
             self._of_graph = self.newest
         self._residency.show(newest=self.newest)
@@ -260,6 +283,8 @@ class Phases:
         else:  # not called through the root
             self.begin_forward(forward, training=scope.module.training)
             forward.newest = self.newest
+        if self.behind is not None and self._has_graph and not forward.recomputes:
+            self.behind.visit(scope.units)
         self.claims.release_lazy(scope)
         self.claims.release_wanted()
         self._forwards.append(forward)
@@ -324,9 +349,13 @@ class Phases:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         saved.leave_left()
         self._check(backward=True)
+        if self.behind is not None:
+            self.behind.check_begin()
         self._residency.show(newest=self._of_graph)
         self._gradients.begin_backward()
-        if not self._updates.busy():
+        if self.behind is not None and self._gradients.is_last and not self._updates.busy():
+            self.behind.begin()
+        elif not self._updates.busy():
             units = self._residency.cache.forward_order()
             self._updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
 
@@ -352,8 +381,20 @@ class Phases:
             self.end_unit_backward(self._residency.units[index])
         self._residency.release(forward.scope.units, forward)
         self.claims.release_wanted()
+        self._passed(forward)
         if (log := self._recorder.log) is not None:
             log.leave(forward)
+
+    def _passed(self, forward: Forward) -> None:
+        if self.behind is not None and not forward.ended:
+            forward.ended = True
+            self.behind.passed(forward.scope.units)
+
+    def came(self, sharded: ShardedParam) -> None:
+        """A parameter's gradient has come in the backward that is under way."""
+        self.begin_backward()
+        if self.behind is not None:
+            self.behind.came(sharded)
 
     def end_unit_backward(self, unit: ParamUnit) -> None:
         """The gradients that this backward makes for a unit are there, all or as far as anybody knows; what
@@ -381,6 +422,10 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
+        for forward in tuple(self._backwards):
+            self._passed(forward)
+        if self.behind is not None:
+            self.behind.end()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on
         else:
@@ -393,13 +438,19 @@ class Phases:
     def step(self) -> None:
         """A step of the optimizer begins: wait for all that it waits for. Changes nothing that a user
         sees."""
-        self.finish()
+        self._finish()
         self._gradients.wait()
 
-    @sheltered
     def finish(self) -> None:
         """End what was left under way, and wait for every update."""
-        self.check()
+        if self.behind is not None:
+            self.behind.check_stepped("a use of the model or its state")
+        self._finish()
+
+    @sheltered
+    def _finish(self) -> None:
+        saved.leave_left()
+        self._check(backward=in_backward())
         self.reset()
         self._updater.wait()
         self._residency.resume_all()

@@ -25,7 +25,7 @@ _SIZES = (
     *("device_memory", "host_memory", "prefetch_memory", "read_ahead_memory", "activation_memory"),
     "block_bytes",
 )
-UPDATES = ("overlap", "sync", "delayed")
+UPDATES = ("overlap", "sync", "delayed", "backward")
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
 #: Seconds that one request to a drive may take.
@@ -83,6 +83,11 @@ class Config:
             ``"delayed"``: after `delay_warmup_steps`, forward and backward run beside the update of
             the step before and use the parameters before it. This changes the result: AdamW can be
             sensitive to a staleness of one step.
+            ``"backward"``: in the backward that is a step's last, as `accumulation` says, each unit is
+            updated as soon as its gradients are there, with the param groups as they are when that backward
+            begins; `step()` waits for the rest. The bits are those of ``"sync"``. Between that backward and
+            `step()` gradients and param groups may be looked at; a change of them, or a use of the model, is
+            an error. Not with fp16, nor with `max_grad_norm`, which need the norm of all gradients first.
         delay_warmup_steps: updates that are made without delay at first; only for ``"delayed"``.
         durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
@@ -110,8 +115,9 @@ class Config:
             nothing; 1: the optimizer state; 2: gradients too; 3: parameters too. Below 3 parameters are
             placed on the device: they are gathered once in a step, and stay. Below 2 each rank adds its
             gradients up, in fp32 from the second backward on, and ranks theirs in `step()`.
-        accumulation: backwards in a step; in stages 0 and 1 ranks add their gradients up behind the last of
-            them then, and not in `step()`; all use the same layers in that one. None: that is not known.
+        accumulation: backwards in a step, `torch.autograd.grad` included; in stages 0 and 1 ranks add their
+            gradients up behind the last of them then, and not in `step()`; all use the same layers in that
+            one. ``update="backward"`` updates in it. None: that is not known.
         rank_timeout: seconds that a rank waits for another one that is in a collective, too, or does not
             answer; three times that in `wrap`, until the first step, and in saves and loads. One that is
             alive and runs code of its own is waited for without a deadline; both are told, from 30 s on.
@@ -213,6 +219,8 @@ class Config:
                 found=repr(self.update),
                 cure=f'update="{_suggest(str(self.update), UPDATES) or "overlap"}"',
             )
+        if self.update == "backward":
+            self._check_behind()
         for name in ("durable", "check_edits", "independent_replicas"):
             if not isinstance(getattr(self, name), bool):
                 self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
@@ -278,6 +286,36 @@ class Config:
                 wanted = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
                 wanted += f", a multiple of {multiple}" if multiple > 1 else ""
                 self._wrong(name, wanted, value, f"{name}={type(self).__dataclass_fields__[name].default}")
+
+    def _check_behind(self) -> None:
+        """Check what an update behind the backward needs, which comes before the norm is known."""
+        for wrong, expected, found, cure in (
+            (
+                self.accumulation is None,
+                "the number of backwards in a step",
+                "accumulation=None",
+                "accumulation=1",
+            ),
+            (
+                self.dtype == "fp16",
+                "no dtype whose steps are skipped where they overflow",
+                'dtype="fp16"',
+                'dtype="bf16"',
+            ),
+            (
+                self.max_grad_norm is not None,
+                "no clipping: that takes the norm of all gradients first",
+                f"max_grad_norm={self.max_grad_norm!r}",
+                "max_grad_norm=None",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(
+                    'update="backward" cannot be used',
+                    expected=expected,
+                    found=found,
+                    cure=f'{cure}, or update="overlap"',
+                )
 
     def _number(self, name: str, value: Any, *, positive: bool, optional: bool = False) -> None:
         if value is None and optional:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.core.spans import Recorder, now
+from infinity.hardware.device import Event
 from infinity.planning.partition import Chunk, Segment
 
 from .buffer import Leaving
@@ -22,8 +23,8 @@ class ChunkWork:
         self._chunks = chunks
         self._recorder = recorder
 
-    def take(self, leaving: Leaving) -> None:
-        """Take a buffer's chunks to their tier."""
+    def take(self, leaving: Leaving) -> Event | None:
+        """Take a buffer's chunks to their tier; return an event of what the device has to do for that."""
         begin, nbytes = now(), leaving.nbytes
         try:
             works: deque[GradientIO] = deque()
@@ -38,6 +39,8 @@ class ChunkWork:
             self._let_go(leaving)
         if (log := self._recorder.log) is not None:
             log.add("reduce", begin, now(), unit=leaving.unit, nbytes=nbytes)
+        by_device = any(self._chunks.by_device(chunk) for chunk in leaving.chunks)
+        return self._chunks.device.mark() if by_device else None
 
     def _issue(self, leaving: Leaving, works: deque[GradientIO]) -> None:
         """Start what can be started: all chunks at once, as far as there are leases."""

@@ -8,7 +8,7 @@ when it is a whole unit ahead. A gradient that is zero is a note and takes no by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class Gradients:
         of_ranks: whether there are several ranks.
         backwards: that have begun; `stepped`: of these, before the last step.
         apart: reductions wait, whatever `accumulation` is (`no_sync`).
+        used: units whose gradients the step that is to come has used: [Note: behind the backward].
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Gradients:
         self.scale = 1.0
         self.backwards = self.stepped = 0
         self.apart = False
+        self.used: Container[int] = ()
         self._waits, self._accumulation = waits, accumulation
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
@@ -203,6 +205,17 @@ class Gradients:
             check_alike(self._comm, names, changes)
         return [each[len(digest) :] for each in came]
 
+    def check_unused(self, sharded: ShardedParam) -> None:
+        """Raise `GradientError` if a parameter was updated already, with the gradient that is to change."""
+        if sharded.unit in self.used:
+            raise GradientError(
+                f"the gradient of {sharded.name!r} changes, and the parameter was updated with it already",
+                expected='with update="backward", one gradient of each parameter in the last backward, which '
+                "stays as it is until `step()`",
+                found="another gradient in that backward" if in_backward() else "a change behind it",
+                cure='make the change before that backward; or leave it to update="overlap"',
+            )
+
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
         scale = self.scale if scaled else 1.0
@@ -279,12 +292,12 @@ class Gradients:
             return
         self._waiting.add(unit, self._filling.pop(unit.index, None))
         came = bytes([unit.index in self._waiting.came])  # or it ends again, as one with tied parameters
-        if self._is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
+        if self.is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
             self._reduce(unit, self._waiting.units.pop(unit.index, None))
 
     @property
-    def _is_last(self) -> bool:
-        """Whether what waits is reduced behind this backward."""
+    def is_last(self) -> bool:
+        """Whether the backward that has begun last is the last of a step, as `accumulation` says."""
         of = self._accumulation
         return of is not None and not self.apart and (self.backwards - self.stepped) % of == 0
 
@@ -348,7 +361,7 @@ class Gradients:
         for index in list(self._filling):
             self._waiting.add(self.units[index], self._filling.pop(index))
         came, self._waiting.came = self._waiting.came, {}
-        if self._is_last:
+        if self.is_last:
             self._reduce_any("the end of a backward", self._waiting.units, self._found)
         else:
             self._join(came)

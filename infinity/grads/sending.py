@@ -44,6 +44,7 @@ class Sending:
         self._recorder = recorder
         self._stream = HostStream("gradients", there=device.worker)
         self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
+        self._last: dict[int, Task] = {}  # unit → what has sent it last
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 
     def send(self, unit: ParamUnit, buffer: SealedBuffer) -> None:
@@ -64,7 +65,12 @@ class Sending:
         self._device.wait_on_device(buffer.mark())
         leaving = Leaving(buffer, written, self._device.mark())
         self.leaving.append(leaving)
-        self._tasks.append((unit.index, self._stream.submit(lambda: self._work.take(leaving))))
+        task = self._last[unit.index] = self._stream.submit(lambda: self._work.take(leaving))
+        self._tasks.append((unit.index, task))
+
+    def last(self, unit: ParamUnit) -> Task | None:
+        """Return what has sent a unit's gradients last; its result is an event of the device."""
+        return self._last.get(unit.index)
 
     def keep_clear(self, unit: ParamUnit, chunks: Iterable[Chunk]) -> None:
         """Keep clear of what an update still reads: put it into the back, or wait for it."""

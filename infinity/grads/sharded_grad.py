@@ -36,6 +36,9 @@ class GradientSource(Protocol):
     def holds(self, grad: ShardedGrad) -> bool:
         """Return whether the shards still hold this one."""
 
+    def check_unused(self, sharded: ShardedParam) -> None:
+        """Raise `GradientError` if a parameter was updated with it already."""
+
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
         """Add to it; `scaled`: what is added is multiplied by the loss scale."""
 
@@ -92,6 +95,8 @@ class _Shown(torch.Tensor):
         if handler is not _same:
             for shown in found:
                 shown.of.check()
+                if func._schema.is_mutable or _accumulates():
+                    shown.of.source.check_unused(shown.of.sharded)
             _check_graph(func, found)
         answer = NotImplemented
         if handler is not None and any(isinstance(shown, ShardedGrad) for shown in found):

@@ -25,7 +25,9 @@ from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
+from infinity.params.unit import ParamUnit
 
+from .behind import Behind
 from .chunk_io import Tiers
 from .edits import Edits
 from .loading import OURS, NoState, check_options, counts_of, hooked, match
@@ -57,6 +59,9 @@ class Seams(Protocol):
 
     def finish(self) -> None:
         """End what forwards and backwards have left under way, and wait for every update."""
+
+    def lose(self, found: str) -> None:
+        """Refuse to go on until a load succeeds, because of what was `found`."""
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -114,6 +119,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._good_steps = 0
         self._scaled = False
         self._seams = seams
+        behind = gradients, residency, edits, updater, shelter
+        self.behind = Behind(self, *behind) if update == "backward" else None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self._steps = 0
@@ -177,7 +184,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 start = time.perf_counter()
             self._seams.step()
             # What an interrupt ends before this call has not happened, and what it ends after it has.
-            self.shelter.run(self._start_update, hold=_HOLD)
+            is_made = self.behind is not None and self.behind.pending
+            self.shelter.run(self._take_update if is_made else self._start_update, hold=_HOLD)
         try:
             self._finish_step()
         except OutOfMemoryError:
@@ -197,14 +205,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _finish_step(self) -> None:
         """Wait for what the end of a step promises. The step is made, and a retry makes another: where the
         device has no memory for this, whoever uses a unit next meets that."""
-        if self._update == "sync":
+        at_once = self._update in ("sync", "backward")
+        if at_once:
             self._updater.wait()
         with contextlib.suppress(torch.OutOfMemoryError):
-            if self._update == "sync":
+            if at_once:
                 self._residency.resume_all()
             self._residency.refresh()
-            if self._update != "sync":
+            if not at_once:
                 self._residency.prefetch()
+
+    def _take_update(self) -> None:
+        """Have the update that the last backward has made be this step's: [Note: behind the backward]."""
+        assert self.behind is not None
+        self.behind.check_options()
+        if (wrong := self.behind.changed()) is not None:
+            self._seams.lose(
+                f"a step whose gradients or parameters have changed behind its update ({wrong.found})"
+            )
+            raise wrong
+        self._gradients.stepped = self._gradients.backwards
+        self.grad_norm = self._norm(self.behind.params)
+        self.behind.forget()
+        self._steps += 1
 
     def _start_update(self) -> None:
         with told(self._comm):
@@ -229,7 +252,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
-        work = self._work(updates)
+        work = self.work(self._residency.cache.forward_order(), updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
         if self.delaying:
@@ -300,6 +323,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
         self.shelter.wait_interrupted()  # a step that an interrupt left under way has its gradients
+        if self.behind is not None:
+            self.behind.check_stepped("`zero_grad()`")
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
             for param in params:
@@ -373,32 +398,48 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
         """Snapshot the scalars: `scheduler.step()` edits them next."""
-        here = {id(s.param) for s in present}
-        updates = {}
-        for group in self.param_groups:
-            lr = float(group["lr"])
-            beta1, beta2 = (float(b) for b in group["betas"])
-            for param in group["params"]:
-                if id(param) not in here:
-                    continue
-                sharded = self._params[param]
-                sharded.step += 1
-                updates[sharded.unit, sharded.index] = ParamUpdate(
-                    lr=lr,
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                    step=sharded.step,
-                    grad_scale=param.grad.factor * clip,
-                    decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-                    maximize=bool(group["maximize"]),
-                )
+        options, updates = self.options(), {}
+        for sharded in present:
+            sharded.step += 1
+            factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
+            updates[sharded.unit, sharded.index] = options[sharded]._replace(
+                step=sharded.step, grad_scale=factor
+            )
         return updates
 
-    def _work(self, updates: Mapping[tuple[int, int], ParamUpdate]) -> list[ChunkUpdate]:
+    def options(self) -> dict[ShardedParam, ParamUpdate]:
+        """Return what the param groups say of each of their parameters, but for its step and its factor.
+
+        Raises:
+            OptimizerTypeError: an option is not supported.
+        """
+        options = {}
+        for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
+            check_options(group, f"param group {index}")
+            beta1, beta2 = (float(b) for b in group["betas"])
+            of_group = ParamUpdate(
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=0,
+                grad_scale=1.0,
+                decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+                maximize=bool(group["maximize"]),
+            )
+            options.update(
+                dict.fromkeys((self._params[p] for p in group["params"] if p in self._params), of_group)
+            )
+        return options
+
+    def work(
+        self, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
+    ) -> list[ChunkUpdate]:
+        """Return the work on the chunks of `units` that `updates`, by unit and parameter, are. The gradients
+        are on their tier."""
         work = []
-        for unit in self._residency.cache.forward_order():
+        for unit in units:
             for chunk in unit.layout.trainable_chunks:
                 params = {
                     s.param: updates[unit.index, s.param]

@@ -6,6 +6,10 @@ same bits ([Note: one rounding per operation]).
 
 Where there is no memory for a chunk of which nothing is changed yet, the update stops, and goes on later:
 [Note: updates that stop].
+
+[Note: a feed] What is to be updated comes at once, by `step()`, or unit by unit while a backward runs. The
+worker does not tell these apart: it takes what has come, and where nothing has, it hands on what it has
+made and reads ahead the state of what is expected next.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import torch
 from infinity.core.errors import OutOfMemoryError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
+from infinity.core.waiting import Bell
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.device import Event, HostStream, Task
+from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.params.load import Loader
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
@@ -55,13 +60,73 @@ class ChunkUpdate(NamedTuple):
     """A chunk and what is to be done to its segments, by parameter index; others stay.
 
     `grad_dtype` is that of the chunk's gradient when `step()` was called, None: it is zero; and
-    `gradient` is which version. What happens to `p.grad` afterwards is the next step's.
+    `gradient` is which version. What happens to `p.grad` afterwards is the next step's. What is made goes to
+    the device `after` an event of it.
     """
 
     chunk: Chunk
     params: dict[int, ParamUpdate]
     grad_dtype: torch.dtype | None
     gradient: Slot
+    after: Event | None = None
+
+
+class Batch(NamedTuple):
+    """Chunks that are to be updated, `after` an event of the device.
+
+    `landed`: the task that takes their gradients to the tier; None: they are there. Its result is an event of
+    the device. `make` returns what is to be done to the chunks; their gradients are there then.
+    """
+
+    after: Event | None
+    landed: Task | None
+    make: Callable[[], Sequence[ChunkUpdate]]
+
+
+class Feed:
+    """What is to be updated, as it comes: [Note: a feed]. One thread adds, and the worker takes."""
+
+    def __init__(self, expected: Iterable[Chunk] = ()) -> None:
+        self.expected = {chunk.id: chunk for chunk in expected}  # what has not come, in the order it should
+        self._batches: deque[Batch] = deque()
+        self._bell = Bell()
+        self._ended = False
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch."""
+        self._batches.append(batch)
+        self._bell.ring()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self._ended = True
+        self._bell.ring()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes has been taken."""
+        return self._ended and not self._batches
+
+    def take(self, device: Device, *, wait: bool) -> list[ChunkUpdate]:
+        """Return the next batch, if its gradients are there, with the device's current stream behind them;
+        else nothing. `wait`: until they are, or nothing comes any more. It is the next until `taken`."""
+        while wait and not self._batches and not self._ended:
+            self._bell.wait(lambda: self._batches or self._ended)
+        if not self._batches:
+            return []
+        after, landed, make = self._batches[0]
+        if landed is not None:
+            if not (wait or landed.is_over):
+                return []
+            device.wait_on_device(landed.result())
+        device.wait_on_device(after)
+        return [update._replace(after=after) for update in make()]
+
+    def taken(self, work: Sequence[ChunkUpdate]) -> None:
+        """Somebody else keeps the next batch from now on."""
+        self._batches.popleft()
+        for update in work:
+            self.expected.pop(update.chunk.id, None)
 
 
 class Updater:
@@ -77,6 +142,7 @@ class Updater:
         self._task: Task | None = None
         #: What was posted and is not updated, in the order of the work.
         self._left: deque[ChunkUpdate] = deque()
+        self._feed = Feed()
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self._posted = 0  # updates so far: the generation of what is made
         self.drift = Drift()
@@ -89,17 +155,40 @@ class Updater:
     def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
         """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; no back is newer than its front."""
+        self.begin(delayed=delayed)
+        self._tiers.gradients.sending.reserve((u.chunk.id, u.gradient) for u in work)
+        self.add([u.chunk for u in work], None, lambda: work)
+        self.end()
+
+    def begin(self, expected: Iterable[Chunk] = (), *, delayed: bool = False) -> None:
+        """Start an update on the worker of what is going to be added, until `end`. `expected`: the chunks, in
+        the order in which they should come; their state is read ahead."""
         if self._stream is None:
             self._stream = HostStream("update", there=self._tiers.device.worker)
         early = {io.chunk.id: io for io in self._take_ahead()}
-        after = self._tiers.device.mark()  # the user's stream may still make what the update reads
-        self._updates.post((u.chunk for u in work), blocks_loads=not delayed)
-        self._left = deque(work)
-        self._unwritten = {u.chunk.id for u in work}
-        self._tiers.gradients.sending.reserve((u.chunk.id, u.gradient) for u in work)
+        self._updates.post((), blocks_loads=not delayed)
+        self._left, self._feed = deque(), Feed(expected)
+        self._unwritten = set()
+        self._tiers.gradients.sending.reserve(())
         self.next_number()
         drift = Drift() if delayed else None
-        self._task = self._stream.submit(lambda: self._work(early, after, drift))
+        self._task = self._stream.submit(lambda: self._work(early, drift))
+
+    def add(
+        self, chunks: Sequence[Chunk], landed: Task | None, make: Callable[[], Sequence[ChunkUpdate]]
+    ) -> None:
+        """Have `chunks`, all that is to be updated of their units, updated when their gradients have
+        `landed`; see `Batch`."""
+        if not chunks:
+            return
+        after = self._tiers.device.mark()  # the user's stream may still make what the update reads
+        self._unwritten.update(chunk.id for chunk in chunks)
+        self._updates.add(chunks)
+        self._feed.add(Batch(after, landed, make))
+
+    def end(self) -> None:
+        """Nothing is added to the update any more."""
+        self._feed.end()
 
     def wait(self) -> None:
         """Block until what was posted is complete on its tier; raise what went wrong. What stopped goes on,
@@ -155,6 +244,7 @@ class Updater:
 
     def close(self) -> None:
         """Finish what was posted and end the worker."""
+        self._feed.end()
         for io in self._take_ahead():
             abandon(io.close)
         if self._stream is not None:
@@ -165,12 +255,11 @@ class Updater:
         ahead, self._ahead = self._ahead, deque()
         return ahead
 
-    def _work(self, early: dict[int, ChunkIO], after: Event | None, drift: Drift | None) -> None:
+    def _work(self, early: dict[int, ChunkIO], drift: Drift | None) -> None:
         at: list[ChunkIO] = []
         try:
-            self._tiers.device.wait_on_device(after)
             finish, unwritten = self._finish, self._unwritten
-            _run(self._tiers, self._left, at, early, after, finish, unwritten, drift, self._recorder)
+            _run(self._tiers, self._feed, self._left, at, early, finish, unwritten, drift, self._recorder)
             self.drift = drift or self.drift
         except BaseException as error:
             while early:
@@ -178,7 +267,7 @@ class Updater:
             if not is_out_of_memory(error):
                 self._updates.fail(error)
                 raise
-            if not self._left:
+            if not self._left and self._feed.is_over:
                 return  # every chunk is updated, and the store keeps their writes
             changed = any(io.changed for io in at)
             try:
@@ -188,17 +277,17 @@ class Updater:
             if changed:
                 self._updates.fail(found)
             else:
-                self._updates.stop(found, lambda: self._go_on(after, drift))
+                self._updates.stop(found, lambda: self._go_on(drift))
             raise found from error
 
-    def _go_on(self, after: Event | None, drift: Drift | None) -> None:
+    def _go_on(self, drift: Drift | None) -> None:
         assert self._stream is not None
-        self._stream.submit(lambda: self._work({}, after, drift))
+        self._stream.submit(lambda: self._work({}, drift))
 
     def _out_of_memory(self, error: BaseException, *, changed: bool) -> OutOfMemoryError:
         """Return what says which unit had no memory, and what helps."""
         left, units = self._left, self._tiers.units
-        what = f"the update of unit {units[left[0].chunk.unit].layout.name!r}"
+        what = f"the update of unit {units[left[0].chunk.unit].layout.name!r}" if left else "the update"
         found = str(error).split("\n")[0] or type(error).__name__
         if changed:
             return OutOfMemoryError(
@@ -260,18 +349,18 @@ class Drift:
 
 def _run(
     tiers: Tiers,
+    feed: Feed,
     left: deque[ChunkUpdate],
     at: list[ChunkIO],
     early: dict[int, ChunkIO],
-    after: Event | None,
     finished: Callable[[Chunk, ChunkIO], None],
     unwritten: set[int],
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
-    """Update what is `left`, and take it from there. `at`: the chunk that is being updated; `early`: what was
-    read ahead, by chunk; `after`: those who use the copies that change. A chunk is `finished` when its copy
-    is where it belongs: one on its way to a device is waited for behind the next chunk's kernel."""
+    """Update what is `left`, then what comes from `feed`, and take it from there. `at`: the chunk that is
+    being updated; `early`: what was read ahead, by chunk. A chunk is `finished` when its copy is where it
+    belongs: one on its way to a device is waited for behind the next chunk's kernel."""
     todo = left.copy()
     reading: deque[ChunkIO] = deque()
     writing: deque[ChunkIO] = deque()
@@ -285,11 +374,24 @@ def _run(
             copying.popleft()
 
     try:
-        for number in set(early) - {u.chunk.id for u in left}:
-            early.pop(number).close()  # it is not updated in this step
-        while todo or reading:
+        while True:
             while writing and writing[0].done():
                 writing.popleft().close()
+            idle = not (todo or reading)
+            if idle and not feed.is_over:
+                finish_copied()
+                while writing:
+                    writing.popleft().close()
+                _read_ahead(tiers, feed, early)
+            while work := feed.take(tiers.device, wait=idle):
+                left.extend(work)
+                feed.taken(work)
+                todo.extend(work)
+                idle = False
+                for number in set(early) - feed.expected.keys() - {u.chunk.id for u in todo}:
+                    early.pop(number).close()  # it is not updated in this step
+            if not (todo or reading):
+                break
             while todo:
                 chunk = todo[0].chunk
                 io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
@@ -326,7 +428,7 @@ def _run(
                 drift.after(before, io)
             else:
                 _compute(tiers, update, io)
-            io.write(state=False, copy=True, after=after)
+            io.write(state=False, copy=True, after=update.after)
             finish_copied()
             copying.append((update.chunk, io))
             if io.is_copied or not reading:
@@ -342,6 +444,8 @@ def _run(
                 log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(update, io))
         while writing:
             writing.popleft().close()
+        while early:
+            early.popitem()[1].close()  # it was expected, and has not come
     finally:
         # Only after an error is anything left; leases go home when their transfers are over. One by one:
         # there may be no memory for a list.
@@ -351,6 +455,18 @@ def _run(
             for held in (writing, reading):
                 while held:
                     abandon(held.popleft().close)
+
+
+def _read_ahead(tiers: Tiers, feed: Feed, early: dict[int, ChunkIO]) -> None:
+    """Start reading the state of what `feed` brings next, as far as there are leases."""
+    for chunk in list(feed.expected.values()):
+        if chunk.id in early:
+            continue
+        io = try_open_chunk(tiers, chunk) if tiers.lease_nbytes(chunk) else None
+        if io is None:
+            return
+        early[chunk.id] = io
+        io.read_state(early=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

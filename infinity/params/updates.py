@@ -49,6 +49,12 @@ class Updates:
         self._blocks_loads = blocks_loads
         self._units, self._chunks = dict(Counter(posted.values())), posted
 
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Note that the update of `chunks`, all that it has of their units, is about to run, too."""
+        posted = {chunk.id: chunk.unit for chunk in chunks}
+        self._units.update(Counter(posted.values()))
+        self._chunks.update(posted)
+
     def finish(self, chunk: Chunk) -> None:
         """Note that `chunk` has its new values: reads from now on see them."""
         self.finished_at = now()

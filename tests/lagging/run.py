@@ -87,6 +87,18 @@ CASES["chunks-split"] = {**CASES["chunks-host"], "gradients": {"device": 0.5, "h
 CASES["looks-gradients"] = {**CASES["host-device-device"], "program": "looks"}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}
+#: Two backwards a step, as `accumulate` makes them.
+_IN_BACKWARD = {"update": "backward", "accumulation": 2, "max_grad_norm": None}
+for _placement in (
+    "device-device-device",
+    "device-host-host",
+    "host-host-device",
+    "host-nvme-nvme",
+    "nvme-nvme-nvme",
+):
+    CASES[f"backward-{_placement}"] = {**CASES[_placement], **_IN_BACKWARD}
+CASES["backward-reentrant"] = {**CASES["reentrant"], **_IN_BACKWARD}
+CASES["backward-activations"] = {**CASES["activations"], **_IN_BACKWARD}
 for _program in ("interleaved", "left_open", "beside"):
     CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 

@@ -1,0 +1,251 @@
+"""The update behind the backward, ``Config(update="backward")``.
+
+[Note: behind the backward] In the last backward of a step, as `Config(accumulation)` says, a unit is
+updated when all of its gradients have come, every forward that used it has had its backward, and nobody has
+a claim on it any more: what an operator needs of a parameter it has read before autograd hands that
+parameter's gradient on. Units come from the last to the first; what lacks one of these is updated when that
+backward ends. So updates run beside the rest of the backward, with the scalars that the param groups had
+when it began.
+
+Nothing of that can be taken back. So what would have changed the step in between is an error, where it is
+made or at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. Where the
+backward does not come to its end, or what was used has changed, a part of the parameters is of the next
+step, and only a load helps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
+from infinity.grads.gradients import Gradients
+from infinity.grads.sharded_grad import ShardedGrad, in_backward
+from infinity.hardware.shelter import Shelter, sheltered
+from infinity.params.param import ShardedParam
+from infinity.params.residency import Residency
+from infinity.params.unit import ParamUnit
+
+from .edits import Edits
+from .state_io import bump
+from .update import ChunkUpdate, ParamUpdate, Updater
+
+#: What helps where the step cannot be made as it should.
+_LOAD = 'load the last checkpoint (`infinity.load`); and train such a loop with update="overlap"'
+
+
+class Stepping(Protocol):
+    """What an optimizer does for its update (see `OffloadOptimizer`)."""
+
+    def options(self) -> dict[ShardedParam, ParamUpdate]:
+        """Return what the param groups say of each of their parameters, but for its step and its factor."""
+
+    def work(
+        self, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
+    ) -> list[ChunkUpdate]:
+        """Return the work on the chunks of `units` that `updates`, by unit and parameter, are."""
+
+
+class Behind:
+    """Updates units in the last backward of each step: [Note: behind the backward].
+
+    Attributes:
+        pending: such a backward is over, and its `step()` is to come.
+    """
+
+    def __init__(
+        self,
+        optimizer: Stepping,
+        gradients: Gradients,
+        residency: Residency,
+        edits: Edits,
+        updater: Updater,
+        shelter: Shelter,
+    ) -> None:
+        self.shelter = shelter
+        self.pending = False
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._residency = residency
+        self._edits = edits
+        self._updater = updater
+        self._under_way = False
+        self._options: dict[ShardedParam, ParamUpdate] = {}  # when the backward began
+        self._visits: Counter[int] = Counter()  # of forwards of units whose backward has not come
+        self._visited: set[int] = set()  # which had any, when the backward began: a graph may be used again
+        self._came: set[ShardedParam] = set()  # gradients in this backward
+        self._used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}  # by unit that was updated
+        gradients.used = self._used
+
+    # -- in a forward and a backward --------------------------------------------------------
+
+    def visit(self, units: Iterable[int]) -> None:
+        """A forward that has a backward to come uses `units`."""
+        self._visits.update(units)
+
+    def check_begin(self) -> None:
+        """Raise `GradientError` where a backward begins between the last one of a step and `step()`."""
+        if self.pending:
+            raise GradientError(
+                "a backward between the last backward of a step and `step()`",
+                expected="`step()`: accumulation counts every backward, those of `torch.autograd.grad`, too",
+                found="a further backward",
+                cure="call `step()` first; or say how many there are with Config(accumulation=…), or train "
+                'with update="overlap"',
+            )
+
+    def begin(self) -> None:
+        """The last backward of a step begins.
+
+        Raises:
+            ParameterError: a parameter is inside a `gathered` block.
+            ParameterChangedError: one was edited where its update would not see it.
+        """
+        units = [u for u in self._residency.cache.forward_order() if u.layout.trainable_chunks]
+        self._residency.check_blocks(unit.index for unit in units)
+        self._edits.check_unseen()
+        self._edits.adopt_all(found=self._edits.found())
+        self._options = self._optimizer.options()
+        self._came.clear()
+        self._visited = {unit for unit, visits in self._visits.items() if visits}
+        self._updater.begin(chunk for unit in reversed(units) for chunk in unit.layout.trainable_chunks)
+        self._under_way = True
+
+    def came(self, sharded: ShardedParam) -> None:
+        """A parameter's gradient of this backward is there."""
+        if self._under_way:
+            self._came.add(sharded)
+
+    def passed(self, units: Sequence[int]) -> None:
+        """A backward of a forward that used `units` is over."""
+        for index in units:
+            self._visits[index] = max(0, self._visits[index] - 1)  # a recomputed forward may end twice
+        if self._under_way:
+            self._update_final(units)
+
+    @sheltered
+    def _update_final(self, units: Sequence[int]) -> None:
+        for unit in (self._residency.units[i] for i in units):
+            trainable = [s for s in unit.params if s.spec.trainable and s.param.requires_grad]
+            passed = unit.index in self._visited and not (self._visits[unit.index] or unit.in_use)
+            if passed and trainable and self._came.issuperset(trainable):
+                self._update(unit)
+
+    def _update(self, unit: ParamUnit) -> None:
+        """Update the parameters of a unit that have a gradient, once."""
+        present: dict[ShardedParam, ShardedGrad] = {}
+        for sharded in unit.params:
+            if sharded in self._options and unit.index not in self._used and self._gradients.adopt(sharded):
+                present[sharded] = sharded.param.grad  # type: ignore[assignment]
+        if not present:
+            return
+        self._gradients.send(unit)
+        self._residency.reshard_all({unit.index})
+        # From here on it cannot be taken back.
+        self._used[unit.index] = {s: (grad, grad.factor) for s, grad in present.items()}
+        updates = {}
+        for sharded, grad in present.items():
+            sharded.step += 1
+            options = self._options[sharded]
+            updates[unit.index, sharded.index] = options._replace(step=sharded.step, grad_scale=grad.factor)
+        bump([*present])
+        chunks = [
+            c
+            for c in unit.layout.trainable_chunks
+            if any((unit.index, s.param) in updates for s in c.segments)
+        ]
+        landed = self._gradients.sending.last(unit)
+        self._updater.add(chunks, landed, lambda: self._optimizer.work([unit], updates))
+        self._residency.expect_updates({unit.index})
+
+    @sheltered
+    def end(self) -> None:
+        """A backward is over, with all of its gradients: update what is left."""
+        if not self._under_way:
+            return
+        for unit in reversed(self._residency.cache.forward_order()):
+            self._update(unit)
+        self._updater.end()
+        self._under_way, self.pending = False, bool(self._used)
+
+    def abandon(self) -> bool:
+        """What was under way does not come to its end; return whether it has changed parameters."""
+        if not self._under_way:
+            return False
+        self._under_way = False
+        self._updater.end()
+        return self.forget()
+
+    def forget(self) -> bool:
+        """Forget what was updated; return whether that was anything."""
+        lost = bool(self._used)
+        self.pending = False
+        self._used.clear()
+        self._visits.clear()
+        return lost
+
+    # -- behind it --------------------------------------------------------------------------
+
+    def check_stepped(self, what: str) -> None:
+        """Raise `GradientError` between the last backward of a step and `step()`, and in that backward, where
+        `what` must not be."""
+        if self.pending or (self._under_way and in_backward()):
+            raise GradientError(
+                f"{what} before the `step()` whose update has begun in its last backward",
+                expected='with update="backward", `step()` behind the last backward of a step',
+                found=f"{what} {'behind' if self.pending else 'in'} that backward",
+                cure="call `step()` first",
+            )
+
+    def check_options(self) -> None:
+        """Raise `GradientError` if param groups have changed since the last backward began."""
+        now = self._optimizer.options()
+        if now == self._options:
+            return
+        both = now.keys() & self._options.keys()
+        changed = next((s for s in both if now[s] != self._options[s]), None)
+        if changed is None:
+            changed, name = next(iter(now.keys() ^ self._options.keys())), "params"
+            then, here = ("in a group" if changed in of else "in none" for of in (self._options, now))
+        else:
+            pairs = zip(ParamUpdate._fields, self._options[changed], now[changed], strict=True)
+            name, then, here = next((n, str(a), str(b)) for n, a, b in pairs if a != b)
+        raise GradientError(
+            f"the param group of {changed.name!r} has changed since the last backward began",
+            expected=f"{name} as the update had it: {then}",
+            found=here,
+            cure="put it back and call `step()` again; change param groups behind `step()`, as schedulers do",
+        )
+
+    def changed(self) -> InfinityError | None:
+        """Return what is wrong where gradients or parameters have changed since they were used."""
+        for of_unit in self._used.values():
+            for sharded, (grad, factor) in of_unit.items():
+                if sharded.param.grad is not grad or grad.factor != factor:
+                    return self._wrong_gradient(sharded, "a change of it, or none")
+        for sharded in self._options:
+            if sharded.param.grad is not None and sharded not in self._used.get(sharded.unit, ()):
+                return self._wrong_gradient(sharded, "one that came later")
+        if edited := self._edits.found():
+            return ParameterChangedError(
+                f"the parameter {edited[0].name!r} was edited between the last backward and `step()`",
+                expected="parameters that only the update changes there",
+                found="an edit, which the update has not seen",
+                cure=_LOAD,
+            )
+        return None
+
+    @staticmethod
+    def _wrong_gradient(sharded: ShardedParam, found: str) -> GradientError:
+        return GradientError(
+            f"the gradient of {sharded.name!r} is not the one that its update had",
+            expected='with update="backward", gradients as the last backward has left them',
+            found=found,
+            cure=_LOAD,
+        )
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters that were updated."""
+        return [sharded for of_unit in self._used.values() for sharded in of_unit]

@@ -1,0 +1,502 @@
+"""The update behind the backward has the bits of ``update="sync"``, or there is an error."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.core.errors import ConfigError, GradientError, ParameterChangedError, ParameterError
+from infinity.optim import update
+
+from . import small_net
+from .models import case
+from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .quick import covering
+from .reference import two_groups
+
+RESIDENT = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
+ON_DEVICE = dict.fromkeys(ON_NVME, "device")
+STATE_ON_NVME = {"parameters": "host", "optimizer_state": "nvme", "gradients": "host"}
+PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": ON_DEVICE, "resident": RESIDENT, "state": STATE_ON_NVME}
+WIDTH = 16
+
+
+def behind(folder: Path, accumulation: int = 1, **settings: Any) -> infinity.Config:
+    folder.mkdir(exist_ok=True)
+    return config_for(folder, update="backward", accumulation=accumulation, **settings)
+
+
+def sync(folder: Path, **settings: Any) -> infinity.Config:
+    folder.mkdir(exist_ok=True)
+    return config_for(folder, update="sync", **settings)
+
+
+@covering
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "cnn", "lstm", "moe"])
+def test_it_has_the_bits_of_sync(name: str, dtype: str, place: str, accumulate: int, tmp_path: Path) -> None:
+    settings = {"dtype": dtype, "device_memory": "64MiB", **PLACES[place]}
+    runs = [
+        train_offloaded(case(name), config, steps=5, accumulate=accumulate, groups=two_groups)
+        for config in (
+            behind(tmp_path / "backward", accumulate, **settings),
+            sync(tmp_path / "sync", **settings),
+        )
+    ]
+    assert_same(*runs)
+
+
+class Net(nn.Module):
+    """x (batch, WIDTH) → a loss. `form`: how its blocks are used."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        if form == "frozen":
+            self.blocks[1].requires_grad_(False)
+            self.head.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form = self.form
+        for block in itertools.chain(self.blocks, self.blocks if form.startswith("twice") else ()):
+            if form.endswith("entrant"):
+                x = checkpoint(block, x.requires_grad_(), use_reentrant="non" not in form)
+            else:
+                x = block(x)
+        if form == "elsewhere":  # of a unit whose own forward comes last
+            x = F.linear(x, self.head.weight) + self.blocks[0][0].bias
+        return self.head(x).square().mean()
+
+
+FORMS = ["plain", "frozen", "elsewhere", "twice", "reentrant", "twice-reentrant", "twice-nonreentrant"]
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def built(config: infinity.Config, form: str = "plain") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Net(form)
+    return infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+
+
+def values(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [*model.state_dict().values(), *(t for s in state.values() for t in s.values())]
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def one(model: Any, optimizer: Any, step: int) -> None:
+    model(batch(2 * step)).backward()
+    model(batch(2 * step + 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def summed(model: Any, optimizer: Any, step: int) -> None:
+    (model(batch(2 * step)) + model(batch(2 * step + 1))).backward()
+    model(batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forwards_first(model: Any, optimizer: Any, step: int) -> None:
+    losses = [model(batch(2 * step)), model(batch(2 * step + 1))]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def one_graph(model: Any, optimizer: Any, step: int) -> None:
+    loss = model(batch(step))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated(model: Any, optimizer: Any, step: int) -> None:
+    model(batch(step))  # its backward never comes
+    with torch.no_grad():
+        model.eval()(batch(step))
+    one(model.train(), optimizer, step)
+
+
+def too_few(model: Any, optimizer: Any, step: int) -> None:
+    """The last of an epoch, say."""
+    model(batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    one(model, optimizer, step)
+
+
+def given(model: Any, optimizer: Any, step: int) -> None:
+    model(batch(step)).backward()
+    model.unused.weight.grad = torch.full((WIDTH, WIDTH), 0.5)
+    model.head.weight.grad.mul_(2.0)
+    model(batch(step + 1)).backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    optimizer.zero_grad()
+
+
+def edited(model: Any, optimizer: Any, step: int) -> None:
+    with infinity.gathered(model.head.weight, write=True), torch.no_grad():
+        model.head.weight.mul_(0.5)
+    one(model, optimizer, step)
+
+
+def grads_of_inputs(model: Any, optimizer: Any, step: int) -> None:
+    """A look that brings parameters no gradient counts as a backward."""
+    x = batch(step).requires_grad_()
+    torch.autograd.grad(model(x), x)
+    model(batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def closure(model: Any, optimizer: Any, step: int) -> None:
+    def make() -> torch.Tensor:
+        optimizer.zero_grad()
+        model(batch(step)).backward()
+        loss = model(batch(step + 1))
+        loss.backward()
+        return loss
+
+    optimizer.step(make)
+
+
+LOOPS: list[Callable[[Any, Any, int], None]] = [
+    *(one, summed, forwards_first, one_graph, evaluated, too_few, given, edited, grads_of_inputs, closure)
+]
+
+
+@covering
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_any_loop_has_the_bits_of_sync(
+    loop: Callable[[Any, Any, int], None], form: str, place: str, tmp_path: Path
+) -> None:
+    if loop is grads_of_inputs and "-reentrant" in f"-{form}":
+        pytest.skip("torch.autograd.grad refuses graphs with torch's reentrant checkpoints")
+    found = []
+    for config in (
+        behind(tmp_path / "backward", 2, **PLACES[place]),
+        sync(tmp_path / "sync", **PLACES[place]),
+    ):
+        model, optimizer = built(config, form)
+        for step in range(4):
+            loop(model, optimizer, step)
+        found.append(values(model, optimizer))
+        infinity.close(optimizer)
+    assert equal(*found)
+
+
+def test_units_are_updated_while_the_backward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last to the first: while the first block waits for its backward, the others are updated."""
+    model, optimizer = built(behind(tmp_path, **ON_HOST, units=["Sequential", "head", "unused"]))
+    units = engine_of(model).units
+    order: list[str] = []
+    changed, inner = threading.Condition(), update._compute
+
+    def compute(tiers: Any, work: Any, io: Any, **mode: Any) -> None:
+        inner(tiers, work, io, **mode)
+        with changed:
+            order.append(units[work.chunk.unit].layout.name)
+            changed.notify()
+
+    def waits(grad: torch.Tensor) -> None:
+        with changed:
+            assert changed.wait_for(lambda: len(order) >= 3, 60)
+
+    monkeypatch.setattr(update, "_compute", compute)
+    x = batch(0)
+    for index, block in enumerate(model.blocks):
+        x = block(x)
+        if index == 0:
+            x.register_hook(waits)
+    model.head(x).square().mean().backward()
+    assert order[:3] == ["head", "blocks.3", "blocks.2"]
+    optimizer.step()
+    assert order == ["head", "blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+    infinity.close(optimizer)
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Any:
+    """A model and its optimizer whose last backward is over; what `sync` makes of it; where to save."""
+    model, optimizer = built(sync(tmp_path / "sync"))
+    model(batch(0)).backward()
+    optimizer.step()
+    wanted = values(model, optimizer)
+    infinity.close(optimizer)
+    model, optimizer = built(behind(tmp_path / "backward"))
+    infinity.save(optimizer, tmp_path / "saved")
+    model(batch(0)).backward()
+    yield model, optimizer, wanted, tmp_path / "saved"
+    infinity.close(optimizer)
+
+
+USES: dict[str, Callable[[Any, Any], object]] = {
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "zero_grad, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "forward": lambda model, optimizer: model(batch(1)),
+    "evaluation": lambda model, optimizer: model.eval()(batch(1)),
+    "backward of a parameter": lambda model, optimizer: model.head.weight.sum().backward(),
+    "gathered": lambda model, optimizer: infinity.gathered(model.head.weight).__enter__(),
+    "state dict": lambda model, optimizer: model.state_dict(),
+    "state dict of the optimizer": lambda model, optimizer: optimizer.state_dict(),
+    "load": lambda model, optimizer: optimizer.load_state_dict(
+        {"state": {}, "param_groups": [{**g, "params": [*range(12)]} for g in optimizer.param_groups]}
+    ),
+    "flush": lambda model, optimizer: infinity.flush(optimizer),
+    "unwrap": lambda model, optimizer: infinity.unwrap(model),
+    "scaled gradient": lambda model, optimizer: model.head.weight.grad.mul_(0.5),
+    "more gradient": lambda model, optimizer: model.head.weight.grad.add_(torch.ones(WIDTH, WIDTH)),
+    "zero gradient": lambda model, optimizer: model.head.weight.grad.zero_(),
+    "clipped": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clipped by us": lambda model, optimizer: optimizer.clip_grad_norm_(1e-3),
+    "clipped values": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_would_change_or_see_a_half_of_it_is_refused(use: str, stepped: Any) -> None:
+    """And nothing is lost: `step()` makes the step."""
+    model, optimizer, wanted, _ = stepped
+    with pytest.raises((GradientError, ParameterError), match=r"step\(\)|released"):
+        USES[use](model, optimizer)
+    optimizer.step()
+    assert optimizer.steps == 1
+    assert equal(values(model, optimizer), wanted)
+
+
+def test_gradients_may_be_looked_at(stepped: Any, tmp_path: Path) -> None:
+    model, optimizer, wanted, _ = stepped
+    seen = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
+    whole = {n: infinity.gradient(p) for n, p in model.named_parameters() if p.grad is not None}
+    assert seen
+    for name, norm in seen.items():
+        assert whole[name].norm().item() == pytest.approx(norm, rel=1e-5)
+    optimizer.step()
+    assert equal(values(model, optimizer), wanted)
+
+
+def test_param_groups_are_those_of_when_the_backward_began(stepped: Any) -> None:
+    model, optimizer, wanted, _ = stepped
+    group = optimizer.param_groups[0]
+    group["lr"] = 1.0
+    for _ in range(2):
+        with pytest.raises(GradientError, match=r"(?s)lr as the update had it: 0\.01.*found: 1\.0"):
+            optimizer.step()
+    group["lr"] = 1e-2
+    taken = group["params"].pop()
+    with pytest.raises(GradientError, match="in a group"):
+        optimizer.step()
+    group["params"].append(taken)
+    optimizer.step()
+    assert equal(values(model, optimizer), wanted)
+
+
+def test_a_change_in_the_backward_is_one(tmp_path: Path) -> None:
+    model, optimizer = built(behind(tmp_path))
+    model.blocks[2][0].weight.register_post_accumulate_grad_hook(
+        lambda _: optimizer.param_groups[0].update(lr=0.5)
+    )
+    model(batch(0)).backward()
+    with pytest.raises(GradientError, match="lr as the update had it"):
+        optimizer.step()
+    infinity.close(optimizer)
+
+
+def _none(model: Any) -> None:
+    model.head.weight.grad = None
+
+
+def _other(model: Any) -> None:
+    model.head.weight.grad = torch.ones(WIDTH, WIDTH)
+
+
+def _more(model: Any) -> None:
+    model.unused.weight.grad = torch.ones(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("change", [_none, _other, _more])
+def test_a_gradient_that_is_another_one_leaves_only_a_load(
+    change: Callable[[Any], None], stepped: Any
+) -> None:
+    model, optimizer, wanted, saved = stepped
+    change(model)
+    with pytest.raises(GradientError, match="not the one that its update had"):
+        optimizer.step()
+    _refuses_all_but_load(model, optimizer, saved)
+    model(batch(0)).backward()
+    optimizer.step()
+    assert equal(values(model, optimizer), wanted)
+
+
+def test_an_edit_behind_the_backward_leaves_only_a_load(tmp_path: Path) -> None:
+    model, optimizer = built(behind(tmp_path / "backward", **RESIDENT, dtype="bf16"))
+    infinity.save(optimizer, tmp_path / "saved")
+    model(batch(0)).backward()
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+    with pytest.raises(ParameterChangedError, match="between the last backward and"):
+        optimizer.step()
+    _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+    infinity.close(optimizer)
+
+
+def _refuses_all_but_load(model: Any, optimizer: Any, saved: Path) -> None:
+    for use in (
+        lambda: model(batch(0)),
+        optimizer.step,
+        optimizer.state_dict,
+        model.state_dict,
+        lambda: infinity.save(optimizer, saved),
+        lambda: infinity.flush(optimizer),
+        lambda: infinity.unwrap(model),
+    ):
+        with pytest.raises(ParameterError, match=r"infinity\.load"):
+            use()
+    infinity.load(optimizer, saved)
+
+
+class Fails(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["nvme", "host", "resident"])
+def test_an_exception_in_that_backward_leaves_only_a_load(place: str, tmp_path: Path) -> None:
+    wanted = []
+    for config in (
+        sync(tmp_path / "sync", **PLACES[place]),
+        behind(tmp_path / "backward", **PLACES[place]),
+    ):
+        model, optimizer = built(config)
+        infinity.save(optimizer, tmp_path / "saved")
+        if config.update == "backward":
+
+            def fails(grad: torch.Tensor) -> None:
+                raise Fails
+
+            x = model.blocks[0](batch(0))
+            x.register_hook(fails)
+            for block in model.blocks[1:]:
+                x = block(x)
+            with pytest.raises(Fails):
+                model.head(x).square().mean().backward()
+            _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+        for step in range(2):
+            model(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted.append(values(model, optimizer))
+        infinity.close(optimizer)
+    assert equal(*wanted)
+
+
+def test_one_before_any_unit_was_updated_loses_nothing(stepped: Any, tmp_path: Path) -> None:
+    model, optimizer, _, _ = stepped
+    optimizer.step()
+    optimizer.zero_grad()
+    before = values(model, optimizer)
+
+    def fails(grad: torch.Tensor) -> None:
+        raise Fails
+
+    loss = model(batch(1))
+    loss.register_hook(fails)
+    with pytest.raises(Fails):
+        loss.backward()
+    assert equal(values(model, optimizer), before)
+    model(batch(1)).backward()
+    optimizer.step()
+    assert optimizer.steps == 2
+
+
+def test_a_second_gradient_in_one_backward_is_refused(tmp_path: Path) -> None:
+    """A hook that calls a backward of its own, which the visits of units do not show."""
+    model, optimizer = built(behind(tmp_path / "backward", **ON_HOST))
+    infinity.save(optimizer, tmp_path / "saved")
+
+    def again(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model.head.bias.sum().backward()
+
+    x = model.blocks[0](batch(0))
+    x.register_hook(again)
+    for block in model.blocks[1:]:
+        x = block(x)
+    with pytest.raises((GradientError, RuntimeError)):
+        model.head(x).square().mean().backward()
+    with pytest.raises(ParameterError, match=r"infinity\.load"):
+        optimizer.step()
+    infinity.load(optimizer, tmp_path / "saved")
+    model(batch(0)).backward()
+    optimizer.step()
+    infinity.close(optimizer)
+
+
+def test_a_close_before_the_step_ends_in_time(tmp_path: Path) -> None:
+    for number, ends in enumerate((True, False)):
+        model, optimizer = built(behind(tmp_path / str(number), **STATE_ON_NVME))
+        loss = model(batch(0))
+        if not ends:
+            loss.register_hook(lambda grad: (_ for _ in ()).throw(Fails()))
+        try:
+            loss.backward()
+        except Fails:
+            assert not ends
+        infinity.close(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({}, "accumulation=1"),
+        ({"accumulation": 1, "dtype": "fp16"}, 'dtype="bf16"'),
+        ({"accumulation": 1, "max_grad_norm": 1.0}, "max_grad_norm=None"),
+    ],
+)
+def test_what_needs_the_norm_first_is_refused(settings: dict[str, Any], cure: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        config_for(tmp_path, update="backward", **settings)
+
+
+def test_a_model_with_fp16_parameters_is_refused(tmp_path: Path) -> None:
+    model = Net("plain").half()
+    config = behind(tmp_path, dtype=None)
+    with pytest.raises(infinity.InfinityError, match="fp16"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+
+
+def test_the_first_example_trains(tmp_path: Path) -> None:
+    model, optimizer = small_net.build()
+    model, optimizer = infinity.wrap(model, optimizer, behind(tmp_path, dtype="bf16"))
+    losses = small_net.train(model, optimizer)
+    assert losses[-1] < losses[0]
+    infinity.close(optimizer)
