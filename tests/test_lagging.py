@@ -20,6 +20,7 @@ FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "s
 FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "second-device", "device-fp32"]
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
 FEW += ["within-device", "held-host", "beside-activations", "looks-gradients", "chunks-split"]
+FEW += ["backward-device-device-device", "backward-host-nvme-nvme", "backward-reentrant"]
 #: Each schedule of random order in `make test-all` has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
