@@ -33,6 +33,7 @@ def test_the_bound_of_each_update_mode() -> None:
     assert bound("sync", found) == 1 + 2 + 10
     assert bound("overlap", found) == 2 + 10
     assert bound("delayed", found) == 10
+    assert bound("backward", found) == 1 + 10
     ahead = dataclasses.replace(found, read_ahead=1.5)
     assert bound("sync", ahead) == 1 + 2 + 8.5
     assert bound("overlap", ahead) == 2 + 8.5
@@ -41,6 +42,7 @@ def test_the_bound_of_each_update_mode() -> None:
     much = dataclasses.replace(found, read_ahead=100.0, copies=100.0, gradients=1.0)
     assert bound("overlap", much) == 2 + 8
     assert bound("sync", much) == 1 + 2 + 7
+    assert bound("backward", much) == 1 + 9
 
 
 def test_without_a_drive_the_kernel_is_what_is_left() -> None:
@@ -48,7 +50,7 @@ def test_without_a_drive_the_kernel_is_what_is_left() -> None:
     assert bound("sync", found) == 3.5
     assert bound("overlap", found) == 3.0
     assert bound("overlap", dataclasses.replace(found, adam=1.25)) == 3.25
-    assert bound("delayed", found) == 3.0
+    assert bound("delayed", found) == bound("backward", found) == 3.0
 
 
 def test_steady_steps_have_an_update_behind_them() -> None:

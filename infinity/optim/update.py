@@ -286,8 +286,10 @@ class Updater:
 
     def _out_of_memory(self, error: BaseException, *, changed: bool) -> OutOfMemoryError:
         """Return what says which unit had no memory, and what helps."""
-        left, units = self._left, self._tiers.units
-        what = f"the update of unit {units[left[0].chunk.unit].layout.name!r}" if left else "the update"
+        left = [*(u.chunk for u in self._left), *self._feed.expected.values()]
+        what = "the update"
+        if left:
+            what += f" of unit {self._tiers.units[left[0].unit].layout.name!r}"
         found = str(error).split("\n")[0] or type(error).__name__
         if changed:
             return OutOfMemoryError(

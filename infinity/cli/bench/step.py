@@ -47,7 +47,8 @@ from .step_run import PLACEMENTS, Measured, Stepper, bound, figures, in_memory, 
 BOUNDS: Final = (
     "bound, from this run's torch in memory (F forward, B backward), NVMe time N (bytes at the engine's "
     "mixed rate), what forward and backward themselves hide of it H, and the update's kernel A: "
-    "sync F + B + max(N − H, A), overlap B + max(F, N − H, A), delayed max(F + B, N, A). "
+    "sync F + B + max(N − H, A), overlap B + max(F, N − H, A), delayed max(F + B, N, A), "
+    "backward F + max(B, N − C, A), C: copies that the forward reads. "
     "efficiency = bound ÷ seconds."
 )
 #: Bytes per parameter in memory, of torch and of a delayed update with everything there; on NVMe.

@@ -11,6 +11,7 @@ gradients that it writes. C: copies that the forward itself reads, at most F.
     sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
     overlap   B + max(F, N − H, A)           the update stands behind the next forward
     delayed   max(F + B, N, A)               it stands behind a whole step
+    backward  F + max(B, N − C, A)           it runs beside the backward that makes its gradients
 
 The link between host and device is not in it, and cores that Adam and the forward share count as if each
 had its own: the bound is low rather than high. efficiency = bound ÷ measured.
@@ -56,6 +57,8 @@ def settings_of(placement: str, update: str, largest_unit: int) -> dict[str, Any
     settings: dict[str, Any] = {**PLACEMENTS[placement]._asdict(), "update": update}
     if update == "delayed":  # from the first step on, not after its warm-up
         settings["delay_warmup_steps"] = 0
+    if update == "backward":
+        settings["accumulation"] = 1
     if settings["parameters"] == "nvme":  # else everything would be loaded ahead into what is free
         settings |= dict.fromkeys(("device_memory", "host_memory"), max(GiB, 32 * largest_unit))
     return settings
@@ -241,8 +244,10 @@ def bound(update: str, found: Measured) -> float:
     nvme, compute = found.nvme, found.forward + found.backward
     behind = min(found.moved, found.read_ahead + found.copies + found.gradients)
     hidden = min(found.backward, found.seconds(behind))
+    loaded = min(found.forward, found.seconds(found.copies))
+    if update == "backward":
+        return found.forward + max(found.backward, nvme - loaded, found.adam)
     if update == "sync":
-        loaded = min(found.forward, found.seconds(found.copies))
         return compute + max(nvme - hidden - loaded, found.adam, 0.0)
     if update == "overlap":
         return found.backward + max(found.forward, nvme - hidden, found.adam)
