@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -389,8 +391,20 @@ class Fails(Exception):
     pass
 
 
+def _raise() -> None:
+    raise Fails
+
+
+def _interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(10)  # Python's handler runs between two lines
+
+
+@pytest.mark.parametrize("end", [_raise, _interrupt])
 @pytest.mark.parametrize("place", ["nvme", "host", "resident"])
-def test_an_exception_in_that_backward_leaves_only_a_load(place: str, tmp_path: Path) -> None:
+def test_an_exception_in_that_backward_leaves_only_a_load(
+    place: str, end: Callable[[], None], tmp_path: Path
+) -> None:
     wanted = []
     for config in (
         sync(tmp_path / "sync", **PLACES[place]),
@@ -399,15 +413,11 @@ def test_an_exception_in_that_backward_leaves_only_a_load(place: str, tmp_path: 
         model, optimizer = built(config)
         infinity.save(optimizer, tmp_path / "saved")
         if config.update == "backward":
-
-            def fails(grad: torch.Tensor) -> None:
-                raise Fails
-
             x = model.blocks[0](batch(0))
-            x.register_hook(fails)
+            x.register_hook(lambda grad: end())
             for block in model.blocks[1:]:
                 x = block(x)
-            with pytest.raises(Fails):
+            with pytest.raises((Fails, KeyboardInterrupt)):
                 model.head(x).square().mean().backward()
             _refuses_all_but_load(model, optimizer, tmp_path / "saved")
         for step in range(2):
