@@ -199,6 +199,35 @@ def test_inference_mode_leaves_no_inference_tensors(place: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("looks", [True, False])
+def test_memory_that_one_thread_has_seen_to_be_free_is_anothers(looks: bool) -> None:
+    """The allocator looks in its lock. Memory that it was not told of is found."""
+    with lagging_lane() as here:
+        beside = torch.cuda.Stream()
+        block = torch.ones(1024, device="lagging:0")
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            block.add_(1.0)
+        if looks:
+            block.record_stream(beside)
+        del block
+        over: list[torch.Tensor] = []
+
+        def other() -> None:
+            beside.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):  # what it asks for comes from there
+                over.append(torch.empty(4096, device="lagging:0"))
+
+        looker = threading.Thread(target=other)
+        looker.start()
+        while not over:
+            time.sleep(0.001)
+        assert torch.zeros(1024, device="lagging:0").cpu().sum() == 0
+        looker.join()
+        assert bool(here.findings) == (not looks)
+        here.findings.clear()
+
+
+@pytest.mark.parametrize("looks", [True, False])
 def test_who_sees_that_another_thread_has_ended_a_read_comes_after_it(looks: bool, tmp_path: Path) -> None:
     """The transfer itself tells it: no latch, no lock, no end of a thread. Who does not look is found."""
     with contextlib.ExitStack() as found:

@@ -134,7 +134,8 @@ class World:
         self.end = self.begin + nbytes
         self._top = self.begin
         self.blocks: dict[int, Block] = {}
-        self._free: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+        #: by stream and size: addresses, with what has used the memory on other streams
+        self._free: dict[tuple[int, int], list[tuple[int, Clock]]] = collections.defaultdict(list)
         self._freed: collections.deque[tuple[int, list[tuple[Stream, int]]]] = collections.deque()
         self._waiting: list[tuple[Block, list[Point]]] = []
         self._current: dict[tuple[int, int], Stream] = {}  # by thread and device
@@ -421,12 +422,14 @@ class World:
             stream = self.current(device)
             for entry in [e for e in self._waiting if all(p.is_past for p in e[1])]:
                 self._waiting.remove(entry)
+                used: Clock = {}
                 for point in entry[1]:
-                    join(self.host(), point.clock)  # the allocator has looked
-                self._free[entry[0].stream.number, entry[0].nbytes].append(entry[0].begin)
+                    join(used, point.clock)
+                self._free[entry[0].stream.number, entry[0].nbytes].append((entry[0].begin, used))
             free = self._free[stream.number, size]
             if free:
-                begin = free.pop()
+                begin, used = free.pop()
+                join(self.host(), used)  # the allocator has looked: on this thread, or in its lock on another
             else:
                 begin, self._top = self._top, self._top + size
                 if self._top > self.end:
@@ -471,7 +474,7 @@ class World:
             if points:
                 self._waiting.append((block, points))
             else:
-                self._free[block.stream.number, block.nbytes].append(begin)
+                self._free[block.stream.number, block.nbytes].append((begin, {}))
 
     # -- the end ----------------------------------------------------------------------------
 
