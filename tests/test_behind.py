@@ -323,6 +323,24 @@ def test_param_groups_are_those_of_when_the_backward_began(stepped: Any) -> None
     assert equal(values(model, optimizer), wanted)
 
 
+@pytest.mark.parametrize("use", ["step", "zero_grad", "state_dict"])
+def test_in_that_backward_it_can_be_neither_stepped_nor_read(use: str, tmp_path: Path) -> None:
+    model, optimizer = built(behind(tmp_path))
+    refused = []
+
+    def calls(_: torch.Tensor) -> None:
+        with pytest.raises(GradientError, match="in that backward"):
+            getattr(optimizer, use)()
+        refused.append(use)
+
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(calls)
+    model(batch(0)).backward()
+    assert refused
+    optimizer.step()
+    assert optimizer.steps == 1
+    infinity.close(optimizer)
+
+
 def test_a_change_in_the_backward_is_one(tmp_path: Path) -> None:
     model, optimizer = built(behind(tmp_path))
     model.blocks[2][0].weight.register_post_accumulate_grad_hook(

@@ -190,13 +190,23 @@ class Behind:
     def check_stepped(self, what: str) -> None:
         """Raise `GradientError` between the last backward of a step and `step()`, and in that backward, where
         `what` must not be."""
-        if self.pending or (self._under_way and in_backward()):
-            raise GradientError(
-                f"{what} before the `step()` whose update has begun in its last backward",
-                expected='with update="backward", `step()` behind the last backward of a step',
-                found=f"{what} {'behind' if self.pending else 'in'} that backward",
-                cure="call `step()` first",
-            )
+        self.check_outside(what)
+        if self.pending:
+            raise self._early(what, "behind")
+
+    def check_outside(self, what: str) -> None:
+        """Raise `GradientError` in that backward, where `what` must not be."""
+        if self._under_way and in_backward():
+            raise self._early(what, "in")
+
+    @staticmethod
+    def _early(what: str, where: str) -> GradientError:
+        return GradientError(
+            f"{what} before the `step()` whose update has begun in its last backward",
+            expected='with update="backward", `step()` behind the last backward of a step',
+            found=f"{what} {where} that backward",
+            cure="call `step()` first, behind that backward",
+        )
 
     def check_options(self) -> None:
         """Raise `GradientError` if param groups have changed since the last backward began."""

@@ -173,6 +173,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             OutOfMemoryError: an update has no memory, this one's or the one before; the unit is named.
         """
         start = time.perf_counter()
+        if self.behind is not None:
+            self.behind.check_outside("`step()`")
         if self._unfinished and not self._is_new():
             loss = self._unfinished[0]
             self._seams.step()
