@@ -1,12 +1,18 @@
-"""What a chunk costs: Python's part of it, and how large one has to be.
+"""What a chunk and a visit of a unit cost: Python's part of it; and how large a chunk has to be.
 
     python benchmarks/chunks.py --directory /mnt/nvme --output results.json
 
 python     CPU time of the threads that update, take gradients and load, per chunk of 65,536 elements on the
            host tier, without what the native kernel takes: a thread's CPU clock (pthread_getcpuclockid(3)),
            minus that clock over each native call
+visit      CPU time of the user's thread and its shelter per visit of a unit (one in a forward, one in a
+           backward) that is on the device already: hooks, acquire, release. Minus that of the same model
+           unwrapped, in turns. The units are tiny, and all but the first frozen. Two threads hand over four
+           times a visit, so it is measured with both on one core: a sleeping core that is woken may cost as
+           much again, most of all a virtual one (`visit_between_cores`). And `visit_with_gradients`, which
+           waits for the update and the load of its unit, too
 sizes      time of `optimizer.step()` (update="sync") and of a whole step by the size of a chunk, for state on
-           the host and on NVMe; the sizes take turns, in an order that rotates
+           the host and on NVMe; each size takes turns with the largest, so two models are there at once
 
 On a GPU (`--device cuda`) a chunk crosses the link: `--steps 0` leaves Python's time out, which is the CPU's.
 """
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import json
 import os
 import statistics
@@ -35,9 +42,9 @@ from infinity.cli.measure import scratch
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import cpu_adam
 
-WANTED_MS = 0.15
+WANTED_MS = {"update": 0.1, "gradient": 0.15, "load": 0.15, "visit": 0.15, "visit_between_cores": 0.15}
 THREADS = {"update": "infinity-update", "gradient": "infinity-gradients", "load": "infinity-load"}
-SIZES = [NORM_BLOCK << shift for shift in range(0, 8)]
+SIZES = [NORM_BLOCK << shift for shift in range(0, 10)]
 
 
 class Native:
@@ -114,7 +121,50 @@ def python_time(steps: int, units: int, chunks: int) -> dict[str, Any]:
 
 
 def _python(ident: int, native: Native) -> float:
-    return time.clock_gettime(time.pthread_getcpuclockid(ident)) - native.seconds[ident]
+    return _cpu_time(ident) - native.seconds[ident]
+
+
+def _cpu_time(ident: int) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool = True) -> float:
+    """Return milliseconds of Python per visit of a unit; `trained`: of one that makes gradients; `one_core`:
+    with the user's thread and its shelter on one."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(units)))
+    for layer in plain[1:]:
+        layer.requires_grad_(trained)
+    wrapped = copy.deepcopy(plain)
+    host = {"parameters": "host", "optimizer_state": "host", "gradients": "host"}
+    config = infinity.Config(
+        device="cpu", units=["Linear"], host_memory="1GiB", device_memory="256MiB", **host
+    )
+    wrapped, optimizer = infinity.wrap(wrapped, torch.optim.AdamW(wrapped.parameters()), config)
+    threads = [threading.current_thread(), thread_of("infinity-shelter")]
+    clocks = [thread.ident or 0 for thread in threads]
+    cores = os.sched_getaffinity(0)
+    x = torch.randn(2, 16, requires_grad=True)
+
+    def seconds(model: Any) -> float:
+        begun = sum(map(_cpu_time, clocks))
+        model(x).sum().backward()
+        taken = sum(map(_cpu_time, clocks)) - begun
+        if model is wrapped and trained:
+            optimizer.step()
+        model.zero_grad()
+        x.grad = None
+        return taken
+
+    try:
+        for thread in threads if one_core else ():
+            os.sched_setaffinity(thread.native_id or 0, {min(cores)})
+        times = common.race({"ours": partial(seconds, wrapped), "torch": partial(seconds, plain)}, 3, steps)
+    finally:
+        os.sched_setaffinity(0, cores)
+        infinity.close(optimizer)
+    more = statistics.median(a - b for a, b in zip(times["ours"], times["torch"], strict=True))
+    return round(more / (2 * units) * 1e3, 4)
 
 
 class Sized:
@@ -164,31 +214,37 @@ class Sized:
 
 
 def sizes(directory: str, device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each size, and their ratio to the largest in the same round, by tier."""
+    """Return the seconds of each size and of the largest, and their ratio round by round, by tier."""
     result: dict[str, Any] = {}
+
+    def made(tier: str, size: int) -> Sized:
+        place = os.path.join(directory, f"{tier}-{size}")  # a run has its directory to itself
+        os.mkdir(place)
+        return Sized(place, tier, size, device, args)
+
     for tier in args.tiers:
-        made: dict[int, Sized] = {}
+        largest = made(tier, args.sizes[-1])
         try:
-            for size in args.sizes:
-                place = os.path.join(directory, f"{tier}-{size}")  # a run has its directory to itself
-                os.mkdir(place)
-                made[size] = Sized(place, tier, size, device, args)
-            for name in ("update", "whole"):
-                calls = {str(size): getattr(m, name) for size, m in made.items()}
-                times = common.race(calls, args.warmup, args.rounds)
-                last = times[str(args.sizes[-1])]
-                result[f"{tier} {name}"] = {
-                    size: {
-                        "seconds": round(statistics.median(t), 5),
-                        "of_largest": round(
-                            statistics.median(a / b for a, b in zip(t, last, strict=True)), 4
-                        ),
-                    }
-                    for size, t in times.items()
-                }
+            for size in args.sizes[:-1]:
+                one = made(tier, size)
+                try:
+                    for name in ("update", "whole"):
+                        calls = {"one": getattr(one, name), "largest": getattr(largest, name)}
+                        times = common.race(calls, args.warmup, args.rounds)
+                        ratios = [a / b for a, b in zip(times["one"], times["largest"], strict=True)]
+                        result.setdefault(f"{tier} {name}", {})[str(size)] = {
+                            "seconds": round(statistics.median(times["one"]), 5),
+                            "largest_seconds": round(statistics.median(times["largest"]), 5),
+                            "of_largest": round(statistics.median(ratios), 4),
+                            "of_largest_quartiles": [
+                                round(r, 4)
+                                for r in (statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios)
+                            ],
+                        }
+                finally:
+                    infinity.close(one.model)
         finally:
-            for each in made.values():
-                infinity.close(each.model)
+            infinity.close(largest.model)
     return result
 
 
@@ -200,9 +256,13 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=20, help="that Python's time is the median of; 0: not measured"
     )
-    parser.add_argument("--layers", type=int, default=12, help="units")
-    parser.add_argument("--width", type=int, default=2048, help="a unit has its square in parameters")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="elements of a chunk")
+    parser.add_argument("--layers", type=int, default=4, help="units")
+    parser.add_argument(
+        "--width", type=int, default=5792, help="a unit has its square in parameters: by default just 32 Mi"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="elements of a chunk, the largest last"
+    )
     parser.add_argument("--tiers", nargs="+", choices=("host", "nvme"), default=["host", "nvme"])
     parser.add_argument("--device", default="cpu", help="of the sizes: cpu, cuda (or lagging: devices.py)")
     parser.add_argument("--config", default="{}", help="more settings of infinity.Config, as JSON")
@@ -215,8 +275,13 @@ def main() -> None:
     }
     if args.steps:
         python = python_time(args.steps, units=4, chunks=32)
-        print(", ".join(f"{what} {ms:.3f} ms" for what, ms in python.items()))
-        result |= {"python_ms_per_chunk": python, "wanted_ms": WANTED_MS}
+        visits = {
+            "visit": visit_time(args.steps, units=64),
+            "visit_between_cores": visit_time(args.steps, units=64, one_core=False),
+            "visit_with_gradients": visit_time(args.steps, units=64, trained=True),
+        }
+        print(", ".join(f"{what} {ms:.3f} ms" for what, ms in {**python, **visits}.items()))
+        result |= {"python_ms_per_chunk": python, "python_ms_per_visit": visits, "wanted_ms": WANTED_MS}
     if args.rounds:
         with scratch(args.directory) as directory, opened(args.device) as device:
             result["sizes"] = sizes(directory, device, args)

@@ -376,10 +376,12 @@ class Phases:
     @eager
     def end_scope_backward(self, forward: Forward) -> None:
         """The backward of a scope is over: [Note: the end of a scope's backward]."""
+        claimed = forward in self._backwards  # or it has ended at another input, or never began
         self._backwards.pop(forward, None)
         for index in forward.scope.units:
             self.end_unit_backward(self._residency.units[index])
-        self._residency.release(forward.scope.units, forward)
+        if claimed:
+            self._residency.release(forward.scope.units, forward)
         self.claims.release_wanted()
         self._passed(forward)
         if (log := self._recorder.log) is not None:

@@ -348,7 +348,8 @@ class Config:
     @property
     def elements_per_chunk(self) -> int:
         """`chunk_elements`; where it is None, 2 Mi with anything on NVMe, else 4 Mi: drives are as fast with
-        smaller ones, which take smaller leases, and memory is not (benchmarks/chunks.py)."""
+        smaller ones, which take smaller leases, and memory is not. With 16 Mi an update on the host takes 3 %
+        less time, and leases of gradients are four times as large (benchmarks/README.md)."""
         if self.chunk_elements is not None:
             return self.chunk_elements
         return (2 if any(tiers.get(Tier.NVME) for tiers in self.placements.values()) else 4) * MiB

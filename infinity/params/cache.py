@@ -111,17 +111,20 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
+        if not any(u.state is UnitState.SHARDED for u in self.units):
+            return  # the usual answer, and it is asked for at each use of a unit
         order = list(self.schedule.upcoming())
         before = 0  # bytes that are used before it, not counting what is in use now
-        for index, rank in _first(order).items():
+        for index in dict.fromkeys(order):
             unit = self.units[index]
             nbytes = unit.layout.gathered_nbytes
-            if unit.waits_for_owner or unit.state is not UnitState.SHARDED:
+            if unit.state is not UnitState.SHARDED or unit.waits_for_owner:
                 before += 0 if unit.in_use else nbytes
                 continue
             if newest and self._updates.has_unit(index):
                 return  # which version is the newest is not known yet
             need = unit.missing_nbytes
+            rank = order.index(index)
             if self.allocated + need > self._capacity and not self._make_way(need, order, rank, before):
                 return
             unit.newest = newest and self._publisher.is_newer(unit)

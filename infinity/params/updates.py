@@ -63,7 +63,7 @@ class Updates:
             self._units[unit] -= 1
             if not self._units[unit]:
                 del self._units[unit]
-        self._changed.ring()
+                self._changed.ring()  # who waits here waits for units: to wake for each chunk would cost more
         for call in self._listeners:
             call()
 
