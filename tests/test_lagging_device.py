@@ -18,7 +18,6 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import WrapError
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import CudaDevice, HostDevice
-from infinity.optim.chunk_io import ChunkIO
 
 from .lagging.lane import lagging_lane, note_calls
 from .lagging.world import Finding
@@ -102,21 +101,29 @@ def test_gradients_on_the_device_come_to_the_update_in_its_lease(
     infinity.close(optimizer)
 
 
-def test_the_next_chunks_kernel_runs_while_a_copy_is_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the last one's copy is waited for at once."""
+def test_an_update_waits_for_no_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who uses the unit has the device wait for the last of them; a lease is lent again behind its copy."""
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     config = config_for(tmp_path, parameters="device", optimizer_state="host", gradients="host")
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    engine = engine_of(model)
     model(torch.ones(2, WIDTH)).square().mean().backward()
-    calls = note_calls(monkeypatch, ChunkIO, "make_copy", "wait_copied")
+    calls = note_calls(monkeypatch, CudaDevice, "h2d", "wait_on_device")
     optimizer.step()
-    infinity.flush(model)
-    said = [(name, io.chunk.id) for name, io in calls]
-    (a, b, c) = [chunk for name, chunk in said if name == "make_copy"]
-    kernels, waits = "make_copy", "wait_copied"
-    assert said == [(kernels, a), (kernels, b), (waits, a), (kernels, c), (waits, b), (waits, c)]
+    engine.updates.wait_all()
+    copied = [engine.updates.copied(unit.index) for unit in engine.units]
+    assert all(copied)
+    assert [name for name, _ in calls].count("h2d") == len(copied)
+    awaited: list[Any] = []
+    inner = CudaDevice.wait_on_device
+
+    def noted(self: CudaDevice, event: Any) -> None:
+        awaited.append(event)
+        inner(self, event)
+
+    monkeypatch.setattr(CudaDevice, "wait_on_device", noted)
+    model(torch.ones(2, WIDTH)).sum().item()
+    assert {*copied} <= {*awaited}
     infinity.close(optimizer)
 
 

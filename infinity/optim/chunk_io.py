@@ -74,7 +74,7 @@ class ChunkIO:
         self._plan = tiers.plans[chunk.id]
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
-        self._events: list[Event] = []
+        self._event: Event | None = None  # of the copy to the device
         self.changed = False  # whether an update has begun to change the state
         self._begun = False
         self._delayed = False
@@ -281,33 +281,25 @@ class ChunkIO:
             if copy and self._made is not None:
                 device, target = self._tiers.device, self._device_copy
                 after = after or device.mark()
-                self._events.append(device.h2d(target, self._made, after, chunk=self.chunk.id))
-
-    def wait_copied(self) -> None:
-        """Block until what the update made for the device is there: the user's stream does not wait
-        for what this thread has put on another."""
-        for event in self._events:
-            event.wait()
+                self._event = device.h2d(target, self._made, after, chunk=self.chunk.id)
 
     @property
-    def is_copied(self) -> bool:
-        """Whether `wait_copied` would not."""
-        return all(e.done() for e in self._events)
+    def copied(self) -> Event | None:
+        """When what the update made for the device is there; None: all of it went elsewhere."""
+        return self._event
 
     def done(self) -> bool:
         """Return whether `close` would not wait."""
-        return all(t.done for t in self._transfers) and self.is_copied
+        return all(t.done for t in self._transfers)
 
     def close(self) -> None:
-        """Wait for what was sent, and give the lease back."""
+        """Wait for what was sent to NVMe, and give the lease back, which is lent again when its copy to the
+        device is done."""
         try:
             self.wait()
-            for event in self._events:
-                event.wait()
-                self._tiers.device.wait_on_device(event)
         finally:
             if self.lease is not None:
-                self.lease.release()
+                self.lease.release(self._event)
                 self.lease = None
 
 

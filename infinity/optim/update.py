@@ -310,9 +310,8 @@ class Updater:
         load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
         if io.copy_version is not Version.BACK and load is not None and lease is not None:
             self._loader.supply(load, chunk, *lease)
-        io.wait_copied()
         self._tiers.store.versions.made(chunk.id, "copy", io.copy_version, self._posted)
-        self._updates.finish(chunk)
+        self._updates.finish(chunk, io.copied)
 
 
 class Drift:
@@ -362,18 +361,10 @@ def _run(
 ) -> None:
     """Update what is `left`, then what comes from `feed`, and take it from there. `at`: the chunk that is
     being updated; `early`: what was read ahead, by chunk. A chunk is `finished` when its copy is where it
-    belongs: one on its way to a device is waited for behind the next chunk's kernel."""
+    belongs, or on its way to a device."""
     todo = left.copy()
     reading: deque[ChunkIO] = deque()
     writing: deque[ChunkIO] = deque()
-    copying: deque[tuple[Chunk, ChunkIO]] = deque()
-
-    def finish_copied() -> None:
-        while copying:
-            at.append(copying[0][1])  # what fails here has changed state
-            finished(*copying[0])
-            at.pop()
-            copying.popleft()
 
     try:
         while True:
@@ -381,7 +372,6 @@ def _run(
                 writing.popleft().close()
             idle = not (todo or reading)
             if idle and not feed.is_over:
-                finish_copied()
                 while writing:
                     writing.popleft().close()
                 _read_ahead(tiers, feed, early)
@@ -418,8 +408,6 @@ def _run(
             writing.append(io)
             reading.popleft()
             at[:] = [io]
-            if not io.is_here:
-                finish_copied()
             io.wait()
             io.wait_unread()
             begin = now()
@@ -431,10 +419,7 @@ def _run(
             else:
                 _compute(tiers, update, io)
             io.write(state=False, copy=True, after=update.after)
-            finish_copied()
-            copying.append((update.chunk, io))
-            if io.is_copied or not reading:
-                finish_copied()
+            finished(update.chunk, io)
             # Who waits for the copy does not wait for the CRCs of the state.
             io.write(state=True, copy=False)
             unwritten.discard(update.chunk.id)
@@ -451,12 +436,9 @@ def _run(
     finally:
         # Only after an error is anything left; leases go home when their transfers are over. One by one:
         # there may be no memory for a list.
-        try:
-            finish_copied()
-        finally:
-            for held in (writing, reading):
-                while held:
-                    abandon(held.popleft().close)
+        for held in (writing, reading):
+            while held:
+                abandon(held.popleft().close)
 
 
 def _read_ahead(tiers: Tiers, feed: Feed, early: dict[int, ChunkIO]) -> None:

@@ -270,7 +270,7 @@ class Residency:
         """Make whoever looks at the values of units on the device wait for the update that was posted."""
         for unit in (self.units[i] for i in indices):
             if unit.on_device:
-                self._expect(unit, functools.partial(self._updates.wait_unit, unit.index))
+                self._expect(unit, functools.partial(self._wait_updated, unit.index))
 
     def _expect(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
         with self._arrivals:
@@ -346,6 +346,12 @@ class Residency:
         front the newest."""
         for unit in units:
             self._publisher.change_roles(unit)
+
+    def _wait_updated(self, unit: int) -> None:
+        self._updates.wait_unit(unit)
+        if (copied := self._updates.copied(unit)) is not None:
+            self._published[unit] = (copied,)
+            self._wait_on_device((copied,))
 
     def _wait_on_device(self, events: Sequence[Event]) -> None:
         wait = self._recorder.waits()

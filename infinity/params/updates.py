@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from infinity.core.errors import InfinityError
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
+from infinity.hardware.device import Event
 from infinity.planning.partition import Chunk
 from infinity.storage.transfer import copy_error
 
@@ -31,6 +32,7 @@ class Updates:
         self._changed = Bell()
         self._chunks: dict[int, int] = {}  # chunk → unit
         self._units: dict[int, int] = {}  # unit → chunks left
+        self._copied: dict[int, Event] = {}  # unit → the last of its copies to the device, which are in order
         self._error: BaseException | None = None
         #: Why the update stopped, and what has it go on: one, or none.
         self._stopped: deque[tuple[BaseException, Callable[[], None]]] = deque()
@@ -55,8 +57,11 @@ class Updates:
         self._units.update(Counter(posted.values()))
         self._chunks.update(posted)
 
-    def finish(self, chunk: Chunk) -> None:
-        """Note that `chunk` has its new values: reads from now on see them."""
+    def finish(self, chunk: Chunk, copied: Event | None = None) -> None:
+        """Note that `chunk` has its new values: reads from now on see them. `copied`: on a device those do
+        that come after this event."""
+        if copied is not None:
+            self._copied[chunk.unit] = copied
         self.finished_at = now()
         unit = self._chunks.pop(chunk.id, None)
         if unit is not None:
@@ -175,6 +180,10 @@ class Updates:
         wait = self._recorder.waits()
         self._wait(lambda: unit not in self._units)
         self._recorder.waited(wait, ("update", 0), unit=unit)
+
+    def copied(self, unit: int) -> Event | None:
+        """Return what the device has to wait for before it uses a unit that is placed there, and updated."""
+        return self._copied.get(unit)
 
     def wait_all(self) -> None:
         """Block until nothing waits for its update; raise if that failed."""
