@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import WrapError
-from infinity.hardware import cpu_adam
+from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import CudaDevice, HostDevice
 
 from .lagging.lane import lagging_lane, note_calls
@@ -232,6 +232,24 @@ def test_memory_that_one_thread_has_seen_to_be_free_is_anothers(looks: bool) -> 
         looker.join()
         assert bool(here.findings) == (not looks)
         here.findings.clear()
+
+
+def test_norms_of_the_device_cost_few_launches_for_each_chunk() -> None:
+    """Also where there is not the memory for that: their bits are the same."""
+    chunk = torch.randn(4 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (wanted,) = adam_reference.sums_of_squares_reference([(chunk, None)])
+    with lagging_lane() as here:
+        parts = [(chunk.to("lagging"), None)] * 12
+        before = here.counts.copy()
+        found = adam_reference.sums_of_squares_reference(parts)
+        counts = here.counts - before
+        assert [sums.tobytes() for sums in found] == [wanted.tobytes()] * len(parts)
+        assert counts["launches"] <= 4 * len(parts)
+        assert counts["copies that block"] == 1
+        here.counts["allocations"], here.fails = 0, 3
+        (found_with_less,) = adam_reference.sums_of_squares_reference(parts[:1])
+        assert here.fails is None
+        assert found_with_less.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("looks", [True, False])

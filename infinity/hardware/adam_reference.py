@@ -6,6 +6,7 @@ It serves what is placed on a CUDA device. Single multiplications and additions,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -216,10 +217,22 @@ def sums_of_squares_reference(
     parts: Sequence[tuple[torch.Tensor, Pieces | None]],
 ) -> list[npt.NDArray[np.float64]]:
     """`sum_of_squares` of several tensors of one device, in plain torch: the same bits. The host waits for
-    it once. Temporary memory: 18 MiB, and a double for each piece.
+    it once.
 
-    All trees grow at once: thirty to fifty launches for each `_AT_ONCE` elements, of however many pieces.
+    Trees grow together, up to `_AT_ONCE` elements of them, in thirty to fifty launches, of however many
+    pieces. Temporary memory is 12 bytes for each of these elements (576 MiB), and a double for each piece.
+    On a CPU, and on a device that has not that much, `_FEW_AT_ONCE` of them grow together (18 MiB).
     """
+    device = parts[0][0].device if parts else torch.device("cpu")
+    if device.type != "cpu":
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return _sums_of_squares(parts, _AT_ONCE)
+    return _sums_of_squares(parts, _FEW_AT_ONCE)
+
+
+def _sums_of_squares(
+    parts: Sequence[tuple[torch.Tensor, Pieces | None]], at_once: int
+) -> list[npt.NDArray[np.float64]]:
     tensors = [tensor for tensor, _ in parts]
     for tensor in tensors:
         _check("tensor", tensor, tuple(_CODES))
@@ -238,7 +251,7 @@ def sums_of_squares_reference(
             some = np.flatnonzero(kinds == kind)
             order = some[np.argsort(-heights[some], kind="stable")]  # neighbours stay neighbours
             sizes = heights[order] * _COLUMNS
-            cuts = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // _AT_ONCE)) + 1
+            cuts = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // at_once)) + 1
             for batch in np.split(order, cuts):
                 sums.append(_trees(tensors, owners[batch], places[batch], heights[batch]))
             orders.append(order)
@@ -247,7 +260,10 @@ def sums_of_squares_reference(
 
 
 _HEIGHTS: Final = 1 << np.arange((NORM_BLOCK // _COLUMNS).bit_length())  # rows of trees
-_AT_ONCE: Final = 24 * NORM_BLOCK  # elements
+#: Elements whose trees grow together: on a device, so that a chunk of 4 Mi costs at most four launches;
+#: and so few that they stay in a CPU's caches.
+_AT_ONCE: Final = 768 * NORM_BLOCK
+_FEW_AT_ONCE: Final = 24 * NORM_BLOCK
 
 
 def _trees(
