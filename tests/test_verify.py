@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from infinity.cli import verify as verify_module
 from infinity.cli.commands import verify_command
-from infinity.cli.verify import _UPDATES, DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of
+from infinity.cli.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of
 from infinity.cli.verify_run import Difference, Trace, compare
 from infinity.core.config import UPDATES
 from infinity.core.errors import DirectoryError, StorageError
@@ -54,8 +54,7 @@ def test_the_cases_cover_what_could_change_a_bit() -> None:
     cases = cases_of(isas, BACKENDS, isas[-1])
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
-    assert set(UPDATES) - set(_UPDATES) == {"backward"}
-    for update in _UPDATES:
+    for update in UPDATES:
         for dtype in ("fp32", "bf16"):
             for place in PLACEMENTS:
                 assert f"{place}, {update}, {dtype}" in names
@@ -67,6 +66,8 @@ def test_the_cases_cover_what_could_change_a_bit() -> None:
         assert wanted.name in names[: number + 1]
         assert wanted.settings["parameters"] == "host"
         assert wanted.update == ("delayed" if case.update == "delayed" else "sync")
+        assert wanted.accumulation == case.accumulation
+        assert bool(case.accumulation) == (case.update == "backward" or "behind" in case.name)
 
 
 def some(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -88,11 +89,12 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def test_the_same_bits_and_torch_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp16 = f"{HOST}, sync, fp16", f"{NVME}, {UPDATES[0]}, fp16"
-    some(monkeypatch, f"{HOST}, sync, fp32", f"split, {UPDATES[0]}, fp32", *fp16)
+    behind = f"{HOST}, sync, bf16, as behind the backward", f"{NVME}, backward, bf16"
+    some(monkeypatch, f"{HOST}, sync, fp32", f"split, {UPDATES[0]}, fp32", *fp16, *behind)
     code, result = run("--nvme", str(tmp_path))
     assert code == 0
     assert result["same"]
-    assert len(result["cases"]) == 4
+    assert len(result["cases"]) == 6
     assert all(case["same"] and case["problem"] is None for case in result["cases"])
     assert result["torch"]["fp32"]["same"]
     assert 0 < result["clipped_share"] < 1  # some norms are clipped, and some are not
@@ -183,7 +185,7 @@ def test_a_person_is_told(tmp_path: Path) -> None:
 def test_everything_is_the_same_here(tmp_path: Path) -> None:
     code, result = run("--nvme", str(tmp_path))
     assert code == 0, [case["problem"] for case in result["cases"] if not case["same"]]
-    assert len(result["cases"]) > 2 * len(_UPDATES) * len(PLACEMENTS)
+    assert len(result["cases"]) > 2 * len(UPDATES) * len(PLACEMENTS)
     assert set(result["torch"]) == {"fp32", "bf16"}
 
 

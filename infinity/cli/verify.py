@@ -2,7 +2,8 @@
 
 A small GPT is trained some steps in every case, and its losses, norms, loss scales, masters, moments and
 copies are compared with those of ``update="sync"`` with everything on the host, bit for bit. A delayed
-update gives other results by design: its cases are compared with each other. What the reference itself
+update gives other results by design: its cases are compared with each other. Behind the backward nothing can
+be clipped: its cases, and the one that they are compared with, train without. What the reference itself
 is worth is compared with torch's own AdamW, within tolerances (`against_torch` in verify_run.py).
 
 Placements × exact update modes are all there in fp32 and bf16; what else could change a bit (fp16,
@@ -29,6 +30,7 @@ from infinity.hardware.device import open_device
 from .console import finish, status_line, wide_console
 from .measure import scratch
 from .verify_run import (
+    BEHIND,
     CLIP,
     AgainstTorch,
     Case,
@@ -75,14 +77,15 @@ TIGHT: Final[dict[str, Any]] = {
 DTYPES: Final = ("fp32", "bf16", "fp16")
 #: The one update mode whose results are its own.
 DELAYED: Final = "delayed"
-#: Behind a backward nothing can be clipped or edited before the step, as the loop of all cases does.
-_UPDATES: Final = tuple(update for update in UPDATES if update != "backward")
+#: The name of the reference of an update behind the backward, whose loop is another one.
+_LOOP: Final = "as behind the backward"
 
 
 def reference_of(case: Case) -> Case:
     """Return what `case` must equal: everything on the host, in its dtype, ``sync`` (or ``delayed``)."""
-    update = DELAYED if case.update == DELAYED else "sync"
-    return _case(HOST, update, case.dtype)
+    if case.accumulation:
+        return _case(HOST, "sync", case.dtype, _LOOP, **BEHIND)
+    return _case(HOST, DELAYED if case.update == DELAYED else "sync", case.dtype)
 
 
 def _case(
@@ -108,9 +111,12 @@ def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Cas
         backends: the I/O backends that work in the directory.
     """
     cases = []
-    for update in ("sync", *(u for u in _UPDATES if u != "sync")):
-        for dtype, place in itertools.product(("fp32", "bf16"), PLACEMENTS):
-            cases.append(_case(place, update, dtype))
+    for update in sorted(UPDATES, key=lambda update: update != "sync"):
+        loop = BEHIND if update == "backward" else {}
+        for dtype in ("fp32", "bf16"):
+            if loop:
+                cases.append(_case(HOST, "sync", dtype, _LOOP, **loop))
+            cases += [_case(place, update, dtype, **loop) for place in PLACEMENTS]
     default = UPDATES[0]
     cases.append(_case(HOST, "sync", "fp16"))
     cases += [_case(place, default, "fp16") for place in (NVME, "state on NVMe", "split")]
@@ -158,7 +164,7 @@ class Verifier:
         trace, reference = train(case, self._device, self._folders), reference_of(case)
         if case == reference:
             self.references[case.name] = trace
-            if case.dtype != "fp16" and case.update == "sync":
+            if case.dtype != "fp16" and case.update == "sync" and not case.accumulation:
                 self.torch[case.dtype] = against_torch(trace, case.dtype, self._device)
             return None, None
         if reference.name not in self.references:
@@ -191,13 +197,14 @@ def verify(device: str, directory: str, tell: Callable[[str], None]) -> dict[str
             for number, case in enumerate(cases, 1):
                 tell(f"[{number}/{len(cases)}] {case.name}")
                 verdicts.append(one.check(case))
-    norms = [norm for trace in one.references.values() for norm in trace.norms]
+    clipping = [one.references[c.name] for c in cases if c.name in one.references and not c.accumulation]
+    norms = [norm for trace in clipping for norm in trace.norms]
     return {
         "device": device,
         "directory": directory,
         "isas": list(isas),
         "backends": working,
-        "updates": list(_UPDATES),
+        "updates": list(UPDATES),
         "same": all(v["same"] for v in verdicts) and all(t.same for t in one.torch.values()),
         "seconds": time.perf_counter() - start,
         "clipped_share": sum(norm > CLIP for norm in norms) / max(1, len(norms)),

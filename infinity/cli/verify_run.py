@@ -41,6 +41,9 @@ _SETTINGS: Final[dict[str, Any]] = {
     "chunk_elements": NORM_BLOCK,
     "max_grad_norm": CLIP,
 }
+#: What an update behind the backward needs: it is known which backward is a step's last, and nothing that
+#: is known only when that one is over changes the step.
+BEHIND: Final[dict[str, Any]] = {"accumulation": 2, "max_grad_norm": None}
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Case:
     def dtype(self) -> str:
         """The compute dtype."""
         return str(self.settings["dtype"])
+
+    @property
+    def accumulation(self) -> int | None:
+        """How many backwards each step has; None: they change, and the norm is clipped."""
+        return self.settings.get("accumulation")
 
 
 @dataclass
@@ -91,9 +99,11 @@ class Difference(NamedTuple):
         return f"{where} after step {self.step}{count}: {self.found!r} instead of {self.wanted!r}{timing}"
 
 
-def batches(step: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the tokens and targets of each backward of step `step` (from 0)."""
-    for micro in range(1 + step % MOST):
+def batches(
+    step: int, device: torch.device, count: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the tokens and targets of each backward of step `step` (from 0). `count`: how many there are."""
+    for micro in range(count or 1 + step % MOST):
         random = torch.Generator().manual_seed(100 + MOST * step + micro)
         tokens = torch.randint(SHAPE.vocab, (2, SHAPE.context + 1), generator=random).to(device)
         yield tokens[:, :-1], tokens[:, 1:]
@@ -160,11 +170,14 @@ def train(case: Case, device: str, folders: Sequence[str], steps: int = STEPS) -
         engine = engine_of(wrapped_model)
         for step in range(steps):
             total = 0.0
-            for tokens, targets in batches(step, engine.device.torch_device):
+            if case.accumulation:
+                edit(wrapped, step)
+            for tokens, targets in batches(step, engine.device.torch_device, case.accumulation):
                 loss = model(tokens, targets).loss
                 wrapped.scale(loss).backward()
                 total += loss.item()
-            edit(wrapped, step)
+            if not case.accumulation:
+                edit(wrapped, step)
             trace.scales.append(wrapped.loss_scale)
             wrapped.step()
             wrapped.zero_grad()
