@@ -68,7 +68,25 @@ def generate(seed: int) -> Json:
     config = _config(random, theme)
     tree = _tree(random, theme, config)
     program = _program(random, theme, config, tree)
-    return {"seed": seed, "family": theme, "tree": tree, "config": config, "program": program}
+    if Random(f"behind {seed}").random() < 0.12:
+        config["update"] = "backward"
+    return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
+
+
+def fitted(case: Json) -> Json:
+    """Return the case, with the loop that its update mode can have. Behind the backward a step has one
+    backward, and nobody clips. What else is refused there ends a case with a typed error."""
+    config = case["config"]
+    if config["update"] == "backward":
+        if config["dtype"] == "fp16":
+            config["dtype"] = "bf16"
+        config["max_grad_norm"] = None
+        for action in case["program"]:
+            action.pop("micro", None)
+            action.pop("clip", None)
+            if action.get("do") == "train" and action.get("aux") in ("after", "only"):
+                action["aux"] = "sum"
+    return case
 
 
 # -- where things are ---------------------------------------------------------------------------

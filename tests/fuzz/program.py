@@ -84,10 +84,11 @@ def _short(value: Any) -> str:
 
 
 #: What may be raised by an action beside what torch raises: names of the engine's typed errors.
-#: A word restricts where: "delayed" updates, a "host" memory that is not large, a bank that returns "itself".
+#: A word restricts where: "delayed" updates or those behind the "backward", a "host" memory that is not large, a bank that returns "itself".
 #: Keys are an action, its family, or the theme of the case.
 ALLOWED: dict[str, dict[str, str]] = {
-    "*": {},
+    # A second backward before the step, a look at a gradient, an edit: what is updated by then is not undone.
+    "*": {"GradientError": "backward", "ParameterError": "backward"},
     "wrap": {"WrapError": "storage"},
     # A module that returns its parameter itself, not a view of it, hands out a released parameter.
     "weight-view": {"ReleasedParameterError": "itself"},
@@ -96,8 +97,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "grad-move": {"GradientError": ""},
     "hold": {"ReleasedParameterError": "", "BudgetError": "host"},
     "read": {"ReleasedParameterError": ""},
-    "gathered-graph": {"ParameterError": "delayed"},
-    "fetch_inside": {"ParameterError": "delayed"},
+    "gathered-graph": {"ParameterError": "delayed backward"},
+    "fetch_inside": {"ParameterError": "delayed backward"},
     "save": {"BudgetError": "host"},
     "load": {"BudgetError": "host"},
     "fresh": {"BudgetError": "host"},
@@ -161,12 +162,14 @@ class Program:
             for name, where in allowed.items():
                 if name in names and (
                     not where
-                    or (where == "delayed" and self.case["config"]["update"] == "delayed")
+                    or self.case["config"]["update"] in where.split()
                     or (where == "itself" and any(b["how"] == where for b in self.case["tree"]["banks"]))
                     or (where == "host" and self.case["config"]["host_memory"] != "large")
                 ):
                     return f"typed:{type(raised).__name__}"
         first = str(raised).splitlines()[0] if str(raised) else ""
+        if self.case["config"]["update"] == "backward" and "modified by an inplace operation" in first:
+            return "typed:RuntimeError"  # of a second backward, which uses parameters before it is noticed
         what = "nothing" if wanted is None else wanted.__name__
         raise Mismatch(f"the engine raises {type(raised).__name__} ({first[:200]}), torch {what}") from raised
 
@@ -188,6 +191,8 @@ class Program:
         return list({id(p): p for p in (named[(pick + 5 * i) % len(named)] for i in range(count))}.values())
 
     def log_grads(self) -> None:
+        if self.case["config"]["update"] == "backward":
+            return  # they are gone by now
         for name, p in self.world.named().items():
             self.log(f"gradient of {name}", self.world.gradient(p))
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .generate import generate
+from .generate import fitted, generate
 
 Json = dict[str, Any]
 
@@ -372,7 +372,7 @@ def main() -> int:
     def made(seed: int) -> Json:
         case = generate(seed)
         case["config"].update(fixed)
-        return case
+        return fitted(case)
 
     prepare(given.tree)
     say = sys.stdout.write

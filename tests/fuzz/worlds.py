@@ -390,6 +390,7 @@ class OffloadedWorld(World):
             "optimizer_state": config["optimizer_state"],
             "gradients": config["gradients"],
             "update": config["update"],
+            "accumulation": 1 if config["update"] == "backward" else None,
             "delay_warmup_steps": config["warmup"],
             "update_depth": config["depth"],
             "max_grad_norm": config["max_grad_norm"],
