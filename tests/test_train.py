@@ -273,6 +273,20 @@ def test_placement_and_accumulation_change_no_loss(text: str, nvme: str, tmp_pat
     assert logs[0] == logs[1]
 
 
+def test_an_update_behind_the_backward_changes_no_loss(text: str, nvme: str, tmp_path: Path) -> None:
+    """`--accumulation` says how many backwards a step has."""
+    logs = []
+    for update in ("sync", "backward"):
+        log = tmp_path / f"{update}.jsonl"
+        given = settings(
+            text, nvme, steps=3, accumulation=2, sample_tokens=0, max_grad_norm=None, update=update
+        )
+        train(read_run(None, {**given, "json_log": str(log)}))
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        logs.append([(s["loss"], s["grad_norm"], s["lr"]) for s in lines])
+    assert logs[0] == logs[1]
+
+
 def test_the_loop_is_torchs(text: str, nvme: str, tmp_path: Path) -> None:
     """The same model, batches and schedule in a plain torch loop give the same losses."""
     log = tmp_path / "steps.jsonl"

@@ -179,6 +179,8 @@ class Run:
         engine = {**self.engine, **changes}
         if self.model.init_from is None and engine.get("dtype") is None:
             engine["dtype"] = BUILT_IN_DTYPE
+        if engine.get("update") == "backward" and engine.get("accumulation") is None:
+            engine["accumulation"] = self.train.accumulation
         return Config(**engine)
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,7 +221,12 @@ _ENGINE: Final = (
     Option("engine", "device_memory", "size", "What the engine may place on the device."),
     Option("engine", "host_memory", "size", "What the engine may take of host memory."),
     Option("engine", "prefetch_memory", "size", "What units loaded ahead may take on the device."),
-    Option("engine", "update", "str", "overlap, sync or delayed."),
+    Option(
+        "engine",
+        "update",
+        "str",
+        "overlap, sync, delayed or backward (in the backward itself; nothing can be clipped).",
+    ),
     Option("engine", "delay_warmup_steps", "int", "Steps before updates are delayed."),
     Option("engine", "read_ahead_memory", "size", "Host memory for state read during the backward."),
     Option("engine", "max_grad_norm", "float", "Clip the global norm of the gradients to this."),

@@ -84,7 +84,8 @@ def _short(value: Any) -> str:
 
 
 #: What may be raised by an action beside what torch raises: names of the engine's typed errors.
-#: A word restricts where: "delayed" updates or those behind the "backward", a "host" memory that is not large, a bank that returns "itself".
+#: Words restrict where: "delayed" updates or those behind the "backward", a "host" memory that is not large,
+#: a bank that returns "itself".
 #: Keys are an action, its family, or the theme of the case.
 ALLOWED: dict[str, dict[str, str]] = {
     # A second backward before the step, a look at a gradient, an edit: what is updated by then is not undone.
