@@ -89,7 +89,6 @@ class Config:
             `step()` gradients and param groups may be looked at; a change of them, or a use of the model, is
             an error. Not with fp16, nor with `max_grad_norm`, which need the norm of all gradients first.
         delay_warmup_steps: updates that are made without delay at first; only for ``"delayed"``.
-        durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
         prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
@@ -144,7 +143,6 @@ class Config:
     units: Sequence[str] | None = None
     update: str = "overlap"
     delay_warmup_steps: int = 40
-    durable: bool = False
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
     prefetch_memory: int | str | None = None
@@ -221,16 +219,9 @@ class Config:
             )
         if self.update == "backward":
             self._check_behind()
-        for name in ("durable", "check_edits", "independent_replicas"):
+        for name in ("check_edits", "independent_replicas"):
             if not isinstance(getattr(self, name), bool):
                 self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
-        if self.durable:
-            raise ConfigError(
-                "durable commits are not available yet",
-                expected="durable=False",
-                found="durable=True",
-                cure="durable=False; save a `state_dict()` where you need to resume",
-            )
         if self.activations not in _ACTIVATIONS:
             self._wrong("activations", " or ".join(_ACTIVATIONS), self.activations, 'activations="host"')
         if self.activation_memory is not None and self.activations != "host":
