@@ -334,3 +334,38 @@ def check(
     command = [*before, str(ROOT / "benchmarks" / "gpu_check.sh"), stage]
     command += [str(folder / "wheels"), str(folder / "out"), str(seconds)]
     return subprocess.run(command, capture_output=True, text=True, timeout=290, check=False, env=env)
+
+
+# ---- lines of code ----
+
+
+def test_lines_of_code_are_no_blanks_no_comments_and_no_docstrings() -> None:
+    source = '''"""A module.
+
+Of two lines.
+"""
+
+# a comment
+X = """a text,
+
+not a docstring"""  # three lines, one of them blank
+
+
+class A:
+    """A class."""
+
+    def f(self) -> int:
+        """A method."""
+        return (
+            # a comment
+            1
+        )
+'''
+    assert importlib.import_module("lines_of_code").lines_of_code(source) == 2 + 1 + 1 + 3
+
+
+def test_lines_of_code_are_counted_by_folder() -> None:
+    found = json.loads(script("lines_of_code.py", "--json"))
+    assert found["folders"]["infinity/core"] > 0
+    assert found["total"] == sum(found["folders"].values())
+    assert f"{found['total']:,}" in script("lines_of_code.py").splitlines()[-1]

@@ -19,6 +19,7 @@ from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
 from infinity.cli.shape import GPTShape
 from infinity.cli.shown import show_error
+from infinity.core.config import _OLD_NAMES
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
@@ -175,7 +176,6 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert result["fits"]
     assert result["nvme"]["parameters"] > 0
     assert result["host"]["optimizer state"] > 0
-    assert result["nvme_durable"]["optimizer state"] == 2 * result["nvme"]["optimizer state"]
     assert result["wear"]["run_bytes"] == 1000 * result["per_step"]["nvme_written"]
     assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
 
@@ -297,14 +297,27 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     assert suggestion in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("engine: {host_memry: 1}", "did you mean 'engine.host_memory'?"),
+        ("engine: {durable: false}", "'engine.durable' was removed; leave it out"),
+        ("engine: {drive: /mnt}", "'engine.drive' is called 'engine.nvme' now"),
+    ],
+)
 def test_a_wrong_name_in_a_file_is_answered_in_the_file_s_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    cure: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(_OLD_NAMES, "drive", "nvme")
     path = tmp_path / "run.yaml"
-    path.write_text("engine: {host_memry: 1}")
+    path.write_text(text)
     assert run(["plan", "--config", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "did you mean 'engine.host_memory'?" in said.replace("\n", " ")
+    assert cure in said.replace("\n", " ")
     assert str(path) in said
 
 

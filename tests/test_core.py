@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.core import errors, sizes
-from infinity.core.config import Config
+from infinity.core.config import _OLD_NAMES, Config
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.sizes import Tier, ceil_to, dtype_name, format_size, parse_dtype, parse_size
 
@@ -197,6 +197,7 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
     [
         ({"host_memroy": 1}, "unknown setting 'host_memroy'", "did you mean 'host_memory'?"),
         ({"zzz": 1}, "unknown setting 'zzz'", "remove it"),
+        ({"durable": False}, "unknown setting 'durable'", "'durable' was removed; leave it out"),
         ({"parameters": "nvme"}, "no directory is named", "nvme="),
         ({"optimizer_state": {"host": 0.5, "nvme": 0.5}}, "no directory is named", "nvme="),
         ({"parameters": "nmve"}, "unknown tier", "did you mean 'nvme'?"),
@@ -204,7 +205,6 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"parameters": {"host": -0.5, "device": 1.5}}, "shares of parameters", "0.3"),
         ({"parameters": {"host": True}}, "shares of parameters", "0.3"),
         ({"parameters": 3}, "unknown tier", "host"),
-        ({"durable": True}, "durable commits are not available", "durable=False"),
         ({"update": "later"}, "update mode", "update="),
         ({"update": "delayd"}, "update mode", 'update="delayed"'),
         ({"update": None}, "update mode", "overlap"),
@@ -231,8 +231,8 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"units": 3}, "units names no module", "units="),
         ({"units": ["Block", nn.Linear]}, "units names no module", "units="),
         ({"read_ahead_memory": None}, "read_ahead_memory is not a size", "read_ahead_memory="),
-        ({"durable": 0}, "durable cannot be used", "durable=False"),
-        ({"durable": "yes"}, "durable cannot be used", "durable=False"),
+        ({"check_edits": 0}, "check_edits cannot be used", "check_edits=False"),
+        ({"check_edits": "yes"}, "check_edits cannot be used", "check_edits=False"),
         ({"nvme": []}, "names no directory", "nvme="),
         ({"nvme": [3]}, "names no directory", "nvme="),
         ({"nvme": ["/x", "/x/../x"]}, "named twice", "once"),
@@ -253,6 +253,24 @@ def test_refused(settings: dict[str, Any], what: str, cure: str) -> None:
 def test_any_unknown_setting_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown setting"):
         Config(**{name: 1})
+
+
+def test_a_setting_that_was_renamed_is_answered_with_its_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_OLD_NAMES, "drive", "nvme")
+    path = tmp_path / "run.yaml"
+    path.write_text("drive: /mnt")
+    with pytest.raises(ConfigError, match="'drive' is called 'nvme' now"):
+        Config(**{"drive": "/mnt"})
+    with pytest.raises(ConfigError, match="'drive' is called 'nvme' now"):
+        Config.load(path)
+
+
+def test_old_names_are_none_of_today_and_lead_to_those() -> None:
+    today = {f.name for f in dataclasses.fields(Config)}
+    assert not today & set(_OLD_NAMES)
+    assert set(_OLD_NAMES.values()) <= {*today, None}
 
 
 @given(st.floats(0, 1))
@@ -280,6 +298,7 @@ def test_a_file_says_the_same_as_keywords(tmp_path: Path) -> None:
         ("a: [", "cannot read"),
         ("- 1", "has no settings"),
         ("dtyp: fp32", "unknown setting"),
+        ("engine: {durable: false}", "'durable' was removed; leave it out"),
     ],
 )
 def test_a_file_that_cannot_be_used(text: str | None, what: str, tmp_path: Path) -> None:

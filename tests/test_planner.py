@@ -64,15 +64,6 @@ def test_bytes_per_parameter_on_nvme(dtype: str, at_rest: int, read: int, writte
     assert plan.traffic.nvme_written == written * PARAMETERS
 
 
-def test_durable_has_two_slots_of_all_but_gradients() -> None:
-    plan = plan_of(config_of(dtype="bf16"))
-    assert plan.durable_nvme == {
-        "parameters": 2 * 2 * PARAMETERS,
-        "optimizer state": 2 * 12 * PARAMETERS,
-        "gradients": 4 * PARAMETERS,
-    }
-
-
 def test_accumulation_loads_again_and_adds_in_fp32() -> None:
     once, four = (plan_of(config_of(dtype="bf16"), accumulation=a).traffic for a in (1, 4))
     assert four.nvme_read - once.nvme_read == 3 * (2 * 2 + 4) * PARAMETERS

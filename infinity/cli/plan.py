@@ -76,7 +76,6 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "device": dict(taken.device),
         "host": dict(taken.host),
         "nvme": dict(taken.nvme),
-        "nvme_durable": dict(plan.durable_nvme),
         "activations": activations._asdict(),
         "checkpoints": case.checkpoints(run.train),
         "checkpoints_in": case.place,
@@ -145,9 +144,6 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
             table.add_row(tier.value, purpose, f"{nbytes:,}", format_size(nbytes))
         total = sum(purposes.values())
         table.add_row(tier.value, "total", f"{total:,}", format_size(total), style="bold", end_section=True)
-    if result["nvme"]:
-        durable = sum(result["nvme_durable"].values())
-        table.add_row("nvme", "total with durable steps", f"{durable:,}", format_size(durable))
     activations = result["activations"]["peak"]
     where = "activations" if case.run.model.init_from is None else "activations (estimate)"
     table.add_row("yours", f"{where}, on the device", f"{activations:,}", format_size(activations))

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
-from infinity.core.config import Config
+from infinity.core.config import Config, unknown_setting
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
@@ -389,7 +389,7 @@ def _load(path: str) -> dict[str, dict[str, Any]]:
         names = [f.name for f in fields if f.init]
         for key in result[name]:
             if key not in names:
-                _unknown(f"setting in {path!r}", f"{name}.{key}", [f"{name}.{each}" for each in names])
+                raise unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in names], f"in {path!r}")
     return result
 
 

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from .errors import ConfigError
 from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_precision, parse_size, torch_dtype
@@ -37,6 +37,8 @@ _DEADLINES = 1e-9, 1e9
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
 AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
+#: Names that settings had once, and those of today; None: the setting was removed.
+_OLD_NAMES: Final[Mapping[str, str | None]] = {"durable": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,6 @@ class Config:
             `step()` gradients and param groups may be looked at; a change of them, or a use of the model, is
             an error. Not with fp16, nor with `max_grad_norm`, which need the norm of all gradients first.
         delay_warmup_steps: updates that are made without delay at first; only for ``"delayed"``.
-        durable: commit every step to NVMe. Not available yet: only False is accepted.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
         prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
@@ -144,7 +145,6 @@ class Config:
     units: Sequence[str] | None = None
     update: str = "overlap"
     delay_warmup_steps: int = 40
-    durable: bool = False
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
     prefetch_memory: int | str | None = None
@@ -168,13 +168,7 @@ class Config:
         known = [f.name for f in fields(cls) if f.init]
         for key in settings:
             if key not in known:
-                close = _suggest(key, known)
-                raise ConfigError(
-                    f"unknown setting {key!r}",
-                    expected=", ".join(known),
-                    found=repr(key),
-                    cure=f"did you mean {close!r}?" if close else "remove it",
-                )
+                raise unknown_setting(key, known)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -221,16 +215,9 @@ class Config:
             )
         if self.update == "backward":
             self._check_behind()
-        for name in ("durable", "check_edits", "independent_replicas"):
+        for name in ("check_edits", "independent_replicas"):
             if not isinstance(getattr(self, name), bool):
                 self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
-        if self.durable:
-            raise ConfigError(
-                "durable commits are not available yet",
-                expected="durable=False",
-                found="durable=True",
-                cure="durable=False; save a `state_dict()` where you need to resume",
-            )
         if self.activations not in _ACTIVATIONS:
             self._wrong("activations", " or ".join(_ACTIVATIONS), self.activations, 'activations="host"')
         if self.activation_memory is not None and self.activations != "host":
@@ -402,6 +389,22 @@ class Config:
                 cure="write `name: value` lines",
             )
         return cls(**{str(key): value for key, value in content.items()})
+
+
+def unknown_setting(name: str, known: Sequence[str], where: str = "") -> ConfigError:
+    """Return the error for a setting that is none of `known`. These and `name` may begin with a section, such
+    as ``engine.``; `where` says which file has it."""
+    old = name.removeprefix("engine.")
+    if new := _OLD_NAMES.get(old):
+        cure = f"{name!r} is called {name.removesuffix(old) + new!r} now"
+    elif old in _OLD_NAMES:
+        cure = f"{name!r} was removed; leave it out"
+    else:
+        close = _suggest(name, known)
+        cure = f"did you mean {close!r}?" if close else "remove it"
+    return ConfigError(
+        f"unknown setting {where or repr(name)}", expected=", ".join(known), found=repr(name), cure=cure
+    )
 
 
 def _suggest(word: str, known: Sequence[str]) -> str | None:

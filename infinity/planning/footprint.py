@@ -29,7 +29,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
 from .partition import UnitLayout
-from .parts import DURABLE, PURPOSES, ChunkParts, Moved
+from .parts import PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
 
 #: What the load quota aims at; more hides no more of a drive's latency.
@@ -98,7 +98,6 @@ class Demand:
 
     Attributes:
         placed: by tier and purpose: the state, with the versions that a chunk has there.
-        durable: on NVMe by purpose, with two versions of what is written.
         least, most: the leases that a run cannot do without, and the buffers that are of use.
         working: copies of the units that are needed at once; `away`: of all that are not resident.
         gradients: buffers of those in flight on the device; `arriving`: what autograd has made of one and is
@@ -113,7 +112,6 @@ class Demand:
     """
 
     placed: Mapping[Tier, Mapping[str, int]]
-    durable: Mapping[str, int]
     least: Mapping[str, Quota]
     most: Mapping[str, int]
     working: int
@@ -221,8 +219,6 @@ def demand(
         again: indices of the units that further modules need, once for each.
     """
     by_tier: dict[Tier, dict[str, int]] = {t: {} for t in Tier}
-    durable: dict[str, int] = {}
-
     moved = [0] * len(Moved._fields)
     load_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = on_host = 0
     # Nearly all chunks are alike: each kind is looked at once.
@@ -231,14 +227,11 @@ def demand(
     for (kind, numel, trainable), count in kinds.items():
         plan = by_id[kind]
         for name, part in plan.parts.items():
-            for slot, (tier, purpose) in enumerate(zip(part.tiers, PURPOSES[name], strict=False)):
+            for tier, purpose in zip(part.tiers, PURPOSES[name], strict=False):
                 if part.in_place:
                     continue  # it takes no room of ours
                 placed = by_tier[tier]
                 placed[purpose] = placed.get(purpose, 0) + part.nbytes * count
-                if tier is Tier.NVME:
-                    versions = 2 if trainable and name in DURABLE and slot == 0 else 1
-                    durable[purpose] = durable.get(purpose, 0) + part.nbytes * versions * count
         moved = [total + of_one * count for total, of_one in zip(moved, plan.moved, strict=True)]
         load_buffer = max(load_buffer, plan.load_lease)
         gradient_buffer = max(gradient_buffer, plan.gradient_lease)
@@ -272,7 +265,6 @@ def demand(
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     return Demand(
         placed=by_tier,
-        durable=durable,
         least={
             name: Quota(buffer, LEAST_BUFFERS[name] if buffer else 0)
             for name, buffer in (

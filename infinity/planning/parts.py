@@ -30,8 +30,6 @@ PURPOSES = {
 }
 #: What the state keeps beside the master, each in a section of its own, in this order.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: The parts of a trainable chunk of which a durable step would keep the version before it.
-DURABLE = ("copy", "state")
 
 
 class Part(NamedTuple):

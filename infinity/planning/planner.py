@@ -7,7 +7,7 @@ very one that the engine allocates by.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from infinity.core.config import Config
@@ -120,7 +120,6 @@ class Plan:
     units: int
     chunks: int
     footprint: Footprint
-    durable_nvme: Mapping[str, int]  # bytes on NVMe by purpose with two slots for each chunk
     traffic: Traffic
     problems: tuple[Problem, ...]
     activations: int  # bytes on the device, beside what the engine places there
@@ -263,7 +262,6 @@ class Planner:
             units=wanted.units,
             chunks=wanted.chunks,
             footprint=taken,
-            durable_nvme=wanted.durable,
             # The first backward is the footprint's. Each further one loads the copies twice more.
             traffic=Traffic(
                 wanted.read + further * wanted.again[0],
