@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -71,8 +72,17 @@ def program(page: Path) -> str:
 def with_python() -> list[Any]:
     """Return the pages whose Python runs here."""
     pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
-    marks = {"libraries.md": [pytest.mark.ecosystem]}
+    marks = {
+        "libraries.md": [pytest.mark.ecosystem, _without("trl")],
+        "inference.md": [_without("transformers")],
+    }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
+
+
+def _without(package: str) -> pytest.MarkDecorator:
+    """Return the mark that skips a test on a machine that lacks the package; in CI the test fails there."""
+    lacking = importlib.util.find_spec(package) is None and not os.environ.get("CI")
+    return pytest.mark.skipif(lacking, reason=f"needs {package}")
 
 
 @pytest.mark.processes
