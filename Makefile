@@ -27,6 +27,9 @@ ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datase
 # runs Liger's kernels on a CPU.
 HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
 
+# What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
+SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -48,13 +51,14 @@ LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delaye
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
-.PHONY: help setup train test test-all test-slow test-gpu lint types bench clean
+.PHONY: help setup train test test-all test-slow test-gpu lint types docs bench clean
 
 help:
 	@echo "make train      set up, then train a small GPT with its state on disk"
 	@echo "make test       set up, then run the tests that take minutes"
 	@echo "make test-all   with more settings and seeds, and models of other libraries"
 	@echo "make test-slow  all other settings, and what takes long or much disk;  make test-gpu: those for a GPU"
+	@echo "make docs       builds the documentation as a site, in build/docs"
 	@echo "make lint types bench clean"
 
 setup: $(VENV)/.built
@@ -99,6 +103,11 @@ $(VENV)/.ecosystem: $(VENV)/.tools
 	$(BIN)/python -m pip install -q --target $(VENV)/heads --no-deps $(HEADS)
 	touch $@
 
+$(VENV)/.site: $(VENV)/.torch Makefile
+	rm -rf $(VENV)/site
+	$(BIN)/python -m pip install -q --target $(VENV)/site $(SITE)
+	touch $@
+
 $(VENV)/.packages: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
@@ -140,6 +149,9 @@ lint: $(VENV)/.tools
 
 types: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/mypy
+
+docs: $(VENV)/.built $(VENV)/.site
+	PYTHONPATH=$(VENV)/site $(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs . build/docs
 
 # Needs an otherwise idle machine, and a few GB of disk. See benchmarks/README.md for the peers.
 bench: $(VENV)/.built $(VENV)/.tools

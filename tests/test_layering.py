@@ -25,8 +25,8 @@ TREES = {p: ast.parse((ROOT / p).read_text(encoding="utf-8")) for p in FILES}
 
 
 def reading_order() -> list[Path]:
-    """The files of the folders in the order in which the README lists them."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The files of the folders in the order in which docs/architecture.md lists them."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = text.split("## Reading order")[1].split("\n## ")[0]
     return [Path(name) for name in re.findall(r"^[|-] +`(infinity(?:/\w+){2,}\.py)`", section, flags=re.M)]
 
@@ -71,7 +71,7 @@ def folder_of(path: Path) -> str | None:
     return path.parts[1] if len(path.parts) > 2 else None
 
 
-def test_the_readme_lists_every_file_once() -> None:
+def test_the_reading_order_lists_every_file_once() -> None:
     order = reading_order()
     assert len(order) == len(set(order))
     assert set(order) == {p for p in FILES if folder_of(p) and p.name != "__init__.py"}

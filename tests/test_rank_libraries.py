@@ -20,10 +20,8 @@ from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 from .test_ranks import of_stage
 
-BLOCKS = re.findall(
-    r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```",
-    (Path(__file__).parents[1] / "docs/ranks.md").read_text(encoding="utf-8"),
-)
+PAGE = (Path(__file__).parents[1] / "docs/ranks.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```", PAGE)
 #: What takes seconds to import.
 IMPORTS = (
     "accelerate",
@@ -43,6 +41,11 @@ def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
     assert not list(folder.rglob("*.arena"))
     found = find(str(folder / "checkpoints"))
     return load_file(Path(found.path, found.content["files"]["parameters"]))
+
+
+def test_every_snippet_runs() -> None:
+    assert sorted(SNIPPETS) == ["A", "Trainer", "accelerate"]
+    assert PAGE.count("```python") == len(BLOCKS) == len(SNIPPETS)
 
 
 def test_data_that_ends_unevenly(tmp_path: Path) -> None:

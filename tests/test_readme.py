@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+
+from .test_docs import broken_links
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,10 +45,7 @@ def test_the_source_distribution_has_tests_and_documents_that_work(tmp_path: Pat
     (root,) = (tmp_path / "unpacked").iterdir()
     missing = [name for name in files if not (root / name).is_file() and not name.startswith(".")]
     assert missing == []
-    for document in ("README.md", *(n for n in files if n.startswith("docs/"))):
-        links = re.findall(r"\]\(([^)#:]+)[)#]", (root / document).read_text(encoding="utf-8"))
-        broken = [link for link in links if not ((root / document).parent / link).exists()]
-        assert broken == []
+    assert broken_links(root) == []
     # The tests that look at the tree itself pass there.
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_layering.py"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)

@@ -321,12 +321,12 @@ class Config:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """`dtype`, as torch has it; None: each parameter keeps its own."""
+        """`dtype` as a dtype of torch, or None where each parameter keeps its own."""
         return None if self.dtype is None else torch_dtype(str(self.dtype))
 
     @property
     def cast_outputs(self) -> torch.dtype | None:
-        """What outputs are cast to; None: they are left as they are."""
+        """The dtype that outputs are cast to, or None where they are left as they are."""
         name = self.output_dtype
         if name == "auto":
             name = None if self.dtype is None else "fp32"
@@ -334,9 +334,9 @@ class Config:
 
     @property
     def elements_per_chunk(self) -> int:
-        """`chunk_elements`; where it is None, 2 Mi with anything on NVMe, else 4 Mi: drives are as fast with
-        smaller ones, which take smaller leases, and memory is not. With 16 Mi an update on the host takes 3 %
-        less time, and leases of gradients are four times as large (benchmarks/README.md)."""
+        """`chunk_elements`, or where it is None 2 Mi with anything on NVMe, and else 4 Mi. Drives are as fast
+        with smaller chunks, which take smaller leases, and memory is not. With 16 Mi an update on the host
+        takes 3 % less time, and leases of gradients are four times as large (benchmarks/README.md)."""
         if self.chunk_elements is not None:
             return self.chunk_elements
         return (2 if any(tiers.get(Tier.NVME) for tiers in self.placements.values()) else 4) * MiB

@@ -152,8 +152,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """The steps that were made. After an interrupt in `step` this tells whether that was made, too: a
-        step is made wholly or not at all."""
+        """The number of steps that were made. A step is made wholly or not at all, so after an interrupt in
+        `step` this says whether it was made."""
         self.shelter.wait_interrupted()
         return self._steps
 

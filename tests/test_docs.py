@@ -1,0 +1,164 @@
+"""README.md and the pages of docs/: their Python runs, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.core import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
+
+#: What a page takes for granted: of each, and of those with models of transformers.
+USERS_OWN = """
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+
+    def forward(self, batch):
+        return self.layers(batch).square().mean()
+
+gpt_config = 64
+
+def batch(step):
+    return torch.randn(8, gpt_config, generator=torch.Generator().manual_seed(step))
+"""
+MORE = {
+    "inference.md": """
+from tests.test_ecosystem import llama, tokenizer
+for part in (llama(), tokenizer()):
+    part.save_pretrained("Meta-Llama-3.1-70B")
+""",
+    "libraries.md": """
+import datasets, peft
+from tests import test_ecosystem
+from tests.test_ecosystem import llama as build
+def adapt(model):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+examples, pairs, tokenizer = test_ecosystem.examples(), test_ecosystem.pairs(), test_ecosystem.tokenizer()
+texts = datasets.Dataset.from_dict({"text": [test_ecosystem.words(i, 8) for i in range(8)]})
+""",
+}
+#: Pages whose Python runs elsewhere: with two ranks, in test_rank_libraries.py.
+ELSEWHERE = ("ranks.md",)
+
+
+def program(page: Path) -> str:
+    """Return the Python of a page, each line at the number that it has there."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for fence in FENCE.finditer(text):
+        if fence[2] == "python":
+            first = text[: fence.start(3)].count("\n")
+            code = [line.removeprefix(fence[1]) for line in fence[3].splitlines()]
+            lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def with_python() -> list[Any]:
+    """Return the pages whose Python runs here."""
+    pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
+    marks = {
+        "libraries.md": [pytest.mark.ecosystem, _without("trl")],
+        "inference.md": [_without("transformers")],
+    }
+    return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
+
+
+def _without(package: str) -> pytest.MarkDecorator:
+    """Return the mark that skips a test on a machine that lacks the package; in CI the test fails there."""
+    lacking = importlib.util.find_spec(package) is None and not os.environ.get("CI")
+    return pytest.mark.skipif(lacking, reason=f"needs {package}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", with_python())
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    """All blocks of a page in one process, one after the other."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "prepared.py").write_text(USERS_OWN + MORE.get(page.name, ""), encoding="utf-8")
+    code = program(page).replace("/mnt/nvme/run1", str(tmp_path / "nvme"))
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("from prepared import *" + code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not list(tmp_path.rglob("*.arena"))
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of the headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.M):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if n == 0 else f"{slug}-{n}" for slug, count in found.items() for n in range(count + 1)}
+
+
+def broken_links(root: Path) -> list[str]:
+    """Return the links of the documents in `root` to files and headings that are not there."""
+    documents = [root / n for n in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    broken = []
+    for document in [*documents, *sorted((root / "docs").glob("*.md"))]:
+        text = re.sub(r"`[^`]*`", "", FENCE.sub("", document.read_text(encoding="utf-8")))
+        for link in re.findall(r"\]\(([^)]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+                broken.append(f"{document.relative_to(root)}: {link}")
+    return broken
+
+
+def test_links_lead_somewhere() -> None:
+    assert broken_links(ROOT) == []
+
+
+def test_the_front_page_is_short_and_names_every_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 170
+    assert [p.name for p in PAGES[1:] if f"](docs/{p.name})" not in text] == []
+
+
+def test_every_error_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted([*rows, "InfinityError"]) == errors.__all__
+
+
+def test_the_api_page_has_every_name() -> None:
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. auto\w+:: infinity\.(\w+)(?:\(.*\))?$", text, flags=re.M)
+    assert {*named, "__version__"} == set(infinity.__all__)
+
+
+def test_anchors_are_those_of_github(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# What is one rank's own, `a_b` and [c](d)?\n## Two\n```sh\n# no\n```\n### Two\n", "utf-8"
+    )
+    assert anchors(page) == {"what-is-one-ranks-own-a_b-and-c", "two", "two-1"}
+    assert program(page).strip() == ""
+    page.write_text("# A\n\n- b\n\n  ```python\n  c = 1\n  ```\n", "utf-8")
+    assert program(page).splitlines()[5] == "c = 1"
