@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.core.errors import GradientError, PrecisionError
+from infinity.hardware.shelter import in_backward
 from infinity.params.param import ShardedParam
 
 aten: Any = torch.ops.aten
@@ -333,10 +334,6 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     return made
 
 
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _accumulates() -> bool:
     return in_backward() and torch.is_grad_enabled()
 
@@ -346,7 +343,8 @@ def _mul(grad: Any, other: Any) -> Any:
         other = float(other)
     if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
         return NotImplemented
-    grad.factor *= other
+    if other != 1.0:  # as torch's clipping multiplies where it clips nothing
+        grad.factor *= other
     return grad
 
 

@@ -54,6 +54,7 @@ class Residency:
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
+        self.check_use: Callable[[list[ParamUnit]], None] | None = None  # raises where they cannot be used
         self._arrivals = lock("residency")
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
@@ -89,9 +90,12 @@ class Residency:
 
         Raises:
             ParameterError: somebody else uses another version of one of them.
+            GradientError: the backward that is under way has updated one of them.
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
+        if self.check_use is not None:
+            self.check_use(wanted)
         for unit in wanted:
             self._change_version(unit, user, newest)
         for unit in wanted:
