@@ -403,7 +403,7 @@ def test_an_edit_in_that_backward_is_told(counted: bool, tmp_path: Path) -> None
         with torch.no_grad():
             (param if counted else param.data).mul_(0.5)
 
-    handle = model.head.weight.register_post_accumulate_grad_hook(edits)
+    handle = model.blocks[0][0].weight.register_post_accumulate_grad_hook(edits)
     with pytest.raises(ParameterChangedError, match="in the last backward"):
         model(batch(0)).backward()
         optimizer.step()
@@ -472,7 +472,8 @@ def test_a_close_in_that_backward_ends_in_time(tmp_path: Path) -> None:
     with pytest.raises(ClosedError):
         model(batch(0)).backward()
         optimizer.step()
-    optimizer.zero_grad()
+    with pytest.raises(ClosedError):
+        optimizer.zero_grad()
 
 
 def test_a_change_in_the_backward_is_one(tmp_path: Path) -> None:
