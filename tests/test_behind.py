@@ -418,11 +418,13 @@ def _interrupt() -> None:
     time.sleep(10)  # Python's handler runs between two lines
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("end", [_raise, _interrupt])
 @pytest.mark.parametrize("place", ["nvme", "host", "resident"])
 def test_an_exception_in_that_backward_leaves_only_a_load(
-    place: str, end: Callable[[], None], tmp_path: Path
+    place: str, end: Callable[[], None], at_once: bool, tmp_path: Path
 ) -> None:
+    """`at_once`: the load comes first; else all else is refused before it."""
     wanted = []
     for config in (
         sync(tmp_path / "sync", **PLACES[place]),
@@ -437,7 +439,9 @@ def test_an_exception_in_that_backward_leaves_only_a_load(
                 x = block(x)
             with pytest.raises((Fails, KeyboardInterrupt)):
                 model.head(x).square().mean().backward()
-            _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+            if not at_once:
+                _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+            infinity.load(optimizer, tmp_path / "saved")
         for step in range(2):
             model(batch(step)).backward()
             optimizer.step()

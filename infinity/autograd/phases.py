@@ -172,7 +172,7 @@ class Phases:
             )
         self.blocks.end_left()
         if not backward:
-            self._abandon_update()
+            self.note_lost()
         if self.partly:
             raise ParameterError(
                 "a part of the parameters and their state may be of another step, or of a checkpoint",
@@ -187,8 +187,8 @@ class Phases:
             self._updates.check()
         self._store.check()
 
-    def _abandon_update(self) -> None:
-        """What a backward that did not come to its end has updated cannot be taken back."""
+    def note_lost(self) -> None:
+        """Note what a backward that did not come to its end has updated: it cannot be taken back."""
         if self.behind is not None and self.behind.abandon():
             self.lose('with update="backward", the last backward of a step, which raised or was interrupted')
 
