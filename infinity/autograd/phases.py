@@ -188,7 +188,7 @@ class Phases:
 
     def note_lost(self) -> None:
         """Note what a backward that did not come to its end has updated: it cannot be taken back."""
-        if self.behind is not None and self.behind.abandon():
+        if self.behind is not None and not in_backward() and self.behind.abandon():
             self.lose('with update="backward", the last backward of a step, which raised or was interrupted')
 
     def lose(self, found: str) -> None:
