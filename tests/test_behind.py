@@ -393,6 +393,11 @@ def test_in_that_backward_nobody_uses_what_it_has_updated(use: str, place: str, 
     assert equal(values(model, optimizer), values(wanted_model, wanted_optimizer))
 
 
+def _one_backward_and_step(model: Any, optimizer: Any) -> None:
+    model(batch(0)).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_an_edit_in_that_backward_is_told(counted: bool, tmp_path: Path) -> None:
     """Of the parameter whose gradient has come, before its update has."""
@@ -405,8 +410,7 @@ def test_an_edit_in_that_backward_is_told(counted: bool, tmp_path: Path) -> None
 
     handle = model.blocks[0][0].weight.register_post_accumulate_grad_hook(edits)
     with pytest.raises(ParameterChangedError, match="in the last backward"):
-        model(batch(0)).backward()
-        optimizer.step()
+        _one_backward_and_step(model, optimizer)
     handle.remove()
     if counted:  # and not in `step()`
         _refuses_all_but_load(model, optimizer, tmp_path / "saved")
@@ -470,8 +474,7 @@ def test_a_close_in_that_backward_ends_in_time(tmp_path: Path) -> None:
     model, optimizer = built(behind(tmp_path / "backward"))
     model.blocks[1][0].weight.register_post_accumulate_grad_hook(lambda _: infinity.close(model))
     with pytest.raises(ClosedError):
-        model(batch(0)).backward()
-        optimizer.step()
+        _one_backward_and_step(model, optimizer)
     with pytest.raises(ClosedError):
         optimizer.zero_grad()
 
