@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import math
 import signal
 import threading
 import time
@@ -18,13 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ConfigError, GradientError, ParameterChangedError, ParameterError
+from infinity.core.errors import (
+    ClosedError,
+    ConfigError,
+    DirectoryError,
+    GradientError,
+    ParameterChangedError,
+    ParameterError,
+)
 from infinity.optim import update
 
 from . import small_net
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
-from .quick import covering
+from .quick import covering, quick
 from .reference import two_groups
 
 RESIDENT = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
@@ -341,6 +351,134 @@ def test_in_that_backward_it_can_be_neither_stepped_nor_read(use: str, tmp_path:
     infinity.close(optimizer)
 
 
+def _look(model: Any, optimizer: Any, folder: Path, *, write: bool = False) -> None:
+    with infinity.gathered(model.head.weight, write=write):
+        pass
+
+
+INSIDE: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "forward": lambda model, optimizer, folder: model(batch(1)),
+    "layer": lambda model, optimizer, folder: model.blocks[2](batch(1)),
+    "gathered": _look,
+    "edit": functools.partial(_look, write=True),
+    "state_dict": lambda model, optimizer, folder: model.state_dict(),
+    "flush": lambda model, optimizer, folder: infinity.flush(optimizer),
+    "save": lambda model, optimizer, folder: infinity.save(optimizer, folder),
+    "unwrap": lambda model, optimizer, folder: infinity.unwrap(model),
+    "clip": lambda model, optimizer, folder: optimizer.clip_grad_norm_(1.0),
+    "load": lambda model, optimizer, folder: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("use", INSIDE)
+@pytest.mark.parametrize("place", quick(["nvme", "host", "resident"], ["host", "resident"]))
+def test_in_that_backward_nobody_uses_what_it_has_updated(use: str, place: str, tmp_path: Path) -> None:
+    """A hook would see values of the step that is being made; or wait for what the backward is to bring."""
+    model, optimizer = built(behind(tmp_path / "backward", **PLACES[place]))
+    wanted_model, wanted_optimizer = built(sync(tmp_path / "sync", **PLACES[place]))
+    refused = []
+
+    def calls(_: torch.Tensor) -> None:
+        with torch.no_grad(), pytest.raises(GradientError, match="that backward"):
+            INSIDE[use](model, optimizer, tmp_path / "saved")
+        refused.append(use)
+
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(calls)
+    for one_model, one_optimizer in ((model, optimizer), (wanted_model, wanted_optimizer)):
+        for step in range(2):
+            one_model(batch(step)).backward()
+            one_optimizer.step()
+            one_optimizer.zero_grad()
+    assert len(refused) == 2
+    assert equal(values(model, optimizer), values(wanted_model, wanted_optimizer))
+
+
+def _one_backward_and_step(model: Any, optimizer: Any) -> None:
+    model(batch(0)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_edit_in_that_backward_is_told(counted: bool, tmp_path: Path) -> None:
+    """Of the parameter whose gradient has come, before its update has."""
+    model, optimizer = built(behind(tmp_path / "backward", **RESIDENT, dtype="bf16"))
+    infinity.save(optimizer, tmp_path / "saved")
+
+    def edits(param: torch.Tensor) -> None:
+        with torch.no_grad():
+            (param if counted else param.data).mul_(0.5)
+
+    handle = model.blocks[0][0].weight.register_post_accumulate_grad_hook(edits)
+    with pytest.raises(ParameterChangedError, match="in the last backward"):
+        _one_backward_and_step(model, optimizer)
+    handle.remove()
+    if counted:  # and not in `step()`
+        _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+    infinity.load(optimizer, tmp_path / "saved")
+    model(batch(0)).backward()
+    optimizer.step()
+
+
+def _all_none(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+BEGINS_AGAIN: dict[str, Callable[[Any, Any], Any]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "parameters": _all_none,
+}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("how", BEGINS_AGAIN)
+def test_a_step_whose_gradients_are_dropped_begins_again(how: str, raises: bool, tmp_path: Path) -> None:
+    """As with a bad batch, or one in whose backward a hook raised."""
+    found = []
+    for number, config in enumerate((behind(tmp_path / "backward", 2), sync(tmp_path / "sync"))):
+        model, optimizer = built(config)
+        for step in range(2):
+            if number == 0:
+                loss = model(batch(9))
+                handle = model.blocks[0][0].weight.register_hook(lambda grad: _raise() if raises else None)
+                with contextlib.suppress(Fails):
+                    loss.backward()
+                handle.remove()
+                BEGINS_AGAIN[how](model, optimizer)
+            one(model, optimizer, step)
+        found.append(values(model, optimizer))
+    assert equal(*found)
+
+
+def test_a_load_begins_the_step_again(tmp_path: Path) -> None:
+    model, optimizer = built(behind(tmp_path / "backward", 2))
+    infinity.save(optimizer, tmp_path / "saved")
+    model(batch(9)).backward()
+    infinity.load(optimizer, tmp_path / "saved")
+    one(model, optimizer, 0)
+    wanted, wanted_optimizer = built(sync(tmp_path / "sync"))
+    one(wanted, wanted_optimizer, 0)
+    assert equal(values(model, optimizer), values(wanted, wanted_optimizer))
+
+
+def test_clipping_that_clips_nothing_is_no_change(stepped: Any) -> None:
+    """Trainers look at the norm so."""
+    model, optimizer, wanted, _ = stepped
+    torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    optimizer.step()
+    assert equal(values(model, optimizer), wanted)
+
+
+def test_a_close_in_that_backward_ends_in_time(tmp_path: Path) -> None:
+    model, optimizer = built(behind(tmp_path / "backward"))
+    model.blocks[1][0].weight.register_post_accumulate_grad_hook(lambda _: infinity.close(model))
+    with pytest.raises(ClosedError):
+        _one_backward_and_step(model, optimizer)
+    with pytest.raises(ClosedError):
+        optimizer.zero_grad()
+
+
 def test_a_change_in_the_backward_is_one(tmp_path: Path) -> None:
     model, optimizer = built(behind(tmp_path))
     model.blocks[2][0].weight.register_post_accumulate_grad_hook(
@@ -402,6 +540,10 @@ def _refuses_all_but_load(model: Any, optimizer: Any, saved: Path) -> None:
     ):
         with pytest.raises(ParameterError, match=r"infinity\.load"):
             use()
+    with pytest.raises(DirectoryError):
+        infinity.load(optimizer, saved / "elsewhere")
+    with pytest.raises(ParameterError, match=r"infinity\.load"):
+        optimizer.step()
     infinity.load(optimizer, saved)
 
 
@@ -418,11 +560,13 @@ def _interrupt() -> None:
     time.sleep(10)  # Python's handler runs between two lines
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("end", [_raise, _interrupt])
-@pytest.mark.parametrize("place", ["nvme", "host", "resident"])
+@pytest.mark.parametrize("place", quick(["nvme", "host", "resident"], ["resident"]))
 def test_an_exception_in_that_backward_leaves_only_a_load(
-    place: str, end: Callable[[], None], tmp_path: Path
+    place: str, end: Callable[[], None], at_once: bool, tmp_path: Path
 ) -> None:
+    """`at_once`: the load comes first; else all else is refused before it."""
     wanted = []
     for config in (
         sync(tmp_path / "sync", **PLACES[place]),
@@ -437,7 +581,9 @@ def test_an_exception_in_that_backward_leaves_only_a_load(
                 x = block(x)
             with pytest.raises((Fails, KeyboardInterrupt)):
                 model.head(x).square().mean().backward()
-            _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+            if not at_once:
+                _refuses_all_but_load(model, optimizer, tmp_path / "saved")
+            infinity.load(optimizer, tmp_path / "saved")
         for step in range(2):
             model(batch(step)).backward()
             optimizer.step()

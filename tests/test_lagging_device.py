@@ -4,6 +4,7 @@ of what memory, and what waits for what. `--device lagging` runs others on it.""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import CudaDevice, HostDevice
 
 from .lagging.lane import lagging_lane, note_calls
-from .lagging.world import Finding
+from .lagging.world import Finding, NotYet
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
 from .quick import covering
@@ -230,6 +231,45 @@ def test_memory_that_one_thread_has_seen_to_be_free_is_anothers(looks: bool) -> 
             time.sleep(0.001)
         assert torch.zeros(1024, device="lagging:0").cpu().sum() == 0
         looker.join()
+        assert bool(here.findings) == (not looks)
+        here.findings.clear()
+
+
+def test_others_go_on_while_one_waits_for_a_device_that_waits_for_another_rank() -> None:
+    comes = threading.Event()
+
+    def collective() -> None:
+        if not comes.is_set():
+            raise NotYet
+
+    with lagging_lane() as here:
+        here.put(here.current(), collective, [], [], "a collective")
+        end = here.record(here.current())
+        waits = threading.Thread(target=here.wait, args=(end,))
+        waits.start()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert torch.ones(4, device="lagging:0").cpu().sum() == 4
+        assert waits.is_alive()
+        comes.set()
+        waits.join(60)
+        assert not waits.is_alive()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_who_sees_that_a_thread_has_ended_comes_after_it(looks: bool) -> None:
+    """Also where `join` was over before the thread. Who does not look is found."""
+    memory = bytearray(4096)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with lagging_lane() as here:
+        here.register(begin, len(memory))
+        span = begin, begin + len(memory)
+        reader = threading.Thread(target=lambda: here.host_access([span], [], "a read"))
+        reader.start()
+        while Path(f"/proc/self/task/{reader.native_id}").exists():
+            time.sleep(0.001)
+        if looks:
+            assert not reader.is_alive()
+        here.unregister(begin)
         assert bool(here.findings) == (not looks)
         here.findings.clear()
 

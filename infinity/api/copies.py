@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ParameterError, StateDictError
-from infinity.grads.sharded_grad import in_backward
+from infinity.hardware.shelter import in_backward
 from infinity.params.param import ShardedParam, sharded_of
 
 from .checkpoint import Progress, interruptible, settle

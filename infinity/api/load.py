@@ -353,11 +353,12 @@ class _Loading:
         """Change everything."""
         engine, index, comm = self._engine, self._found.content, self._engine.comm
         with self._stack:
+            engine.phases.note_lost()
             before, engine.phases.partly = engine.phases.partly, ""
             try:
                 together(comm, "the begin of a load", self._begin)
             except BaseException:
-                engine.phases.partly = before
+                engine.phases.partly = engine.phases.partly or before
                 raise
             engine.phases.partly = f"a load of {self._found.path} that raised, or was interrupted"
             pieces = together(comm, "a load of what each rank has", self._fill_all)

@@ -72,6 +72,8 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.phases.check()
+        if engine.phases.behind is not None:
+            engine.phases.behind.check_outside("`state_dict()`")
         turn.enter(module)
         try:
             engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from infinity.grads.gradients import Gradients
-from infinity.grads.sharded_grad import in_backward
+from infinity.hardware.shelter import in_backward
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam

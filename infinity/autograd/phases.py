@@ -27,8 +27,7 @@ from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of, is_called, is_outermost
 from infinity.grads.gradients import Gradients
-from infinity.grads.sharded_grad import in_backward
-from infinity.hardware.shelter import sheltered
+from infinity.hardware.shelter import in_backward, sheltered
 from infinity.optim.behind import Behind
 from infinity.optim.blocks import Blocks
 from infinity.optim.edits import Edits
@@ -172,7 +171,7 @@ class Phases:
             )
         self.blocks.end_left()
         if not backward:
-            self._abandon_update()
+            self.note_lost()
         if self.partly:
             raise ParameterError(
                 "a part of the parameters and their state may be of another step, or of a checkpoint",
@@ -187,9 +186,9 @@ class Phases:
             self._updates.check()
         self._store.check()
 
-    def _abandon_update(self) -> None:
-        """What a backward that did not come to its end has updated cannot be taken back."""
-        if self.behind is not None and self.behind.abandon():
+    def note_lost(self) -> None:
+        """Note what a backward that did not come to its end has updated: it cannot be taken back."""
+        if self.behind is not None and not in_backward() and self.behind.abandon():
             self.lose('with update="backward", the last backward of a step, which raised or was interrupted')
 
     def lose(self, found: str) -> None:

@@ -272,7 +272,10 @@ class Config:
             ):
                 wanted = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
                 wanted += f", a multiple of {multiple}" if multiple > 1 else ""
-                self._wrong(name, wanted, value, f"{name}={type(self).__dataclass_fields__[name].default}")
+                default = type(self).__dataclass_fields__[name].default
+                if name == "accumulation" and self.update == "backward":
+                    default = 1
+                self._wrong(name, wanted, value, f"{name}={default}")
 
     def _check_behind(self) -> None:
         """Check what an update behind the backward needs, which comes before the norm is known."""

@@ -18,7 +18,7 @@ from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder
 from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm, told
-from infinity.hardware.shelter import Shelter, sheltered
+from infinity.hardware.shelter import Shelter, in_backward, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
@@ -35,7 +35,7 @@ from .norms import Norms
 from .reducing import Reducing
 from .reduction import codes_of_all, elsewhere, of_all
 from .sending import Sending
-from .sharded_grad import ShardedGrad, in_backward
+from .sharded_grad import ShardedGrad
 
 
 class Gradients:
@@ -46,12 +46,13 @@ class Gradients:
         spare: host bytes that the budget leaves.
         waits: with several ranks, what arrives is reduced when it is asked for, at the latest by a step
             (ZeRO's stages 0 and 1), and not as its unit's backward ends.
-        accumulation: then, too, at the end of each backward that is a multiple of so many since a step.
+        accumulation: the backwards of a step: it is reduced in the last of them, too.
 
     Attributes:
         scale: the loss scale in use: autograd's gradients are multiplied by it.
         of_ranks: whether there are several ranks.
-        backwards: that have begun; `stepped`: of these, before the last step.
+        backwards: that have begun; `stepped`: of these, before the last step, or before the user let go of
+            all gradients.
         apart: reductions wait, whatever `accumulation` is (`no_sync`).
         used: units whose gradients the step that is to come has used: [Note: behind the backward].
     """
@@ -88,7 +89,7 @@ class Gradients:
         self.backwards = self.stepped = 0
         self.apart = False
         self.used: Container[int] = ()
-        self._waits, self._accumulation = waits, accumulation
+        self._waits, self.accumulation = waits, accumulation
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
         self._found: list[Change] = []  # what the backward that is under way has found in `p.grad`
@@ -171,6 +172,8 @@ class Gradients:
         """
         if self._comm.world > 1:
             self._found = self._changes()
+        if self._comm.world == 1 and self._are_dropped():
+            self.stepped = self.backwards  # the next step has its backwards yet to come
         self.backwards += 1
         for unit in self.units if self._comm.world == 1 else ():
             for sharded in unit.params:
@@ -295,10 +298,15 @@ class Gradients:
         if self.is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
             self._reduce(unit, self._waiting.units.pop(unit.index, None))
 
+    def _are_dropped(self) -> bool:
+        """Return whether there were gradients, and the user has let go of all of them."""
+        params = (s for unit in self.units for s in unit.params if s.spec.trainable)
+        return any(e.present for e in self.entries.values()) and all(s.param.grad is None for s in params)
+
     @property
     def is_last(self) -> bool:
         """Whether the backward that has begun last is the last of a step, as `accumulation` says."""
-        of = self._accumulation
+        of = self.accumulation
         return of is not None and not self.apart and (self.backwards - self.stepped) % of == 0
 
     @sheltered
@@ -479,6 +487,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
+        self.stepped = self.backwards
         self._filling.clear()
         self._waiting.units.clear()
         self._numbers.clear()

@@ -64,8 +64,8 @@ class Sending:
         self._device.trim()
         self._device.wait_on_device(buffer.mark())
         leaving = Leaving(buffer, written, self._device.mark())
-        self.leaving.append(leaving)
         task = self._last[unit.index] = self._stream.submit(lambda: self._work.take(leaving))
+        self.leaving.append(leaving)  # not before: a worker that is closed would never issue it
         self._tasks.append((unit.index, task))
 
     def last(self, unit: ParamUnit) -> Task | None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.core.errors import GradientError, PrecisionError
+from infinity.hardware.shelter import in_backward
 from infinity.params.param import ShardedParam
 
 aten: Any = torch.ops.aten
@@ -95,7 +96,9 @@ class _Shown(torch.Tensor):
         if handler is not _same:
             for shown in found:
                 shown.of.check()
-                if func._schema.is_mutable or _accumulates():
+                if (
+                    func._schema.is_mutable and not (handler in (_mul, _foreach_mul) and _is_by_one(args))
+                ) or _accumulates():
                     shown.of.source.check_unused(shown.of.sharded)
             _check_graph(func, found)
         answer = NotImplemented
@@ -333,12 +336,16 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     return made
 
 
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _accumulates() -> bool:
     return in_backward() and torch.is_grad_enabled()
+
+
+def _is_by_one(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator multiplies by one, as torch's clipping does where it clips nothing."""
+    other = args[1] if len(args) == 2 else None
+    if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
+        other = float(other)
+    return isinstance(other, (int, float)) and other == 1.0
 
 
 def _mul(grad: Any, other: Any) -> Any:
@@ -346,7 +353,8 @@ def _mul(grad: Any, other: Any) -> Any:
         other = float(other)
     if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
         return NotImplemented
-    grad.factor *= other
+    if other != 1.0:  # as torch's clipping multiplies where it clips nothing
+        grad.factor *= other
     return grad
 
 

@@ -39,12 +39,18 @@ _NESTED: Final = 150
 
 
 class _Here(threading.local):
-    """Of a thread: whether a call that is made on it has the room that it needs."""
+    """Of a thread: whether a call on it has the room that it needs, and whether it comes from a backward."""
 
     has_room = False
+    backward = False
 
 
 _here = _Here()
+
+
+def in_backward() -> bool:
+    """Return whether a backward is under way on this thread, or on the one whose call it makes."""
+    return _here.backward or torch._C._current_graph_task_id() != -1
 
 
 class Shelter:
@@ -84,7 +90,7 @@ class Shelter:
         looks at what is the user's (`p.grad`, param groups), which the user changes next. `turn`: it has the
         engine to itself.
         """
-        here, wait = threading.get_ident(), self._waits()
+        here, wait, backward = threading.get_ident(), self._waits(), in_backward()
         self.wait_interrupted()
         if os.getpid() != self._pid:
             with torch.no_grad():
@@ -92,7 +98,7 @@ class Shelter:
         if here != self._main or self._closed:
             who = self._main if here == self._thread.ident else here
             return self._make_here(call, who or here, turn, wait)
-        task = Task(functools.partial(self._make, call, here, self._carry(), turn, wait))
+        task = Task(functools.partial(self._make, call, here, self._carry(), turn, wait, backward))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
             self._under_way = task
@@ -136,14 +142,17 @@ class Shelter:
         there: Callable[[], AbstractContextManager[Any]],
         turn: bool,
         wait: bool,
+        backward: bool = False,
     ) -> _R:
         use = Use()
         if turn:
             self.turn.enter(use, who=who, wait=wait)
+        before, _here.backward = _here.backward, _here.backward or backward
         try:
             with there(), torch.no_grad():
                 return call()
         finally:
+            _here.backward = before
             if turn:
                 self.turn.leave(use)
 

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
 from infinity.grads.gradients import Gradients
-from infinity.grads.sharded_grad import ShardedGrad, in_backward
-from infinity.hardware.shelter import Shelter, sheltered
+from infinity.grads.sharded_grad import ShardedGrad
+from infinity.hardware.shelter import Shelter, in_backward, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import ParamUnit
+from infinity.params.unit import Look, ParamUnit, differing, looks
 
 from .edits import Edits
 from .state_io import bump
@@ -33,6 +33,7 @@ from .update import ChunkUpdate, ParamUpdate, Updater
 
 #: What helps where the step cannot be made as it should.
 _LOAD = 'load the last checkpoint (`infinity.load`); and train such a loop with update="overlap"'
+_INSIDE = "in the last backward, before its update"
 
 
 class Stepping(Protocol):
@@ -76,7 +77,9 @@ class Behind:
         self._visited: set[int] = set()  # which had any, when the backward began: a graph may be used again
         self._came: set[ShardedParam] = set()  # gradients in this backward
         self._used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}  # by unit that was updated
+        self._looks: list[Look] = []  # at units on the device, when their update came
         gradients.used = self._used
+        residency.check_use = self._check_use
 
     # -- in a forward and a backward --------------------------------------------------------
 
@@ -108,6 +111,7 @@ class Behind:
         self._edits.adopt_all(found=self._edits.found())
         self._options = self._optimizer.options()
         self._came.clear()
+        self._looks.clear()
         self._visited = {unit for unit, visits in self._visits.items() if visits}
         self._updater.begin(chunk for unit in reversed(units) for chunk in unit.layout.trainable_chunks)
         self._under_way = True
@@ -140,6 +144,7 @@ class Behind:
                 present[sharded] = sharded.param.grad  # type: ignore[assignment]
         if not present:
             return
+        self._look(unit)
         self._gradients.send(unit)
         self._residency.reshard_all({unit.index})
         # From here on it cannot be taken back.
@@ -158,6 +163,20 @@ class Behind:
         landed = self._gradients.sending.last(unit)
         self._updater.add(chunks, landed, lambda: self._optimizer.work([unit], updates))
         self._residency.expect_updates({unit.index})
+
+    def _look(self, unit: ParamUnit) -> None:
+        """Look at a unit on the device before its update makes it anew: a hook may have edited it in this
+        backward ([Note: edits]). What torch does not count is told in `step()`.
+
+        Raises:
+            ParameterChangedError: torch has counted an edit.
+        """
+        if unit.on_device:
+            found = looks([unit])
+            for look in found:
+                if look.param.param._version != look.param.version:
+                    raise self._edited(look.param, _INSIDE)
+            self._looks += found
 
     @sheltered
     def end(self) -> None:
@@ -182,6 +201,7 @@ class Behind:
         lost = bool(self._used)
         self.pending = False
         self._used.clear()
+        self._looks.clear()
         self._visits.clear()
         return lost
 
@@ -194,18 +214,29 @@ class Behind:
         if self.pending:
             raise self._early(what, "behind")
 
+    def _check_use(self, units: Iterable[ParamUnit]) -> None:
+        """Raise `GradientError` where a hook, or a function of the user's, uses a unit in the backward that
+        has updated it."""
+        if self._under_way:
+            for unit in units:
+                if unit.index in self._used:
+                    raise self._early(f"a use of the parameters of unit {unit.layout.name!r}", "in")
+
     def check_outside(self, what: str) -> None:
         """Raise `GradientError` in that backward, where `what` must not be."""
         if self._under_way and in_backward():
             raise self._early(what, "in")
 
-    @staticmethod
-    def _early(what: str, where: str) -> GradientError:
+    def _early(self, what: str, where: str) -> GradientError:
         return GradientError(
             f"{what} before the `step()` whose update has begun in its last backward",
-            expected='with update="backward", `step()` behind the last backward of a step',
+            expected='with update="backward", `step()` behind the last backward of a step, as '
+            f"accumulation={self._gradients.accumulation} says; each backward counts since the last step or "
+            "`zero_grad()`, those that raised and those of `torch.autograd.grad`, too",
             found=f"{what} {where} that backward",
-            cure="call `step()` first, behind that backward",
+            cure="call `step()` first, behind that backward"
+            if where == "behind"
+            else 'make it behind `step()`, or train with update="overlap"',
         )
 
     def check_options(self) -> None:
@@ -237,14 +268,20 @@ class Behind:
         for sharded in self._options:
             if sharded.param.grad is not None and sharded not in self._used.get(sharded.unit, ()):
                 return self._wrong_gradient(sharded, "one that came later")
+        if edited := differing(self._looks):
+            return self._edited(edited[0], _INSIDE)
         if edited := self._edits.found():
-            return ParameterChangedError(
-                f"the parameter {edited[0].name!r} was edited between the last backward and `step()`",
-                expected="parameters that only the update changes there",
-                found="an edit, which the update has not seen",
-                cure=_LOAD,
-            )
+            return self._edited(edited[0], "between the last backward and `step()`")
         return None
+
+    @staticmethod
+    def _edited(sharded: ShardedParam, when: str) -> ParameterChangedError:
+        return ParameterChangedError(
+            f"the parameter {sharded.name!r} was edited {when}",
+            expected="parameters that only the update changes there",
+            found="an edit, which the update has not seen",
+            cure=_LOAD,
+        )
 
     @staticmethod
     def _wrong_gradient(sharded: ShardedParam, found: str) -> GradientError:

@@ -21,12 +21,13 @@ from typing import Final, NamedTuple
 
 import torch
 
-from infinity.core.errors import OutOfMemoryError
+from infinity.core.errors import GradientError, OutOfMemoryError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.device import Device, Event, HostStream, Task
+from infinity.hardware.shelter import in_backward
 from infinity.params.load import Loader
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
@@ -101,6 +102,11 @@ class Feed:
         """Nothing comes any more."""
         self._ended = True
         self._bell.ring()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come."""
+        return not self._ended
 
     @property
     def is_over(self) -> bool:
@@ -192,9 +198,20 @@ class Updater:
 
     def wait(self) -> None:
         """Block until what was posted is complete on its tier; raise what went wrong. What stopped goes on,
-        if somebody was told of that."""
+        if somebody was told of that.
+
+        Raises:
+            GradientError: a hook of the user's asks, in the backward that the rest of the update comes from.
+        """
         task = self._task
         if task is not None:
+            if self._feed.is_open and in_backward():
+                raise GradientError(
+                    "parameters or their state are looked at in the last backward of a step",
+                    expected='with update="backward", such looks behind `step()`',
+                    found="one in a hook or a function of that backward, which updates them",
+                    cure='look behind `step()`, or train with update="overlap"',
+                )
             wait = self._recorder.waits()
             while True:
                 self._updates.wait_all()

@@ -54,6 +54,7 @@ class Residency:
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
+        self.check_use: Callable[[list[ParamUnit]], None] | None = None  # raises where they cannot be used
         self._arrivals = lock("residency")
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
@@ -89,9 +90,12 @@ class Residency:
 
         Raises:
             ParameterError: somebody else uses another version of one of them.
+            GradientError: the backward that is under way has updated one of them.
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
+        if self.check_use is not None:
+            self.check_use(wanted)
         for unit in wanted:
             self._change_version(unit, user, newest)
         for unit in wanted:
@@ -111,8 +115,6 @@ class Residency:
             unit.used()
             if unit.on_device:
                 self._resume(unit)
-                for event in self._published.get(unit.index, ()):
-                    self._device.wait_on_device(event)  # who was first has waited on another stream, maybe
             elif unit.state is not UnitState.UNSHARDED:
                 self.cache.wait_for(unit, unit.wait_loaded)
                 unit.gather()
@@ -287,6 +289,10 @@ class Residency:
             with self._arrivals:
                 if unit.arriving is wait:  # no other thread was quicker
                     unit.arrived()
+        else:  # who was first has waited on another stream, maybe; nobody has for slices that lie there
+            for event in (*self._published.get(unit.index, ()), self._updates.copied(unit.index)):
+                if event is not None:
+                    self._device.wait_on_device(event)
 
     @sheltered
     def renew_classes(self, unit: ParamUnit) -> None:
@@ -297,7 +303,7 @@ class Residency:
 
     @sheltered
     def resume_all(self) -> None:
-        """Wait for the values of every unit on the device."""
+        """Wait for the values of every unit, or of this rank's slices, on the device."""
         for unit in self.units:
             self._resume(unit)
 
@@ -350,7 +356,6 @@ class Residency:
     def _wait_updated(self, unit: int) -> None:
         self._updates.wait_unit(unit)
         if (copied := self._updates.copied(unit)) is not None:
-            self._published[unit] = (copied,)
             self._wait_on_device((copied,))
 
     def _wait_on_device(self, events: Sequence[Event]) -> None:

@@ -23,7 +23,7 @@ import enum
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -475,22 +475,39 @@ class ParamUnit(UnitMemory):
         return self._gather.is_over and (self._load is None or self._load.is_over())
 
 
-def unseen(units: Iterable[ParamUnit]) -> list[ShardedParam]:
-    """Return the watched parameters of `units` whose values are others than they were made, whether torch
-    counts that or not. Looks at the device once for all of them."""
-    params: list[ShardedParam] = []
-    pairs: list[tuple[Any, Any]] = []  # checksums: what was made, and what there is
+class Look(NamedTuple):
+    """A look at a parameter: checksums of what was made, and of what there is; on a device nobody has waited
+    for them."""
+
+    param: ShardedParam
+    known: Any
+    now: Any
+
+
+def looks(units: Iterable[ParamUnit]) -> list[Look]:
+    """Look at the watched parameters of `units`."""
+    found: list[Look] = []
     for unit in units:
         if unit._sums:
             now = unit.checksums(unit._sums)
-            params += [unit.params[i] for i in now]
-            pairs += [(unit._sums[i], now[i]) for i in now]
-    if pairs and isinstance(pairs[0][0], torch.Tensor):
-        known, found = (torch.stack(sums) for sums in zip(*pairs, strict=True))
-        differ = (known != found).tolist()
+            found += [Look(unit.params[i], unit._sums[i], now[i]) for i in now]
+    return found
+
+
+def differing(found: Sequence[Look]) -> list[ShardedParam]:
+    """Return the parameters whose values were others than they were made, whether torch counts that or not.
+    Waits for the device once."""
+    if found and isinstance(found[0].known, torch.Tensor):
+        known, now = (torch.stack(sums) for sums in zip(*((at.known, at.now) for at in found), strict=True))
+        differ = (known != now).tolist()
     else:
-        differ = [known != found for known, found in pairs]
-    return [param for param, changed in zip(params, differ, strict=True) if changed]
+        differ = [look.known != look.now for look in found]
+    return [look.param for look, changed in zip(found, differ, strict=True) if changed]
+
+
+def unseen(units: Iterable[ParamUnit]) -> list[ShardedParam]:
+    """Look at the watched parameters of `units`, and return those that `differ`."""
+    return differing(looks(units))
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

@@ -373,7 +373,16 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
 
     patch.setattr(threading.Thread, "start", started)
     patch.setattr(threading.Thread, "run", running)
-    _after(patch, threading.Thread, "join", lambda t: None if t.is_alive() else take(t))
+    is_alive = threading.Thread.is_alive
+
+    def alive(self: threading.Thread) -> bool:
+        value = is_alive(self)
+        if not value:
+            take(self)
+        return value
+
+    patch.setattr(threading.Thread, "is_alive", alive)
+    _after(patch, threading.Thread, "join", threading.Thread.is_alive)
 
     def span(lease: Lease, offset: int, nbytes: int | None) -> tuple[int, int]:
         begin = lease.address + offset

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,26 +55,24 @@ class Group:
     def abort(self) -> None:
         self.aborted = True
 
-    def _do(self, call: Callable[[], Any], begun: list[Any], here: World) -> None:
-        if not self.aborted and not begun:
+    def _do(self, call: Callable[[], Any], begun: list[Any]) -> None:
+        if self.aborted:
+            self._left.extend(begun)
+            return
+        if not begun:
             begun.append(call())
-        looks = here.looks
-        while not self.aborted:
-            if begun[0].is_completed():
-                with contextlib.suppress(RuntimeError):  # a rank is gone
-                    begun[0].wait()
-                    return
-            if looks:
-                raise NotYet
-            time.sleep(1e-4)
-        self._left.extend(begun)
+        if begun[0].is_completed():
+            with contextlib.suppress(RuntimeError):  # a rank is gone
+                begun[0].wait()
+                return
+        raise NotYet
 
     def _put(self, call: Callable[[], Any], reads: Sequence[torch.Tensor], writes: torch.Tensor) -> Work:
         here = world()
         here.block(self._stream, here.record(here.current()))
         spans = [operators.span_of(t) for t in reads], [operators.span_of(writes)]
         begun: list[Any] = []
-        here.put(self._stream, lambda: self._do(call, begun, here), *spans, f"collective  {where()}")
+        here.put(self._stream, lambda: self._do(call, begun), *spans, f"collective  {where()}")
         return Work(here.record(self._stream), here)
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor) -> Work:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -33,7 +34,7 @@ PAGE = 1 << 16
 
 
 class NotYet(Exception):
-    """What a stream has to do next waits for another rank, and who asks does not."""
+    """What a stream has to do next waits for another rank."""
 
 
 class Finding(AssertionError):
@@ -152,7 +153,6 @@ class World:
         self.refuses: int | None = None  # the number of the registration that is refused
         self.captures = False  # whether the current stream records a graph
         self.latched = False  # whether the next launch meets an error that is not its own
-        self.looks = False  # whether somebody looks, and does not wait
 
     # -- clocks -----------------------------------------------------------------------------
 
@@ -323,36 +323,38 @@ class World:
 
     def query(self, point: Point) -> bool:
         """Return whether a point is past. One that is asked for again and again gets there."""
-        if not self.lock.acquire(timeout=0.01):
-            return False  # who has it may wait for another rank
-        try:
+        with self.lock:
             if not point.is_past:
                 now = time.monotonic()
                 point.asked = point.asked or now
                 if now - point.asked < self.patience:
                     return False
-                self.looks = True
-                self.force(point.stream, point.end)
+                try:
+                    self.force(point.stream, point.end)
+                except NotYet:
+                    return False
                 self.counts[f"looks that found it done: {threading.current_thread().name}"] += 1
             join(self.host(), point.clock)
             return True
-        except NotYet:
-            return False
-        finally:
-            self.looks = False
-            self.lock.release()
 
     def wait(self, point: Point) -> None:
+        self._reach(point.stream, point.end)
         with self.lock:
             self.counts[f"host waits: {threading.current_thread().name}"] += 1
-            self.force(point.stream, point.end)
             join(self.host(), point.clock)
 
     def synchronize(self, stream: Stream) -> None:
         with self.lock:
-            self.counts[f"host waits: {threading.current_thread().name}"] += 1
-            self.force(stream, len(stream.queue))
-            join(self.host(), stream.clock)
+            point = Point(stream, len(stream.queue), dict(stream.clock))
+        self.wait(point)
+
+    def _reach(self, stream: Stream, end: int) -> None:
+        """Wait until a stream is at `end`. Other threads go on while that waits for another rank."""
+        while True:
+            with self.lock, contextlib.suppress(NotYet):
+                self.force(stream, end)
+                return
+            time.sleep(1e-4)
 
     def synchronize_all(self) -> None:
         """This thread comes after all that the device has been given."""
@@ -381,12 +383,13 @@ class World:
             self.access(stream, stream.clock, reads, writes, f"[{stream.name}] {what}")
             stream.queue.append((call, None))
             self.counts["launches"] += 1
-            if self.schedule == "eager":
-                self.force(stream, len(stream.queue))
-            elif self.schedule == "random" and self.random.random() < 0.3:
-                other = self.random.choice(self.streams)
-                if other.done < len(other.queue):
-                    self.force(other, self.random.randint(other.done + 1, len(other.queue)))
+            with contextlib.suppress(NotYet):
+                if self.schedule == "eager":
+                    self.force(stream, len(stream.queue))
+                elif self.schedule == "random" and self.random.random() < 0.3:
+                    other = self.random.choice(self.streams)
+                    if other.done < len(other.queue):
+                        self.force(other, self.random.randint(other.done + 1, len(other.queue)))
 
     def force(self, stream: Stream, end: int) -> None:
         """Do what a stream has to do, up to `end`, and first what that comes after."""
@@ -480,9 +483,8 @@ class World:
 
     def finish(self) -> Iterator[str]:
         """Do everything that is left, and yield what was found."""
-        with self.lock:
-            for stream in self.streams:
-                self.force(stream, len(stream.queue))
+        for stream in self.streams:
+            self._reach(stream, len(stream.queue))
         for what, times in self.findings.items():
             yield f"{what}  ({times} times)"
 
