@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api.init import init
     from .api.load import load
     from .api.metrics import metrics
+    from .api.run import Run
     from .api.save import save
     from .api.trace import trace
     from .api.wrap import close, flush, unwrap, wrap
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "InfinityError",
+    "Run",
     "__version__",
     "close",
     "copy_to",
@@ -53,6 +55,7 @@ _HOMES = {
     "init": "api.init",
     "trace": "api.trace",
     "metrics": "api.metrics",
+    "Run": "api.run",
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
     "copy_to": "api.copies",
     "export": "api.export",
