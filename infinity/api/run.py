@@ -25,7 +25,7 @@ from infinity.core.errors import (
     DirectoryError,
     InfinityError,
 )
-from infinity.core.signals import SAVED, Asked, Ended
+from infinity.core.signals import ENDING, SAVED, Asked, Ended
 from infinity.core.system_errors import cure, name_limit, reason
 from infinity.storage.checkpoints import check_root, find, list_checkpoints
 from infinity.storage.step_log import StepLog
@@ -245,7 +245,7 @@ class Run:
             yield self.step
             self._end_step(last=self.step + 1 >= total)
         if not self.stopped:
-            self._asked.give_back()
+            self._asked.give_back(ENDING)
 
     def log(self, **figures: Any) -> None:
         """Have the log say more of the step under way: values that JSON has, or tensors of one element. With

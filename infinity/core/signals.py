@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Final
 
@@ -66,23 +67,23 @@ class Asked:
     def take(self) -> None:
         """Have the handlers. A signal that is ignored (nohup) or that somebody else handles stays so, and no
         other thread than the main one can have any."""
-        if not self._before and threading.current_thread() is threading.main_thread():
-            for number in (*ENDING, signal.SIGUSR1):
+        if threading.current_thread() is threading.main_thread():
+            for number in {*ENDING, signal.SIGUSR1} - self._before.keys():
                 before = signal.getsignal(number)
-                if before in (signal.SIG_DFL, end):
+                if before in (signal.SIG_DFL, end, ignore):
                     self._before[number] = before
                     signal.signal(number, self._ask)
 
-    def give_back(self) -> None:
+    def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
         """Put the handlers back. After a SIGHUP the next one is ignored: the process is about to end, and it
         must not disturb that."""
-        for number, before in self._before.items():
+        for number in self._before.keys() & set(numbers):
+            before = self._before.pop(number)
             now = signal.getsignal(number)
             if now == self._ask and number == signal.SIGHUP and self.end:
                 signal.signal(number, ignore)
             elif now in (self._ask, end) or (now is ignore and before is signal.SIG_DFL):
                 signal.signal(number, before)
-        self._before = {}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
