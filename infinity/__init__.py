@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.callbacks import lightning_callback, trainer_callback
     from .api.copies import copy_to
     from .api.export import export
     from .api.gathered import gathered, gradient
@@ -38,10 +39,12 @@ __all__ = [
     "gradient",
     "inference",
     "init",
+    "lightning_callback",
     "load",
     "metrics",
     "save",
     "trace",
+    "trainer_callback",
     "unwrap",
     "wrap",
 ]
@@ -56,6 +59,7 @@ _HOMES = {
     "trace": "api.trace",
     "metrics": "api.metrics",
     "Run": "api.run",
+    **dict.fromkeys(("trainer_callback", "lightning_callback"), "api.callbacks"),
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
     "copy_to": "api.copies",
     "export": "api.export",

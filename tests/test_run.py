@@ -24,7 +24,7 @@ from infinity.core.errors import ConfigError, DataError, DirectoryError, StateDi
 from infinity.storage.checkpoints import find, list_checkpoints
 from infinity.storage.folder import lock_directory
 
-from .command_line import mounted, started, wait_for_line
+from .command_line import ROOT, mounted, started, wait_for_line, words
 from .ranks import Result, run_ranks
 
 #: A user's program: `python -c PROGRAM DIRECTORY TOTAL WIDTH ARGUMENTS`, those of `Run` as JSON, and `act`,
@@ -152,9 +152,13 @@ def test_sigusr1_saves_after_the_step(tmp_path: Path) -> None:
 
 
 def test_the_clock_saves(tmp_path: Path) -> None:
-    act = "time.sleep(0.3)\nif step == 4: os.kill(os.getpid(), signal.SIGKILL)"
-    made(*program(tmp_path, 12, act=act, save_minutes=0.5 / 60), code=-signal.SIGKILL)
-    assert [found.step for found in list_checkpoints(str(tmp_path))] == [2, 4]
+    act = "if step == 2: time.sleep(1.1)"
+    act += "\nif step == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    for name, seconds in (("soon", 1), ("late", 3600)):
+        command = program(tmp_path / name, 12, act=act, save_minutes=seconds / 60)
+        made(*command, code=-signal.SIGKILL)
+    assert [found.step for found in list_checkpoints(str(tmp_path / "soon"))][-1:] == [3]
+    assert list_checkpoints(str(tmp_path / "late")) == []
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -504,3 +508,62 @@ def test_a_log_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: P
             step_of(optimizer)
     assert [line["step"] for line in lines_of(tmp_path / "log")] == [1, 2]
     assert os.listdir(tmp_path) == ["log"]
+
+
+# -- infinity train ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_the_command_is_such_a_run(text: str, nvme: str, tmp_path: Path) -> None:
+    """It saves by the clock and after SIGUSR1, and its log has times and an id, which it keeps."""
+    root, log = str(tmp_path / "out"), tmp_path / "log"
+    more = ["--output", root, "--json-log", str(log), "--keep-last", "9"]
+    command = ["-m", "infinity", "train", *words(text, nvme, "--steps", LONG, *more)]
+    with started(*command, preexec_fn=usual_signals) as child:
+        wait_for_line(child, "step 1/")
+        child.send_signal(signal.SIGUSR1)
+        wait_for_line(child, "saved ")
+        wait_for_line(child, "step ")
+        child.terminate()
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 75, err
+    assert len(list_checkpoints(root)) == 2
+    steps = find(root).step
+    again = ["--resume", "--output", root, "--steps", str(steps + 2), "--save-minutes", "0"]
+    with started("-m", "infinity", "train", *again) as child:
+        out, err = child.communicate(timeout=100)
+    assert child.returncode == 0, err
+    assert "changed: --save-minutes default → 0.0\n" in out
+    assert [found.step for found in list_checkpoints(root)][2:] == [steps + 1, steps + 2]
+    lines = lines_of(log)
+    assert [line["step"] for line in lines] == [*range(1, steps + 3)]
+    assert len({line["run"] for line in lines}) == 1
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times)
+
+
+def usual_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+# -- docs/runs.md -----------------------------------------------------------------------------
+
+
+def test_the_script_of_the_documents(tmp_path: Path) -> None:
+    """As it stands; a SIGTERM between has it end and go on."""
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n([\s\S]*?)```", text)
+    before = (
+        f"import os, signal\nos.chdir({str(tmp_path)!r})\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+    )
+    loop = "    for step in run.steps(100):\n"
+    assert loop in code
+    signalled = code.replace(loop, loop + "        if step == 30: os.kill(os.getpid(), signal.SIGTERM)\n")
+    _, err = made("-c", before + signalled, code=75)
+    assert err == "SIGTERM: ended after 31 of 100 steps\n"
+    assert made("-c", before + code) == ("", "")
+    log = lines_of(tmp_path / "runs" / "1.jsonl")
+    assert [line["step"] for line in log] == [*range(1, 101)]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert [found.step for found in list_checkpoints(str(tmp_path / "runs" / "1"))] == [50, 100]

@@ -25,7 +25,7 @@ from infinity.core.errors import (
     DirectoryError,
     InfinityError,
 )
-from infinity.core.signals import ENDING, SAVED, Asked, Ended
+from infinity.core.signals import ENDING, SAVED, Ended
 from infinity.core.system_errors import cure, name_limit, reason
 from infinity.storage.checkpoints import check_root, find, list_checkpoints
 from infinity.storage.step_log import StepLog
@@ -37,6 +37,7 @@ from .load import load
 from .save import save
 from .together import agree, agree_on_path, together
 from .user_state import check_named, encode, is_tokenizer
+from .wanted import Wanted
 
 _OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
 _TURN: Final = 1.0  # seconds from one look at a lock to the next
@@ -144,17 +145,17 @@ class Run:
         self.incomplete: list[InfinityError] = []
         self.first = self.engine.comm.rank == 0
         self._given: MutableMapping[str, Any] = {} if state is None else state
-        self._every, self._minutes, self._keep_last = save_every, save_minutes, keep_last
+        self._every, self._keep_last = save_every, keep_last
         self._resume = resume
         self._log_path = None if log is None or not self.first else os.fspath(log)
         self._log: StepLog | None = None
-        self._asked = Asked()
+        self._asked = Wanted(self.engine, save_minutes)
         self._stack = contextlib.ExitStack()
         self._total = 0
         self._figures: dict[str, Any] = {}
         self._inside = False  # whether a step is under way
         self._before = (0, 0)  # as of `_made`, when it began
-        self._began = self._saved_at = 0.0
+        self._began = 0.0
         self._kinds: set[tuple[type, int | None]] = set()
         self._vanished: set[str] = set()
 
@@ -169,7 +170,6 @@ class Run:
             if self.root is not None:
                 self._asked.take()
             self._stack = stack.pop_all()
-        self._saved_at = time.monotonic()
         return self
 
     def __exit__(
@@ -276,8 +276,7 @@ class Run:
         self._write_line()
         if self.root is None:
             return
-        asked, due = self._agreed()
-        self._asked.end = asked
+        asked, due = self._asked.agreed(self._every is not None and self.step % self._every == 0)
         if not (last or asked or due):
             return
         if last or asked:
@@ -285,24 +284,9 @@ class Run:
         elif (error := self._failed(self.save)) is not None:
             self._tell(f"no checkpoint of step {self.step}: the run goes on")
             self._fail(error)
-        self._asked.save, self._saved_at = False, time.monotonic()
         if asked and not last:
             self.stopped = True
             self._tell(f"{asked}: ended after {self.step} of {self._total} steps")
-
-    def _agreed(self) -> tuple[str, bool]:
-        """Return the signal that ends the run, if one has reached any rank, and whether to save now."""
-        due = (
-            self._asked.save
-            or (self._every is not None and self.step % self._every == 0)
-            or (self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes)
-        )
-        mine = [self._asked.end, due]
-        engine = self.engine
-        if engine.comm.world == 1:
-            return self._asked.end, due
-        told = engine.shelter.run(lambda: agree(engine.comm, "the end of a step", mine))
-        return next((end for end, _ in told if end), ""), any(due for _, due in told)
 
     # -- saves ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any, Final
 
@@ -62,27 +62,29 @@ class Asked:
     def __init__(self) -> None:
         self.end = ""
         self.save = False
+        self._hung_up = False
         self._before: dict[int, Any] = {}
 
-    def take(self) -> None:
-        """Have the handlers. A signal that is ignored (nohup) or that somebody else handles stays so, and no
-        other thread than the main one can have any."""
+    def take(self, also: Collection[Any] = ()) -> None:
+        """Have the handlers. A signal that is ignored (nohup) or that somebody else handles, but for `also`,
+        stays so, and no other thread than the main one can have any."""
         if threading.current_thread() is threading.main_thread():
             for number in {*ENDING, signal.SIGUSR1} - self._before.keys():
                 before = signal.getsignal(number)
-                if before in (signal.SIG_DFL, end, ignore):
+                if before in (signal.SIG_DFL, end, ignore, *also):
                     self._before[number] = before
                     signal.signal(number, self._ask)
 
     def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
-        """Put the handlers back. After a SIGHUP the next one is ignored: the process is about to end, and it
-        must not disturb that."""
+        """Put the handlers back. After a SIGHUP, and in a command that is asked to end, the next SIGHUP is
+        ignored: the process is about to end, and it must not disturb that."""
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)
-            if now == self._ask and number == signal.SIGHUP and self.end:
+            ends = self._hung_up or (self.end and before is end)
+            if number == signal.SIGHUP and now == self._ask and ends:
                 signal.signal(number, ignore)
-            elif now in (self._ask, end) or (now is ignore and before is signal.SIG_DFL):
+            elif now in (self._ask, end) or (now is ignore and before is not end):
                 signal.signal(number, before)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -91,6 +93,7 @@ class Asked:
             return
         self.end = self.end or signal.Signals(number).name
         if number == signal.SIGHUP:
+            self._hung_up = True
             _hung_up.append(True)
         else:
             signal.signal(number, end)
