@@ -510,6 +510,21 @@ def test_a_log_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: P
     assert os.listdir(tmp_path) == ["log"]
 
 
+@pytest.mark.usefixtures("own_environment")
+def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
+    text: str, nvme: str, tmp_path: Path
+) -> None:
+    command = words(text, nvme, "--steps", LONG, "--threads", "1", "--output", str(tmp_path / "out"))
+    with started("-m", "infinity", "train", *command) as child:
+        wait_for_line(child, "step 1/")
+        script = "from infinity.cli.main import main\nmain()\n"
+        results = run_ranks(2, script, "train", *command, seconds=100)
+    assert [code for code, *_ in results] == [2, 2], results
+    said = [err for *_, err in results if err]
+    assert len(said) == 1
+    assert said[0].startswith(f"error: rank 0: another run into {tmp_path}/out is under way\n")
+
+
 # -- infinity train ---------------------------------------------------------------------------
 
 

@@ -291,12 +291,12 @@ class Run:
     # -- saves ------------------------------------------------------------------------------
 
     def _save_last(self) -> None:
-        if (error := self._failed(self._save_in_turn)) is None:
+        self.lost = error = self._failed(self._save_in_turn)
+        if error is None:
             return
         usual = "make room there, or look after its drive"
         then = f"`{self._command()}` makes the lost steps again" if self.saved else "train again"
         error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
-        self.lost = error
         self.incomplete.append(error)
 
     def _failed(self, save: Callable[[], None]) -> InfinityError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import struct
 import threading
@@ -61,7 +62,8 @@ class Job:
                 number = error.number if isinstance(error, Ended) else signal.SIGINT
                 raise Quiet(128 + number if isinstance(error, KeyboardInterrupt) else 2) from error
             if isinstance(error, InfinityError):
-                error.what = f"rank {self.at.rank}: {error.what}"
+                if not re.match(r"rank \d+: ", error.what):  # what `together` has told names its rank
+                    error.what = f"rank {self.at.rank}: {error.what}"
             else:
                 click.echo(f"rank {self.at.rank} of {self.at.world}:", err=True)
             self._say_last_words()
