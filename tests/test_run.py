@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -164,11 +163,14 @@ def test_the_clock_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
     """Here in a step that takes long."""
-    act = "if step == 6: print('now', flush=True); time.sleep(100)"
+    act = (
+        "if step == 6:\n    print('now', flush=True)\n    while not run._asked.end: time.sleep(0.01)\n"
+        "    print('asked', flush=True)\n    time.sleep(100)"
+    )
     with started(*program(tmp_path, LONG, act=act, save_every=5)) as child:
         wait_for_line(child, "now")
         child.send_signal(signal.SIGTERM)
-        time.sleep(0.5)  # the kernel makes one of two that are pending
+        wait_for_line(child, "asked")  # the kernel makes one of two that are pending
         child.send_signal(second)
         out, err = child.communicate(timeout=60)
     assert child.returncode == (143 if second == signal.SIGTERM else -signal.SIGINT), err
