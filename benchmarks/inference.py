@@ -38,12 +38,12 @@ from gpt2 import GPT2
 
 from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
 from infinity.cli.bench.step import probe_bytes
-from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import MiB
 from infinity.hardware.tuned import tuned
+from infinity.storage.step_log import finite
 
 WANTED = {"of_bound": 1.1, "of_accelerate": 1.3}
 CONTESTANTS = ("infinity", "accelerate", "torch")

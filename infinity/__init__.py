@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.callbacks import lightning_callback, trainer_callback
     from .api.copies import copy_to
     from .api.export import export
     from .api.gathered import gathered, gradient
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .api.init import init
     from .api.load import load
     from .api.metrics import metrics
+    from .api.run import Run
     from .api.save import save
     from .api.trace import trace
     from .api.wrap import close, flush, unwrap, wrap
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "InfinityError",
+    "Run",
     "__version__",
     "close",
     "copy_to",
@@ -36,10 +39,12 @@ __all__ = [
     "gradient",
     "inference",
     "init",
+    "lightning_callback",
     "load",
     "metrics",
     "save",
     "trace",
+    "trainer_callback",
     "unwrap",
     "wrap",
 ]
@@ -53,6 +58,8 @@ _HOMES = {
     "init": "api.init",
     "trace": "api.trace",
     "metrics": "api.metrics",
+    "Run": "api.run",
+    **dict.fromkeys(("trainer_callback", "lightning_callback"), "api.callbacks"),
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
     "copy_to": "api.copies",
     "export": "api.export",

@@ -53,8 +53,8 @@ examples, pairs, tokenizer = test_ecosystem.examples(), test_ecosystem.pairs(), 
 texts = datasets.Dataset.from_dict({"text": [test_ecosystem.words(i, 8) for i in range(8)]})
 """,
 }
-#: Pages whose Python runs elsewhere: with two ranks, in test_rank_libraries.py.
-ELSEWHERE = ("ranks.md",)
+#: Pages whose Python runs elsewhere: with two ranks in test_rank_libraries.py, with signals in test_run.py.
+ELSEWHERE = ("ranks.md", "runs.md")
 
 
 def program(page: Path) -> str:

@@ -19,7 +19,7 @@ import infinity
 from infinity.cli.generate import Figures, per_forward, sentence
 from infinity.cli.main import run
 from infinity.cli.model import GPT
-from infinity.cli.settings import ModelSettings, Run, TrainSettings
+from infinity.cli.settings import ModelSettings, RunSettings, TrainSettings
 from infinity.cli.shape import GPTShape
 
 transformers = pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_the_built_in_model(temperature: str, generate: Any, tmp
     shape = GPTShape(layers=3, width=64, heads=4, context=64)
     torch.manual_seed(3)
     model = GPT(shape)
-    told = Run(settings, Run.default().data, TrainSettings(sequence=32))
+    told = RunSettings(settings, RunSettings.default().data, TrainSettings(sequence=32))
     saved(model, tmp_path / "run", train={"run": told.as_dict(), "step": 0})
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))

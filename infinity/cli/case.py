@@ -33,7 +33,7 @@ from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbyt
 
 from .machine import among, described, here
 from .output import drive_of, further, place_of
-from .settings import OPTIONS, Run, TrainSettings
+from .settings import OPTIONS, RunSettings, TrainSettings
 from .shape import Activations
 from .workload import workload_of
 
@@ -62,7 +62,7 @@ class Case:
     """
 
     def __init__(
-        self, run: Run, machine: Machine | None = None, *, planning: bool = True, at: Place = _ALONE
+        self, run: RunSettings, machine: Machine | None = None, *, planning: bool = True, at: Place = _ALONE
     ) -> None:
         self.run = run
         self.described = machine
@@ -146,7 +146,7 @@ class Case:
             found.append(as_options({"save": False}))
         return ", or ".join(found)
 
-    def activations(self, run: Run, config: Config, room: int) -> Activations:
+    def activations(self, run: RunSettings, config: Config, room: int) -> Activations:
         """Return the activations that are on the device, where the host has `room` bytes for some."""
         train = run.train
         made = self.workload.activations(config, train.batch, train.sequence, train.recompute)
@@ -155,7 +155,7 @@ class Case:
         away = max(0, moved - (1 + AHEAD) * made.largest)
         return made._replace(saved=made.saved - away, peak=made.peak - away)
 
-    def _plan(self, run: Run, config: Config, machine: Machine) -> Plan:
+    def _plan(self, run: RunSettings, config: Config, machine: Machine) -> Plan:
         train = run.train
         made = self.workload.activations(config, train.batch, train.sequence, train.recompute)
         return self.planner.plan(
@@ -344,7 +344,7 @@ def _split(rest: Change, near: Tier, far: Tier, tenths: int) -> Change:
     return {**rest, "optimizer_state": shares}
 
 
-def _config(run: Run) -> tuple[Config, bool]:
+def _config(run: RunSettings) -> tuple[Config, bool]:
     """Return the engine's configuration, and whether a directory that it needs is not named."""
     try:
         return run.config(), False
@@ -354,7 +354,7 @@ def _config(run: Run) -> tuple[Config, bool]:
         return run.config(nvme=[DIRECTORY]), True
 
 
-def changed(run: Run, change: Mapping[str, Any]) -> Run:
+def changed(run: RunSettings, change: Mapping[str, Any]) -> RunSettings:
     """Return a run with a change; None takes a setting back to its default."""
     of_train = {f.name for f in dataclasses.fields(TrainSettings)}
     train = dataclasses.replace(run.train, **{k: v for k, v in change.items() if k in of_train})
@@ -364,11 +364,11 @@ def changed(run: Run, change: Mapping[str, Any]) -> Run:
 
 @functools.cache
 def _defaults() -> dict[tuple[str, str], Any]:
-    run = Run.default().as_dict()
+    run = RunSettings.default().as_dict()
     return {(o.section, o.name): run[o.section].get(o.name) for o in OPTIONS}
 
 
-def command(run: Run) -> str:
+def command(run: RunSettings) -> str:
     """Return the `infinity train` that does what `run` says."""
     words = ["infinity", "train"]
     said = run.as_dict()

@@ -57,10 +57,10 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`; --batch is each rank's
     then, and losses and figures of steps are those of all. What was trained is
     saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
-    after the step under way; a second SIGTERM, like Ctrl-C, ends at once. Exit code 1 when it was trained but
-    the log, the trace, what it prints or a checkpoint, on the way or at the end, is not complete (then it
-    says how many steps are lost, and which checkpoint is whole), 75 when SIGTERM or SIGHUP has ended it and
-    all is saved.
+    after the step under way; a second SIGTERM, like Ctrl-C, ends at once; SIGUSR1 saves, and the run goes on.
+    Exit code 1 when it was trained but the log, the trace, what it prints or a checkpoint, on the way or at
+    the end, is not complete (then it says how many steps are lost, and which checkpoint is whole), 75 when
+    SIGTERM or SIGHUP has ended it and all is saved.
     """
     refuse(config_file, given)
     return int(_imported("infinity.cli.train").train_command(config_file, as_json, given))

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import math
 import os
 import stat
 import sys
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
+from infinity.storage.step_log import BEGINNING, finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
@@ -99,15 +99,6 @@ def finish(
     else:
         show(result)
     return int(failed)
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sizes(ring: Any) -> str:
@@ -232,7 +223,7 @@ def check_outputs(
 
 def is_log(head: bytes) -> bool:
     """Return whether a file that begins so is a log of ``--json-log``."""
-    return head.startswith(b'{"step": ') and b'"loss": ' in head
+    return head.startswith(BEGINNING) and b'"loss": ' in head
 
 
 def is_plot(head: bytes) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import struct
 import threading
@@ -20,11 +21,12 @@ import torch
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
+from infinity.core.signals import Ended
 from infinity.hardware.comm import Alone, Comm, Ranks, connect
 from infinity.hardware.launch import Place
 from infinity.hardware.ranks import PATIENCE
 
-from .ending import Ended, Quiet, ignore_signals
+from .ending import Quiet, ignore_signals
 from .settings import read_values
 
 T = TypeVar("T")
@@ -36,8 +38,8 @@ class Job:
     one that shows how the job goes; `last_words`: returns what is said when the job fails."""
 
     def __init__(self, comm: Comm | None = None) -> None:
-        self._comm = comm if comm is not None else Alone()
-        self.at = Place(self._comm.rank, self._comm.world, self._comm.local_rank, self._comm.local_world)
+        self.comm = comm if comm is not None else Alone()
+        self.at = Place(self.comm.rank, self.comm.world, self.comm.local_rank, self.comm.local_world)
         self.first = self.at.rank == 0
         self.last_words: Callable[[], str] = str
 
@@ -47,7 +49,7 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        comm = self._comm
+        comm = self.comm
         if not isinstance(comm, Ranks):
             if error is not None:
                 self._say_last_words()
@@ -60,7 +62,8 @@ class Job:
                 number = error.number if isinstance(error, Ended) else signal.SIGINT
                 raise Quiet(128 + number if isinstance(error, KeyboardInterrupt) else 2) from error
             if isinstance(error, InfinityError):
-                error.what = f"rank {self.at.rank}: {error.what}"
+                if not re.match(r"rank \d+: ", error.what):  # what `together` has told names its rank
+                    error.what = f"rank {self.at.rank}: {error.what}"
             else:
                 click.echo(f"rank {self.at.rank} of {self.at.world}:", err=True)
             self._say_last_words()
@@ -74,23 +77,23 @@ class Job:
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks at once that this one ends, before it closes what it has open."""
-        self._comm.post(error)
+        self.comm.post(error)
 
     def wait(self, what: str) -> None:
         """Wait until all ranks have come to this point of the program, which `what` names. Collective."""
-        self._comm.exchange(what)
+        self.comm.exchange(what)
 
     def of_first(self, what: str, value: T) -> T:
         """Return the first rank's `value`, of what JSON has. Collective."""
         if self.at.world == 1:
             return value
-        told = self._comm.exchange(what, json.dumps(value).encode() if self.first else b"")
+        told = self.comm.exchange(what, json.dumps(value).encode() if self.first else b"")
         found: T = json.loads(told[0])
         return found
 
     def check_same(self, what: str, values: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless all ranks have the same values, by name, as JSON. Collective."""
-        told = [json.loads(t) for t in self._comm.exchange(what, json.dumps(values, default=str).encode())]
+        told = [json.loads(t) for t in self.comm.exchange(what, json.dumps(values, default=str).encode())]
         for name in values if self.at.world > 1 else ():
             found = [each.get(name) for each in told]
             if any(value != found[0] for value in found):
@@ -112,7 +115,7 @@ class Job:
 
     def _of_all(self, what: str, values: Sequence[float]) -> list[tuple[float, ...]]:
         form = struct.Struct(f"<{len(values)}d")
-        return [form.unpack(told) for told in self._comm.exchange(what, form.pack(*values))]
+        return [form.unpack(told) for told in self.comm.exchange(what, form.pack(*values))]
 
 
 @contextlib.contextmanager

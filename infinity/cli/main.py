@@ -15,10 +15,11 @@ from typing import Any, Final
 import click
 
 from infinity.core.errors import InfinityError
+from infinity.core.signals import ended
 from infinity.core.system_errors import name_limit, reason
 from infinity.version import __version__
 
-from .ending import Quiet, close_on_signals, end_on_signals, ended, leave_signals, say_ended
+from .ending import Quiet, close_on_signals, end_on_signals, leave_signals, say_ended
 from .options import LazyGroup
 from .shown import error_as_dict, show_error
 from .streams import let_go_of_streams

@@ -10,31 +10,24 @@ import dataclasses
 import json
 import os
 import re
-import secrets
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from infinity.api.claimed import claimed, closed_apart, going_on
 from infinity.api.this_machine import drive_here
-from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
+from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.system_errors import reason
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.checkpoints import (
     Found,
-    aside,
     check_root,
     find,
     is_checkpoint,
-    is_in,
     list_checkpoints,
-    warn_apart,
 )
-from infinity.storage.folder import Claim
-from infinity.storage.interrupt import LEAST, asked_apart, interrupted
 
-from .settings import OPTIONS, Run, TrainSettings, Values, read_values, run_of
+from .settings import OPTIONS, RunSettings, TrainSettings, Values, read_values, run_of
 
 if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
     from .job import Job
@@ -49,7 +42,7 @@ _OF_ADAM: Final = ("weight_decay", "beta1", "beta2")
 _OWN: Final = ("output", "resume", "trace", "overwrite")
 
 
-def place_of(run: Run, directories: Sequence[str]) -> str | None:
+def place_of(run: RunSettings, directories: Sequence[str]) -> str | None:
     """Return the directory of checkpoints, or the one in which a new one is made; None if nothing is kept."""
     if not run.train.save:
         return None
@@ -83,7 +76,7 @@ def further(train: TrainSettings, path: str, *, here: bool) -> int:
     removed when a newer one is whole: that is one more than are kept. `here`: `path` is of this machine."""
     there = list_checkpoints(path, damaged=False) if here and train.output is not None else []
     begin = there[-1].step if there and train.resume else 0
-    every = train.save_every or train.steps
+    every = train.save_every or (1 if train.save_minutes is not None else train.steps)
     saves = -(-train.steps // every) - begin // every
     return max(1, min(train.keep_last + 1 - len(there), saves))
 
@@ -102,10 +95,9 @@ def check_unused(path: str) -> None:
 
 
 @contextlib.contextmanager
-def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str | None]:
+def taken(train: TrainSettings, place: str | None, job: Job) -> Iterator[str | None]:
     """Lend the directory of a run's checkpoints, which no other run has meanwhile: the one that it names, or
-    a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed. Collective: it
-    is the first rank's, and made on each file system that ranks see there.
+    a new one in `place`; None if nothing is kept. A new one without a checkpoint is removed. Collective.
 
     Raises:
         ConfigError: it has the checkpoints of another run.
@@ -115,33 +107,15 @@ def claimed(train: TrainSettings, place: str | None, job: Job) -> Iterator[str |
         yield None
         return
     with contextlib.ExitStack() as ends:
-        stack = contextlib.ExitStack()
-        ends.callback(lambda: asked_apart(stack.close, lambda: LEAST if interrupted() else None))
         root = ""
         if job.first:
             root = place if train.output is not None else new_directory(place)
             if train.output is None:
-                stack.callback(_remove_unused, root)
+                ends.callback(closed_apart, lambda: _remove_unused(root))
         root = job.of_first("where checkpoints go", root)
-        rank, world, claims, seen = 0, job.at.world, 0, False
-        word = job.of_first("a word", secrets.token_hex(4)) if world > 1 else ""
-        while rank < world:  # the first one of those that have not seen what the ones before have made
-            with contextlib.ExitStack() as marks:
-                name = f".infinity-ranks-{word}-{rank}"
-                if job.at.rank == rank:
-                    stack.enter_context(Claim(root))
-                    if not train.resume:
-                        check_unused(root)  # again: another run may have ended since
-                    if world > 1:
-                        mark = Path(root, name)
-                        marks.callback(mark.unlink, missing_ok=True)
-                        mark.touch()
-                job.wait("the mark is there")
-                seen = seen or job.at.rank == rank or is_in(name, root)
-                rank = world - job.most("who has seen none", 0 if seen else world - job.at.rank)
-                claims += 1
-        if claims > 1 and job.first:
-            warn_apart(root, claims)
+        # Again: another run may have ended since.
+        check = check_root if train.resume else check_unused
+        ends.enter_context(claimed(job.comm, root, lambda: check(root)))
         yield root
 
 
@@ -173,28 +147,6 @@ def new_directory(path: str) -> str:
             ) from error
         return os.path.join(path, name)
     raise AssertionError
-
-
-@contextlib.contextmanager
-def going_on(root: str) -> Iterator[None]:
-    """A block that reads a checkpoint in `root`: the error of a damaged one says how a run goes on from an
-    older one. It never does by itself, as the steps between are lost."""
-    try:
-        yield
-    except (CorruptionError, TransferError) as error:
-        if error.path is not None and (names := aside(root, error.path)) is not None:
-            damaged, away = names
-            older = [f for f in list_checkpoints(root, damaged=False) if f.path != damaged]
-            error.cure = (
-                "bring it again from where it was copied; or set it aside, "
-                f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
-            )
-            error.cure += (
-                f"--resume goes on from {older[-1].path}, after {older[-1].step} steps"
-                if older
-                else "begin anew without --resume: there is no other checkpoint"
-            )
-        raise
 
 
 def anew(found: Found) -> str:
@@ -241,7 +193,7 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
             found="one of another program",
             cure=f"load it in Python with `infinity.load`; or {anew(found)}",
         )
-    usual = Run.default().as_dict()
+    usual = RunSettings.default().as_dict()
     kept = {
         section: {
             k: v
@@ -253,7 +205,7 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     return found, kept
 
 
-def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) -> Run:
+def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) -> RunSettings:
     """Return the run that a file and options describe. One that goes on is as it was saved, but for what they
     name.
 
@@ -288,7 +240,7 @@ def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) 
     return run
 
 
-def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
+def _check_goes_on(run: RunSettings, saved: RunSettings, found: Found) -> None:
     changed = [
         (name, getattr(ours, name), getattr(theirs, name))
         for ours, theirs, names in (
@@ -311,8 +263,8 @@ def _check_goes_on(run: Run, saved: Run, found: Found) -> None:
     check_steps(run.train, found.step)
 
 
-def changes(run: Run, before: Mapping[str, Any]) -> list[str]:
-    """Return what a run that goes on does in another way, as options. `before`: as `Run.as_dict` has it."""
+def changes(run: RunSettings, before: Mapping[str, Any]) -> list[str]:
+    """Return what a run that goes on does in another way, as options. `before`: as `as_dict` has it."""
     now = json.loads(json.dumps(run.as_dict()))
     found = []
     for option in OPTIONS:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 from rich.console import Console, Group
@@ -18,15 +15,13 @@ from rich.text import Text
 
 from infinity.core.errors import DataError, InfinityError
 from infinity.core.sizes import format_size
-from infinity.core.system_errors import cure, reason
 
-from .console import finite
 from .shown import show_error
 from .streams import lost
 
 
 class Reporter:
-    """Shows steps, and writes each of them to the JSON log.
+    """Shows steps.
 
     Args:
         total: number of steps.
@@ -35,9 +30,9 @@ class Reporter:
         quiet: show nothing: another rank does.
 
     Attributes:
-        incomplete: why files of this run are not complete though it went on; shown at the end.
+        incomplete: why files of this run are not complete though it went on; shown at the end, if not before.
 
-    It goes on without stdout and stderr, too. What a stream has lost the other one says, and the JSON log.
+    It goes on without stdout and stderr, too. What a stream has lost the other one says.
     """
 
     def __init__(self, total: int, *, every: int = 1, to_stderr: bool = False, quiet: bool = False):
@@ -47,10 +42,7 @@ class Reporter:
         self._every = every
         self.incomplete: list[InfinityError] = []
         self._shown: list[InfinityError] = []
-        self._kinds: set[tuple[type, int | None]] = set()
         self._lost: dict[str, str] = {}  # stream → why, as far as it has been told
-        self._log: BinaryIO | None = None
-        self._logged, self._logged_nbytes = 0, 0  # steps whose lines are in the log, and their bytes
         self._live: Live | None = None
         self._details: dict[str, str] = {}  # as they were shown last
         self._text = ""  # of the last step
@@ -72,28 +64,9 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self.pause()
-        self.end_log()
         for error in self.incomplete if not self._quiet else ():
             if error not in self._shown:
                 show_error(error)
-
-    def open_log(self, path: str, after: int = 0) -> None:
-        """Write each step from now on to a file, one JSON object per line. What it holds by now is lost (see
-        `check_outputs`), but for the lines of the first `after` steps.
-
-        Raises:
-            DataError: the log cannot be written, or another run has made it meanwhile.
-        """
-        self._log, self._logged_nbytes = _open_log(os.path.expanduser(path), after)
-
-    def end_log(self) -> None:
-        """Close the log. Some file systems say only now that they had no room."""
-        if self._log is not None:
-            try:
-                self._log.close()
-            except OSError as error:
-                self._lose_log(self._log, error)
-            self._log = None
 
     def saving(self, done: int, total: int) -> None:
         """Show how far a save has come; another thread may call it."""
@@ -117,22 +90,9 @@ class Reporter:
         self.console.out(kept, end="", highlight=False)
         self.console.file.flush()
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Show one step and write it to the log. A log that cannot be written ends, and the run goes on."""
-        if new := self._newly_lost():
-            record = {**record, "output_lost": new}
-        if self._log is not None:
-            line = json.dumps({key: finite(value) for key, value in record.items()}).encode() + b"\n"
-            written = 0
-            try:
-                while written < len(line):
-                    written += os.write(self._log.fileno(), line[written:])
-            except OSError as error:
-                self._lose_log(self._log, error)
-                self._log = None
-            else:
-                self._logged += 1
-                self._logged_nbytes += len(line)
+    def step(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """Show one step; return the streams that take no more since the last one, and why."""
+        new = self._newly_lost()
         text = step_text(record)
         self._text = "\n".join([text, *details(record).values()])
         if self._live is not None:
@@ -144,6 +104,7 @@ class Reporter:
                 if self._details.get(name) != value:  # what does not change is not repeated
                     self._details[name] = value
                     self.line(f"  {value}")
+        return new
 
     def _newly_lost(self) -> dict[str, str]:
         """Return the streams that take no more since the last call, and why; say so on the other one."""
@@ -165,15 +126,10 @@ class Reporter:
             self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=self._quiet)
 
     def fail(self, error: InfinityError) -> None:
-        """Remember why a file of this run is not complete, and show it now. One of a kind is shown, and kept,
-        once: a run of a week may fail each hour in the same way."""
-        kind = (type(error), getattr(error, "errno", None))
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            self.incomplete.append(error)
-            self._shown.append(error)
-            if not self._quiet:
-                show_error(error)
+        """Show now why a file of this run is not complete."""
+        self._shown.append(error)
+        if not self._quiet:
+            show_error(error)
 
     def lost_output(self) -> list[InfinityError]:
         """Return what a run is told at its end that has gone on without stdout or stderr."""
@@ -186,27 +142,6 @@ class Reporter:
             )
             for name, why in lost().items()
         ]
-
-    def _lose_log(self, log: BinaryIO, error: OSError) -> None:
-        """Cut the log back to whole lines, close it, and say so once."""
-        with contextlib.suppress(OSError):  # pipes and devices have no end to cut
-            if not log.closed:
-                os.ftruncate(log.fileno(), self._logged_nbytes)
-        with contextlib.suppress(OSError):
-            log.close()
-        why = reason(error.errno)
-        click.echo(
-            f"warning: the log {log.name!r} cannot be written ({why}): the run goes on without it",
-            err=True,
-        )
-        self.incomplete.append(
-            DataError(
-                f"the log {log.name!r} is not complete",
-                expected="a line for each step",
-                found=f"{why}, after {self._logged} steps",
-                cure=cure(error.errno, "make room") + ", or name another file with --json-log",
-            )
-        )
 
 
 def step_text(record: Mapping[str, Any]) -> str:
@@ -235,27 +170,3 @@ def details(record: Mapping[str, Any]) -> dict[str, str]:
 def _roughly(nbytes: int) -> str:
     """Return a size to its leading bit: what differs less is the same."""
     return "nothing" if not nbytes else f"about {format_size(1 << round(math.log2(nbytes)))}"
-
-
-def _open_log(path: str, after: int) -> tuple[BinaryIO, int]:
-    """Return the log, open behind the lines of the first `after` steps, and the bytes of these."""
-    try:
-        if not os.path.exists(path):
-            return open(path, "xb", buffering=0), 0
-        if not after or not os.path.isfile(path):
-            return open(path, "wb", buffering=0), 0
-        kept = 0
-        with open(path, "rb") as lines, contextlib.suppress(ValueError, KeyError):
-            for line in lines:  # the last one may be a part of a line
-                if json.loads(line)["step"] > after or not line.endswith(b"\n"):
-                    break
-                kept += len(line)
-        os.truncate(path, kept)
-        return open(path, "ab", buffering=0), kept
-    except OSError as error:
-        raise DataError(
-            f"the log {path!r} cannot be written",
-            expected="a file in a directory that exists and has room",
-            found=reason(error.errno),
-            cure="change --json-log",
-        ) from error

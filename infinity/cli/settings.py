@@ -99,6 +99,7 @@ class TrainSettings:
     )
     save: bool = _setting(True, "Keep what is trained, at least at the end.", "--save/--no-save")
     save_every: int | None = _setting(None, "Steps between checkpoints; default: one at the end.")
+    save_minutes: float | None = _setting(None, "Minutes between checkpoints; SIGUSR1 asks for one, too.")
     keep_last: int = _setting(2, "Checkpoints that are kept; older ones are removed.")
     resume: bool = _setting(
         False, "Go on from the newest checkpoint in --output, bit for bit.", "--resume/--no-resume"
@@ -119,12 +120,13 @@ class TrainSettings:
         for name, told in {
             "output": self.output,
             "save_every": self.save_every,
+            "save_minutes": self.save_minutes,
             "resume": self.resume,
         }.items():
             if told and not self.save:
                 _wrong("train", name, "a run that saves (without --no-save)", told)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
-        least |= {"save_every": 1, "keep_last": 1}
+        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
@@ -157,7 +159,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSettings:
     """Everything that a run is told. `engine` holds what is not left to `Config`'s defaults."""
 
     model: ModelSettings
@@ -166,7 +168,7 @@ class Run:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def default(cls) -> Run:
+    def default(cls) -> RunSettings:
         """Return the run that nothing is said of."""
         return cls(ModelSettings(), DataSettings(), TrainSettings())
 
@@ -327,13 +329,13 @@ def read_values(config_file: str | None, given: Mapping[str, Any]) -> Values:
     return values
 
 
-def run_of(values: Values) -> Run:
+def run_of(values: Values) -> RunSettings:
     """Return the run that settings describe.
 
     Raises:
         ConfigError: one of them is wrong, or they contradict each other.
     """
-    run = Run(
+    run = RunSettings(
         ModelSettings(**values["model"]),
         DataSettings(**values["data"]),
         TrainSettings(**values["train"]),

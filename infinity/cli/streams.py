@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
+from infinity.core.signals import hung_up
 from infinity.core.system_errors import reason
 
 #: What stands for the characters that we print, where the terminal has them not.
@@ -67,7 +68,6 @@ class _Lasting(io.RawIOBase):
 
 
 _lasting: dict[str, _Lasting] = {}
-_hung_up: list[bool] = []
 
 
 def take_streams() -> None:
@@ -117,11 +117,6 @@ def going_on() -> Iterator[None]:
         raw.ends = raw.lost is None
 
 
-def hang_up() -> None:
-    """The terminal has gone, and every reader of ours with it: nobody is to be told of that."""
-    _hung_up.append(True)
-
-
 def lost() -> dict[str, str]:
     """Return why stdout and stderr take no more, by name. A terminal that has gone is nobody's loss."""
     return {
@@ -129,7 +124,7 @@ def lost() -> dict[str, str]:
         for name, raw in _lasting.items()
         if raw.lost is not None
         and raw.lost.errno != errno.EIO
-        and not (raw.lost.errno == errno.EPIPE and _hung_up)
+        and not (raw.lost.errno == errno.EPIPE and hung_up())
     }
 
 

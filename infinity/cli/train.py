@@ -31,19 +31,20 @@ from infinity.api.trace import is_trace, trace
 from infinity.api.wrap import close, wrap
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError, InfinityError
+from infinity.core.signals import SAVED
 from infinity.core.sizes import Tier, format_size
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
+from infinity.storage.step_log import finite
 
 from .case import Case
-from .console import check_outputs, finite, is_log, table_of
+from .console import check_outputs, is_log, table_of
 from .data import Corpus, find_files, open_stream
-from .ending import SAVED
 from .job import Job, joined
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
-from .output import check_unused, claimed, read_run
+from .output import check_unused, read_run, taken
 from .progress import Reporter
-from .settings import Run
+from .settings import RunSettings
 from .shown import error_as_dict
 from .streams import going_on, lost
 from .training import PROCESS, Training
@@ -62,7 +63,7 @@ def train_command(config_file: str | None, as_json: bool, given: Mapping[str, An
         return job.most("the end of the run", code)
 
 
-def _of_all(run: Run) -> dict[str, Any]:
+def _of_all(run: RunSettings) -> dict[str, Any]:
     """Return the settings that all ranks have to have: not where their files are, or what the first one keeps
     of the run."""
     own = {*OWN, "path", "init_from", "output", "json_log", "trace", "overwrite"}
@@ -70,7 +71,7 @@ def _of_all(run: Run) -> dict[str, Any]:
     return {name: value for name, value in said if name.partition(".")[2] not in own}
 
 
-def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[str, Any]:
+def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) -> dict[str, Any]:
     """Train as `run` says; return what came of it, as values that JSON has (sizes in bytes). Collective: what
     is said of memory and drives is the first rank's.
 
@@ -107,7 +108,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
     give_back_freed_memory()
     importlib.import_module("torch._dynamo")  # torch's optimizers would: not memory of the run
     with (
-        claimed(train, case.place, job) as root,
+        taken(train, case.place, job) as root,
         Reporter(train.steps, every=train.log_every, to_stderr=to_stderr, quiet=not job.first) as report,
         Peak() as peak,
     ):
@@ -129,8 +130,6 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
             training.check_descriptors()
             if train.resume:
                 training.resume()
-            if train.json_log is not None and job.first:  # not before: a run that is refused writes nothing
-                report.open_log(train.json_log, after=training.begin)
             on_disk = bytes_on_disk(config.directories) - before
             if "{" not in str(run.engine.get("nvme")):  # else each rank has its own
                 on_disk //= job.at.local_world
@@ -142,7 +141,6 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
                 if not training.complete:
                     raise
                 report.incomplete.append(error)  # of the trace: what was trained is told all the same
-            report.end_log()
             measured = training.measure(plan, peak, on_disk)
             report.end_steps()
             first, last = training.say_losses()
@@ -163,7 +161,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
             "run": run.as_dict(),
             "ranks": job.at.world,
             "parameters": plan.parameters,
-            "steps": len(training.losses),
+            "steps": training.step,
             "first_loss": first,
             "last_loss": last,
             "validation_loss": training.validation,
@@ -181,7 +179,7 @@ def train(run: Run, *, to_stderr: bool = False, job: Job | None = None) -> dict[
     return result
 
 
-def _check_files(run: Run) -> None:
+def _check_files(run: RunSettings) -> None:
     train = run.train
     logs, traces = (("--json-log", train.json_log, is_log),), (("--trace", train.trace, is_trace),)
     outputs = logs + traces
@@ -195,7 +193,9 @@ def _check_files(run: Run) -> None:
             check_outputs(traces, inputs, overwrite=train.overwrite)
 
 
-def _build(run: Run, config: Config, workload: Workload, rank: int) -> tuple[nn.Module, OffloadOptimizer]:
+def _build(
+    run: RunSettings, config: Config, workload: Workload, rank: int
+) -> tuple[nn.Module, OffloadOptimizer]:
     train = run.train
     seed_generators(train.seed, rank)
     with init(config):

@@ -13,43 +13,34 @@ import resource
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.api.checkpoint import writing_ring
-from infinity.api.engine import engine_of
+from infinity.api.claimed import going_on
 from infinity.api.load import load
 from infinity.api.metrics import metrics
+from infinity.api.run import Run
 from infinity.api.save import save
-from infinity.core.errors import (
-    BackendError,
-    ConfigError,
-    CorruptionError,
-    DataError,
-    DirectoryError,
-    InfinityError,
-)
+from infinity.core.errors import BackendError, ConfigError, DataError, InfinityError
 from infinity.core.sizes import GiB, Tier
-from infinity.core.system_errors import cure, name_limit, reason
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
-from .ending import SIGNALS, AfterThis
 from .job import Job
 from .measure import Peak
-from .output import anew, changes, check_steps, going_on, without_index
+from .output import anew, changes, check_steps, without_index
 from .progress import Reporter
-from .settings import Run
+from .settings import RunSettings
 from .workload import Workload, generate
 
 _VALIDATION_BATCHES = 4
-_TURN = 1.0  # seconds from one look at a lock to the next
 _PROMPT = "def "
 _DESCRIPTORS = 12  # that a save has open at once at most, beside its ring
 _DIVERGED = " [no more: the model's outputs are not finite numbers]"
@@ -66,55 +57,68 @@ def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, i
     }
 
 
-class Agreed(NamedTuple):
-    """What all ranks have agreed to do after this step: `asked`, as of `AfterThis`."""
+class Training(Run):
+    """The run of a command: the loop that a user would write, and what it leaves behind.
 
-    asked: str
+    Attributes:
+        losses: of all steps, those of the runs before too.
+        complete: whether it has come to its end.
+        moved: bytes of all steps, without those of saves.
+    """
 
+    _log_option = "--json-log"
 
-@dataclass
-class Training:
-    """The loop that a user would write, and what it leaves behind; `complete`: it came to its end, `stopped`:
-    a signal did that. `root`: where checkpoints go; `saved`: the last one, `kept`: the steps in it; `lost`:
-    that of the end failed. `begin`: steps made before."""
-
-    run: Run
-    workload: Workload
-    corpus: Corpus
-    model: nn.Module
-    optimizer: OffloadOptimizer
-    report: Reporter
-    root: str | None
-    job: Job
-    saved: str | None = None
-    kept: int = 0
-    lost: bool = False
-    stopped: bool = False
-    begin: int = 0
-    losses: list[float] = field(default_factory=list)
-    validation: float = math.nan
-    seconds: float = 0.0
-    moved: dict[str, int] = field(default_factory=dict)  #: bytes of all steps, without those of saves
-    complete: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        workload: Workload,
+        corpus: Corpus,
+        model: nn.Module,
+        optimizer: OffloadOptimizer,
+        report: Reporter,
+        root: str | None,
+        job: Job,
+    ) -> None:
+        train = self.train = settings.train
+        super().__init__(
+            optimizer,
+            root,
+            save_every=train.save_every,
+            save_minutes=train.save_minutes,
+            keep_last=train.keep_last,
+            log=os.path.expanduser(train.json_log) if train.json_log is not None else None,
+        )
+        self.settings, self.workload, self.corpus, self.model = settings, workload, corpus, model
+        self.report, self.job = report, job
+        self.incomplete = report.incomplete
+        self.losses: list[float] = []
+        self.validation = math.nan
+        self.seconds = 0.0
+        self.moved: dict[str, int] = {}
+        self.complete = False
         self._by_saves: Counter[str] = Counter()  # bytes
-        self._vanished: set[str] = set()
-        self.engine = engine_of(self.optimizer)
         self.device = self.engine.device.torch_device
-        self.tokens_per_step = self.run.train.tokens_per_step * self.job.at.world
+        self.tokens_per_step = train.tokens_per_step * job.at.world
         self.job.last_words = self._last_words
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.run.train.lr_factor)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)  # the command says what came of it, and ends with its exit code
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        """Nothing: the command had the directory before it built the model."""
 
     @property
     def made(self) -> int:
         """Steps that this process has made."""
-        return len(self.losses) - self.begin
+        return self.step - self.begin
 
     @property
     def lost_steps(self) -> int:
         """Steps that are in no checkpoint, though they were to be."""
-        return len(self.losses) - self.kept if self.lost else 0
+        return self.step - self.kept if self.lost else 0
 
     def resume(self) -> None:
         """Go on from the newest checkpoint in `root`.
@@ -129,7 +133,7 @@ class Training:
             found = find(self.root)
             given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
         told = given["train"]["run"]
-        moved = self.run.data.path != told["data"]["path"]
+        moved = self.settings.data.path != told["data"]["path"]
         text = self.corpus.fingerprint()
         if given["train"]["text"] != text and not moved:
             raise DataError(
@@ -140,14 +144,14 @@ class Training:
                 f"or {anew(found)}",
             )
         self.losses = given["train"]["losses"].tolist()
-        check_steps(self.run.train, len(self.losses))  # another run may have gone on since it was planned
-        self.begin = len(self.losses)
-        self.saved, self.kept = found.path, self.begin
+        self.begin = self.step = self.kept = len(self.losses)
+        check_steps(self.train, self.begin)  # another run may have gone on since it was planned
+        self.saved, self.id = found.path, given["train"].get("id", self.id)
         for name in without_index(self.root):
             self.report.line(f"left out: {name}, which has no index", style="yellow")
         self.report.line(f"goes on from {found.path}, after {self.begin} steps")
         before = self._set_rate()
-        for change in changes(self.run, told):
+        for change in changes(self.settings, told):
             self.report.line(f"changed: {change}")
         if before is not None:
             self.report.line(f"changed: the learning rate of step {self.begin + 1}, {before}")
@@ -157,11 +161,11 @@ class Training:
     def _set_rate(self) -> str | None:
         """Set the rate of the next step, by the schedule of now; return how it differs, if it does: that of
         the schedule that the checkpoint was made with is in it."""
-        rate = self.run.train.lr * self.run.train.lr_factor(self.begin)
+        rate = self.train.lr * self.train.lr_factor(self.begin)
         before = self.optimizer.param_groups[0]["lr"]
         for group in self.optimizer.param_groups:
-            group["lr"], group["initial_lr"] = rate, self.run.train.lr
-        self.scheduler.base_lrs = [self.run.train.lr for _ in self.optimizer.param_groups]
+            group["lr"], group["initial_lr"] = rate, self.train.lr
+        self.scheduler.base_lrs = [self.train.lr for _ in self.optimizer.param_groups]
         self.scheduler._last_lr = [rate for _ in self.optimizer.param_groups]
         return None if rate == before else f"{before:.6g} → {rate:.6g}"
 
@@ -195,7 +199,8 @@ class Training:
         state: dict[str, Any] = {
             "scheduler": self.scheduler,
             "train": {
-                "run": self.run.as_dict(),
+                "run": self.settings.as_dict(),
+                "id": self.id,
                 "ranks": self.job.at.world,
                 "text": self.corpus.fingerprint(),
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
@@ -203,104 +208,29 @@ class Training:
         }
         if self.workload.tokenizer is not None:
             state["tokenizer"] = self.workload.tokenizer
-        keep_last = self.run.train.keep_last
         self.engine.states.quiesce()  # the update under way is the step's
         before = metrics(self.optimizer)
         self.saved = save(
-            self.optimizer, self.root, state=state, keep_last=keep_last, progress=self.report.saving
+            self.optimizer,
+            self.root,
+            state=state,
+            keep_last=self.train.keep_last,
+            progress=self.report.saving,
         )
-        self.kept = len(self.losses)
+        self.kept = self.step
         self._by_saves.update(_bytes(metrics(self.optimizer), before))
         self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
 
-    def _last_words(self) -> str:
-        """Return what is lost and what is whole, where this ends before its end."""
-        if self.root is None:
-            return ""
-        gone = len(self.losses) - self.kept
-        words = f"{gone} of the {len(self.losses)} steps are lost. " if gone else ""
-        if not self.saved:
-            return f"{words}There is no checkpoint." if words else ""
-        return (
-            f"{words}The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
-            f"`{self._resume()}` goes on from it."
-        )
-
-    def _resume(self) -> str:
-        """Return the command that goes on."""
+    def _command(self) -> str:
         assert self.root is not None
-        more = "" if self.kept < self.run.train.steps else " --steps N"
+        more = "" if self.kept < self.train.steps else " --steps N"
         return f"infinity train --resume --output {shlex.quote(self.root)}{more}"
 
-    def _save_after(self, made: int, stop: AfterThis | Agreed) -> None:
-        """Save after step `made`, where it is time to. One that fails is told, and the run goes on, or ends
-        as it would."""
-        train = self.run.train
-        if self.root is None:
-            return
-        last = made == train.steps
-        if train.save_every and made % train.save_every == 0 and not last and not stop.asked:
-            if (error := self._failed(self.save)) is None:
-                return
-            self.report.line(f"no checkpoint of step {made}: the run goes on", style="yellow")
-            self.report.fail(error)
-        if last or stop.asked:
-            if (error := self._failed(self._save_in_turn)) is None:
-                return
-            self.lost = True
-            usual = "make room there, or look after its drive"
-            then = "--resume makes the lost steps again" if self.saved else "train again"
-            error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
-            self.report.incomplete.append(error)
+    def _tell(self, text: str) -> None:
+        self.report.line(text, style="yellow")
 
-    def _failed(self, save: Callable[[], None]) -> InfinityError | None:
-        """Save; return why that failed, where the system has refused something. What is trained is whole."""
-        assert self.root is not None
-        self._say_what_vanished()
-        try:
-            save()
-        except CorruptionError:
-            raise
-        except (OSError, BackendError) as error:
-            if isinstance(error, InfinityError):
-                name_limit(error)
-                return error
-            return DirectoryError(
-                f"cannot save into {self.root}",
-                errno=error.errno,
-                path=self.root,
-                found=reason(error.errno),
-                cure=cure(error.errno, "check the directory's permissions and the room on its drive"),
-            )
-        return None
-
-    def _say_what_vanished(self) -> None:
-        """Say which directories of this run somebody has removed, or unmounted, each once."""
-        assert self.root is not None
-        kept = [self.saved] if self.saved else []
-        for path in (self.root, *kept, *self.engine.config.directories):
-            if path not in self._vanished and not os.path.isdir(path):
-                self._vanished.add(path)
-                what = (
-                    "the files of this run have no name there, and take its room until the run ends"
-                    if path in self.engine.config.directories
-                    else "what was saved there is gone; it is made again, where its path now leads"
-                )
-                self.report.line(f"{path} has vanished during the run: {what}", style="yellow")
-
-    def _save_in_turn(self) -> None:
-        """Save; wait for another process that is saving into the directory."""
-        waits = False
-        while True:
-            try:
-                return self.save()
-            except DirectoryError as error:
-                if error.errno != errno.EAGAIN:  # what a lock says that another one has
-                    raise
-            if not waits:
-                self.report.line(f"another process saves into {self.root}: waits for it", style="yellow")
-            waits = True
-            time.sleep(_TURN)
+    def _show(self, error: InfinityError) -> None:
+        self.report.fail(error)
 
     def say_saved(self) -> None:
         """Say where what was trained is, and how to use it."""
@@ -309,13 +239,13 @@ class Training:
         self.report.line()
         if self.lost:
             there = f"the newest whole checkpoint is {self.saved}" if self.saved else "there is no checkpoint"
-            text = f"NOT SAVED: {self.lost_steps} of the {len(self.losses)} steps are lost; {there}."
+            text = f"NOT SAVED: {self.lost_steps} of the {self.step} steps are lost; {there}."
             self.report.line(text, style="bold red")
         if self.saved is None:
             return
         until = f" until step {self.kept}" if self.lost else ""
         self.report.line(f"What was trained{until} is in {self.saved}. To use it:")
-        self.report.line(f"  {self._resume()}    goes on")
+        self.report.line(f"  {self._command()}    goes on")
         saved = shlex.quote(self.saved)
         self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
         self.report.line(f"  infinity export {saved} DIR    for others that read safetensors")
@@ -330,20 +260,27 @@ class Training:
         """Train, and validate."""
         start = metrics(self.optimizer)
         began = time.perf_counter()
-        with AfterThis(self.root is not None) as stop:
-            self._steps(stop)
+        try:
+            with self:
+                for step in self.steps(self.train.steps):
+                    self._make(step)
+        except KeyboardInterrupt:
+            self.report.pause()
+            last = f", last loss {self.losses[-1]:.4f}" if self.losses else ""
+            self._tell(f"interrupted after {self.step} of {self.train.steps} steps{last}")
+            raise
         # The update that may still be under way behind the last step: its bytes count.
         self.engine.states.quiesce()
         moved = _bytes(metrics(self.optimizer), start)
         self.moved = {way: nbytes - self._by_saves[way] for way, nbytes in moved.items()}
         self.seconds = time.perf_counter() - began
         if (
-            self.run.data.validation and not self.stopped and not self.lost
+            self.settings.data.validation and not self.stopped and not self.lost
         ):  # the mean loss of batches that were not trained on
             self.model.eval()
             with torch.no_grad():
                 losses = [
-                    self._loss(self.run.train.batch, index, part="validation").item()
+                    self._loss(self.train.batch, index, part="validation").item()
                     for index in range(_VALIDATION_BATCHES)
                 ]
             self.model.train()
@@ -351,69 +288,50 @@ class Training:
             self.validation = total / self.job.at.world
         self.complete = True
 
-    def _steps(self, stop: AfterThis) -> None:
-        train, optimizer = self.run.train, self.optimizer
-        try:
-            for step in range(self.begin, train.steps):
-                step_began, step_start = time.perf_counter(), metrics(optimizer)
-                total = 0.0
-                for micro in range(train.accumulation):
-                    loss = self._loss(train.batch, step, micro) / train.accumulation
-                    optimizer.scale(loss).backward()
-                    total += loss.item()
-                lr = optimizer.param_groups[0]["lr"]
-                optimizer.step()
-                self.scheduler.step()
-                optimizer.zero_grad()
-                now = metrics(optimizer)
-                memory = {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier}
-                moved = _bytes(now, step_start)
-                asked: AfterThis | Agreed = stop
-                if self.job.at.world > 1:
-                    total, memory, moved, asked = self._of_all(total, memory, moved, stop)
-                self.losses.append(total)
-                seconds = time.perf_counter() - step_began
-                self.report.step(
-                    {
-                        "step": step + 1,
-                        "loss": total,
-                        "grad_norm": now["grad_norm"],
-                        "lr": lr,
-                        "tokens": self.tokens_per_step * (step + 1),
-                        "seconds": seconds,
-                        "update_seconds": now["time_metrics/update(s)"],
-                        "tokens_per_second": self.tokens_per_step / seconds,
-                        "memory": memory,
-                        **moved,
-                        "loss_scale": now["loss_scale"],
-                        "skipped": now["skipped_steps"] > step_start["skipped_steps"],
-                    }
-                )
-                self._save_after(step + 1, asked)
-                if asked.asked and step + 1 < train.steps:
-                    self.stopped = True
-                    self.report.pause()
-                    text = f"{asked.asked}: ended after {step + 1} of {train.steps} steps"
-                    self.report.line(text, style="yellow")
-                    return
-        except KeyboardInterrupt:
-            self.report.pause()
-            last = f", last loss {self.losses[-1]:.4f}" if self.losses else ""
-            text = f"interrupted after {len(self.losses)} of {train.steps} steps{last}"
-            self.report.line(text, style="yellow")
-            raise
+    def _make(self, step: int) -> None:
+        """Make one step."""
+        train, optimizer = self.train, self.engine.optimizer
+        began, start = time.perf_counter(), metrics(optimizer)
+        total = 0.0
+        for micro in range(train.accumulation):
+            loss = self._loss(train.batch, step, micro) / train.accumulation
+            optimizer.scale(loss).backward()
+            total += loss.item()
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        self.scheduler.step()
+        optimizer.zero_grad()
+        now = metrics(optimizer)
+        memory = {tier.value: round(now[f"memory/{tier}(GiB)"] * GiB) for tier in Tier}
+        moved = _bytes(now, start)
+        if self.job.at.world > 1:
+            total, memory, moved = self._of_all(total, memory, moved)
+        self.losses.append(total)
+        seconds = time.perf_counter() - began
+        record = {
+            "step": step + 1,
+            "loss": total,
+            "grad_norm": now["grad_norm"],
+            "lr": lr,
+            "tokens": self.tokens_per_step * (step + 1),
+            "seconds": seconds,
+            "update_seconds": now["time_metrics/update(s)"],
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "memory": memory,
+            **moved,
+            "skipped": now["skipped_steps"] > start["skipped_steps"],
+        }
+        lost = self.report.step(record)
+        self.log(**record, **({"output_lost": lost} if lost else {}))
 
     def _of_all(
-        self, loss: float, memory: dict[str, int], moved: dict[str, int], stop: AfterThis
-    ) -> tuple[float, dict[str, int], dict[str, int], Agreed]:
-        """Return the mean loss of all ranks, the sums of their bytes, and what ends the run, if a signal has
-        reached any of them: all have the same from here to the next step."""
-        signals = [float(stop.asked == name) for name in SIGNALS]
-        told = self.job.sums([loss, *memory.values(), *moved.values(), *signals])
-        ended = [name for name, count in zip(SIGNALS, told[-len(SIGNALS) :], strict=True) if count]
+        self, loss: float, memory: dict[str, int], moved: dict[str, int]
+    ) -> tuple[float, dict[str, int], dict[str, int]]:
+        """Return the mean loss of all ranks, and the sums of their bytes."""
+        told = self.job.sums([loss, *memory.values(), *moved.values()])
         sums = iter(map(round, told[1:]))
         memory, moved = ({name: next(sums) for name in each} for each in (memory, moved))
-        return told[0] / self.job.at.world, memory, moved, Agreed(ended[0] if ended else "")
+        return told[0] / self.job.at.world, memory, moved
 
     def say_losses(self) -> tuple[float, float]:
         """Say whether the loss fell; return the mean of the first and of the last losses: a tenth of the
@@ -472,7 +390,7 @@ class Training:
 
     def sample(self) -> str:
         """Generate text, shown as it comes; return it with its prompt."""
-        train, tokenizer = self.run.train, self.workload.tokenizer
+        train, tokenizer = self.train, self.workload.tokenizer
         if not train.sample_tokens:
             return ""
         prompt = train.prompt if train.prompt is not None else _PROMPT

@@ -21,7 +21,7 @@ from infinity.core.sizes import ITEMSIZES, dtype_name
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
 
-from .settings import ModelSettings, Run
+from .settings import ModelSettings, RunSettings
 from .shape import Activations, GPTShape, activations_of, idle_of, shape_from, units_of
 
 if TYPE_CHECKING:  # it takes seconds, and a plan of the built-in model needs none: imported where one is made
@@ -276,7 +276,7 @@ def _recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
-def workload_of(run: Run) -> Workload:
+def workload_of(run: RunSettings) -> Workload:
     """Return the workload that a run names.
 
     Raises:

@@ -23,7 +23,7 @@ from infinity.core.optional import optional
 from infinity.storage.checkpoints import Found
 from infinity.storage.tensor_file import read_all
 
-from .settings import BUILT_IN_DTYPE, DataSettings, ModelSettings, Run, TrainSettings
+from .settings import BUILT_IN_DTYPE, DataSettings, ModelSettings, RunSettings, TrainSettings
 from .workload import BuiltIn, Workload, workload_of
 
 #: Is told the next token of each row, as it is made.
@@ -287,7 +287,7 @@ def _workload_of(found: Found) -> tuple[Workload, Any]:
         with reading_ring() as ring:
             values = {} if path is None else read_all(path, ring, content["crcs"]["values"])
         run = decode(content["state"], values, found.path)["train"]["run"]
-        settings = Run(
+        settings = RunSettings(
             ModelSettings(**run["model"]), DataSettings(), TrainSettings(sequence=run["train"]["sequence"])
         )
         workload, dtype = workload_of(settings), run["engine"].get("dtype") or BUILT_IN_DTYPE

@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 import torch
 
-from infinity.cli.console import check_outputs, finish, finite, status_line, table_of, wide_console
+from infinity.cli.console import check_outputs, finish, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, words_option
@@ -31,6 +31,7 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
+from infinity.storage.step_log import finite
 
 from .adam import AdamWork, rate
 from .io_load import (

@@ -1,0 +1,83 @@
+"""The directory of a run: whose it is, and what to do where its newest checkpoint is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.core.errors import CorruptionError, TransferError
+from infinity.storage.checkpoints import aside, is_in, list_checkpoints, warn_apart
+from infinity.storage.folder import Claim
+from infinity.storage.interrupt import LEAST, asked_apart, interrupted
+
+from .together import agree, together
+
+if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
+    from infinity.hardware.ranks import Comm
+
+
+@contextlib.contextmanager
+def claimed(comm: Comm, root: str, check: Callable[[], object]) -> Iterator[None]:
+    """Have `root` for a block, in which no other run may have it: on each file system that ranks see there,
+    by one of them. `check`: raises where it may not be had; called by each that has it. Collective.
+
+    Raises:
+        DirectoryError: a run that is under way has it, or it cannot be made.
+        InfinityError: what `check` raised; of either, as of `together`.
+    """
+    stack = contextlib.ExitStack()
+    with contextlib.ExitStack() as ends:
+        ends.callback(closed_apart, stack.close)
+        word = agree(comm, "a word", secrets.token_hex(4))[0]
+        rank, claims, seen = 0, 0, False
+
+        def take(mark: Path, marks: contextlib.ExitStack) -> None:
+            stack.enter_context(Claim(root))
+            check()
+            if comm.world > 1:
+                marks.callback(mark.unlink, missing_ok=True)
+                mark.touch()
+
+        while rank < comm.world:  # the first one of those that have not seen what the ones before have made
+            mark = Path(root, f".infinity-ranks-{word}-{rank}")
+            with contextlib.ExitStack() as marks:
+                mine = functools.partial(take, mark, marks) if comm.rank == rank else bool
+                together(comm, "the directory of a run", mine)
+                seen = seen or comm.rank == rank or is_in(mark.name, root)
+                rank = [*agree(comm, "who has seen it", seen), False].index(False)
+                claims += 1
+        if claims > 1 and comm.rank == 0:
+            warn_apart(root, claims)
+        yield
+
+
+def closed_apart(close: Callable[[], object]) -> None:
+    """Make `close`, which lets go of a directory; after an interrupt wait only briefly for its drive."""
+    asked_apart(close, lambda: LEAST if interrupted() else None)
+
+
+@contextlib.contextmanager
+def going_on(root: str) -> Iterator[None]:
+    """A block that reads a checkpoint in `root`: the error of a damaged one says how a run goes on from an
+    older one. It never does by itself, as the steps between are lost."""
+    try:
+        yield
+    except (CorruptionError, TransferError) as error:
+        if error.path is not None and (names := aside(root, error.path)) is not None:
+            damaged, away = names
+            older = [f for f in list_checkpoints(root, damaged=False) if f.path != damaged]
+            error.cure = (
+                "bring it again from where it was copied; or set it aside, "
+                f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
+            )
+            error.cure += (
+                f"the run goes on from {older[-1].path}, after {older[-1].step} steps"
+                if older
+                else "begin anew, without resuming: there is no other checkpoint"
+            )
+        raise

@@ -1,0 +1,423 @@
+"""`Run`: a training loop that is saved, that signals end in good order, and that goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+
+from infinity.core.errors import (
+    BackendError,
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    InfinityError,
+)
+from infinity.core.signals import ENDING, SAVED, Ended
+from infinity.core.system_errors import cure, name_limit, reason
+from infinity.storage.checkpoints import check_root, find, list_checkpoints
+from infinity.storage.step_log import StepLog
+
+from .checkpoint import path_of
+from .claimed import claimed, going_on
+from .engine import engine_of
+from .load import load
+from .save import save
+from .together import agree, agree_on_path, together
+from .user_state import check_named, encode, is_tokenizer
+from .wanted import Wanted
+
+_OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
+_TURN: Final = 1.0  # seconds from one look at a lock to the next
+
+
+class Run:
+    """A training run in a directory of checkpoints: a `with` block around its loop.
+
+    ::
+
+        with infinity.Run(optimizer, "runs/1", state={"scheduler": scheduler}, save_every=500) as run:
+            for step in run.steps(10_000):       # goes on behind the newest whole checkpoint in runs/1
+                loss = model(batch(step))
+                loss.backward()
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+                run.log(loss=loss.item())
+
+    It saves when a step is over: every `save_every` steps, every `save_minutes` minutes, after a SIGUSR1, and
+    the last one. A save on the way that fails is told on stderr and by a warning, and the run goes on.
+
+    What ends it:
+
+    - SIGTERM, or SIGHUP of a terminal that is lost: the step under way is saved, the loop ends, and the end
+      of the block raises SystemExit(75), "try again later". When the last step is over, they do what they
+      do without a run.
+    - A second SIGTERM, and Ctrl-C: it ends now, by SystemExit(143) and KeyboardInterrupt (exit code 130).
+    - An exception: the step that it leaves is not saved, and the exception goes on.
+
+    The last two say on stderr how many steps are lost and which checkpoint is whole. What was saved stays
+    whole, whatever ends the run. A step that ``break`` leaves is over if it has called `optimizer.step()`.
+
+    It has handlers of signals on the main thread only, none where the user has one or the signal is ignored,
+    and puts the old ones back at the end (a SIGHUP that came is followed by others: these are ignored).
+
+    With several ranks it is used on all of them alike. What a signal or a clock says on one rank counts for
+    all; an exception of one ends all. The first rank has the log, and says what there is to say.
+
+    Args:
+        optimizer: as `wrap` returned it.
+        path: the directory of checkpoints, made if there is none; the same on all ranks. It is this run's
+            alone while the block lasts. None: nothing is saved, and signals do what they do without a run.
+        state: more to be saved and loaded, by name: see `save` and `load`.
+        save_every: steps between checkpoints. save_minutes: minutes between them; 0: after each step.
+        keep_last: so many checkpoints stay, and older ones are removed. None: all stay.
+        resume: whether the run goes on from the newest checkpoint in `path`. None: if there is one.
+        log: a file that gets one JSON object for each step: its number (from 1), time, the run's id, seconds,
+            grad_norm, whether the step was skipped, and what `log` was given. A run that goes on cuts it back
+            to the steps that its checkpoint has.
+
+    Attributes:
+        begin: steps that were made when the block began; step: that are over now; kept: that are saved.
+        state: what was loaded of `state`, as `load` returned it.
+        saved: the newest checkpoint; None: there is none.
+        id: of the run, kept when it goes on.
+        stopped: whether a signal has ended it before its last step.
+        incomplete: why checkpoints on the way, or the log, are missing: errors, one of a kind.
+
+    Raises (by the ``with``, before anything was trained):
+        ConfigError: an argument makes no sense, or there is a checkpoint with ``resume=False``.
+        StateDictError: `state` cannot be saved, or the checkpoint does not fit.
+        DirectoryError: another run that is under way has the directory; it cannot be written, is itself a
+            checkpoint, or has none with ``resume=True``.
+        CorruptionError: the newest checkpoint is damaged; `cure` has the command that sets it aside.
+        DataError: the log cannot be written, or is a file of another kind.
+
+    At the end the error of a last save that failed is raised: it is of a class that `save` raises, and says
+    how many steps are lost.
+    """
+
+    _log_option = "log="
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        path: str | os.PathLike[str] | None,
+        *,
+        state: MutableMapping[str, Any] | None = None,
+        save_every: int | None = None,
+        save_minutes: float | None = None,
+        keep_last: int | None = 2,
+        resume: bool | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("save_every", save_every, 1),
+            ("save_minutes", save_minutes, 0),
+            ("keep_last", keep_last, 1),
+        ):
+            if value is not None and (not value >= least or (least and type(value) is not int)):
+                raise ConfigError(
+                    f"{name}={value!r} makes no sense",
+                    expected=f"None, or {least} and more",
+                    cure=f"{name}=2",
+                )
+        check_named(state)
+        self.engine = engine_of(optimizer)
+        self.optimizer = optimizer
+        self.root = None if path is None else os.path.abspath(path_of(path))
+        self.begin = self.step = self.kept = 0
+        self.state: dict[str, Any] = {}
+        self.saved: str | None = None
+        self.id = secrets.token_hex(4)
+        self.stopped = False
+        self.lost: InfinityError | None = None  # why the last save failed
+        self.incomplete: list[InfinityError] = []
+        self.first = self.engine.comm.rank == 0
+        self._given: MutableMapping[str, Any] = {} if state is None else state
+        self._every, self._keep_last = save_every, keep_last
+        self._resume = resume
+        self._log_path = None if log is None or not self.first else os.fspath(log)
+        self._log: StepLog | None = None
+        self._asked = Wanted(self.engine, save_minutes)
+        self._stack = contextlib.ExitStack()
+        self._total = 0
+        self._figures: dict[str, Any] = {}
+        self._inside = False  # whether a step is under way
+        self._before = (0, 0)  # as of `_made`, when it began
+        self._began = 0.0
+        self._kinds: set[tuple[type, int | None]] = set()
+        self._vanished: set[str] = set()
+
+    # -- the block --------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        with contextlib.ExitStack() as stack:
+            self._take(stack)
+            together(self.engine.comm, "the log of a run", self._open_log)
+            stack.callback(self._end_log)
+            stack.callback(self._asked.give_back)
+            if self.root is not None:
+                self._asked.take()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)
+        if error is not None:
+            if not isinstance(error, SystemExit):
+                self.engine.comm.post(error)
+            if words := self._last_words():
+                self._say(words)
+            if isinstance(error, Ended):
+                raise SystemExit(128 + error.number) from error
+            return
+        if self.lost is not None:
+            gone = self.step - self.kept
+            self.lost.what = f"{gone} of the {self.step} steps are lost: {self.lost.what}"
+            raise self.lost
+        if self._asked.end:
+            raise SystemExit(SAVED)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End what the block has open; save a step that was left by ``break``."""
+        with self._stack:
+            if error is None and self._inside and self._made() != self._before:
+                self._end_step(last=True)
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        """Have the directory until `stack` ends, and go on from its newest checkpoint."""
+        comm, root = self.engine.comm, self.root
+        if root is None:
+            return
+        agree_on_path(comm, "a run", root)
+        encode({k: v for k, v in self._given.items() if not is_tokenizer(v)}, {})  # or it is refused
+        stack.enter_context(claimed(comm, root, functools.partial(check_root, root)))
+        self.id = agree(comm, "the id of a run", self.id)[0]
+        look = functools.partial(self._find, root) if self.first else bool
+        found = together(comm, "the checkpoint that a run goes on from", look)[0]
+        if found:
+            with going_on(root):
+                self.state = load(self.optimizer, found, state=self._given)
+            own = self.state.pop(_OWN, {})
+            self.id = own.get("id", self.id)
+            self.begin = self.step = self.kept = own.get("step", self.engine.optimizer.steps)
+            self.saved = found
+
+    def _find(self, root: str) -> str:
+        """Return the checkpoint that the run goes on from; "": it begins."""
+        with going_on(root):
+            if self._resume:
+                return find(root).path
+            there = list_checkpoints(root)
+        if there and self._resume is False:
+            raise ConfigError(
+                f"{root} has the checkpoints of another run",
+                expected="a directory of its own for each run, so that none is mixed up or removed",
+                found=os.path.basename(there[-1].path),
+                cure="resume=None to go on with that run, or another directory",
+            )
+        return there[-1].path if there else ""
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the number (from 0) of each step that is left to make of `total`. When the body of the loop
+        has come to its end, the step is over: it is logged, and saved where it is time to."""
+        self._total = total
+        if self.root is not None:
+            self._asked.take()
+        while self.step < total and not self.stopped:
+            self._inside, self._before, self._began = True, self._made(), time.perf_counter()
+            self._figures = {}
+            yield self.step
+            self._end_step(last=self.step + 1 >= total)
+        if not self.stopped:
+            self._asked.give_back(ENDING)
+
+    def log(self, **figures: Any) -> None:
+        """Have the log say more of the step under way: values that JSON has, or tensors of one element. With
+        `tokens`, those of this step, it has ``tokens_per_second``, too.
+
+        Raises:
+            TypeError: JSON has no word for a value.
+        """
+        values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
+        json.dumps(values)
+        self._figures.update(values)
+
+    def save(self) -> None:
+        """Save now; inside of a step, when it is over. Raises as `infinity.save`."""
+        if self.root is None or self._inside:
+            self._asked.save = True
+            return
+        state = {**self._given, _OWN: {"step": self.step, "id": self.id}}
+        self.saved = save(self.optimizer, self.root, state=state, keep_last=self._keep_last)
+        self.kept = self.step
+
+    def _made(self) -> tuple[int, int]:
+        return self.engine.optimizer.steps, self.engine.optimizer.skipped_steps
+
+    def _end_step(self, last: bool) -> None:
+        self._inside = False
+        self.step += 1
+        self._write_line()
+        if self.root is None:
+            return
+        asked, due = self._asked.agreed(self._every is not None and self.step % self._every == 0)
+        if not (last or asked or due):
+            return
+        if last or asked:
+            self._save_last()
+        elif (error := self._failed(self.save)) is not None:
+            self._tell(f"no checkpoint of step {self.step}: the run goes on")
+            self._fail(error)
+        if asked and not last:
+            self.stopped = True
+            self._tell(f"{asked}: ended after {self.step} of {self._total} steps")
+
+    # -- saves ------------------------------------------------------------------------------
+
+    def _save_last(self) -> None:
+        self.lost = error = self._failed(self._save_in_turn)
+        if error is None:
+            return
+        usual = "make room there, or look after its drive"
+        then = f"`{self._command()}` makes the lost steps again" if self.saved else "train again"
+        error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
+        self.incomplete.append(error)
+
+    def _failed(self, save: Callable[[], None]) -> InfinityError | None:
+        """Save; return why that failed, where the system has refused something. What is trained is whole."""
+        assert self.root is not None
+        self._say_what_vanished(self.root)
+        try:
+            save()
+        except CorruptionError:
+            raise
+        except (OSError, BackendError) as error:
+            if isinstance(error, InfinityError):
+                name_limit(error)
+                return error
+            return DirectoryError(
+                f"cannot save into {self.root}",
+                errno=error.errno,
+                path=self.root,
+                found=reason(error.errno),
+                cure=cure(error.errno, "check the directory's permissions and the room on its drive"),
+            )
+        return None
+
+    def _save_in_turn(self) -> None:
+        """Save; wait for another process that is saving into the directory."""
+        waits = False
+        while True:
+            try:
+                return self.save()
+            except DirectoryError as error:
+                if error.errno != errno.EAGAIN:  # what a lock says that another one has
+                    raise
+            if not waits:
+                self._tell(f"another process saves into {self.root}: waits for it")
+            waits = True
+            time.sleep(_TURN)
+
+    def _say_what_vanished(self, root: str) -> None:
+        """Say which directories of this run somebody has removed, or unmounted, each once."""
+        kept = [self.saved] if self.saved else []
+        for path in (root, *kept, *self.engine.config.directories):
+            if path not in self._vanished and not os.path.isdir(path):
+                self._vanished.add(path)
+                what = (
+                    "the files of this run have no name there, and take its room until the run ends"
+                    if path in self.engine.config.directories
+                    else "what was saved there is gone; it is made again, where its path now leads"
+                )
+                self._tell(f"{path} has vanished during the run: {what}")
+
+    # -- the log ----------------------------------------------------------------------------
+
+    def _open_log(self) -> None:
+        if self._log_path is not None:
+            self._log = StepLog(self._log_path, self.begin, self._log_option)
+
+    def _write_line(self) -> None:
+        if self._log is None:
+            return
+        seconds, optimizer = time.perf_counter() - self._began, self.engine.optimizer
+        record = {
+            "step": self.step,
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "run": self.id,
+            "seconds": seconds,
+            "grad_norm": optimizer.grad_norm,
+            "loss_scale": optimizer.loss_scale,
+            "skipped": optimizer.skipped_steps > self._before[1],
+        }
+        if "tokens" in self._figures:
+            record["tokens_per_second"] = self._figures["tokens"] / seconds
+        self._lose_log(self._log, self._log.write({**record, **self._figures, "step": self.step}))
+
+    def _end_log(self) -> None:
+        if self._log is not None:
+            self._lose_log(self._log, self._log.close())
+
+    def _lose_log(self, log: StepLog, error: InfinityError | None) -> None:
+        if error is not None:
+            what = f"the log {log.path!r} cannot be written ({log.why})"
+            self._say(f"warning: {what}: the run goes on without it")
+            self.incomplete.append(error)
+
+    # -- words ------------------------------------------------------------------------------
+
+    def _last_words(self) -> str:
+        """Return what is lost and what is whole, where this ends before its end."""
+        if self.root is None:
+            return ""
+        gone = self.step - self.kept
+        words = f"{gone} of the {self.step} steps are lost. " if gone else ""
+        if not self.saved:
+            return f"{words}There is no checkpoint." if words else ""
+        return (
+            f"{words}The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
+            f"`{self._command()}` goes on from it."
+        )
+
+    def _command(self) -> str:
+        """Return what goes on with this run."""
+        return f"infinity.Run(optimizer, {self.root!r})"
+
+    def _say(self, text: str) -> None:
+        if self.first:
+            with contextlib.suppress(OSError, AttributeError):  # a terminal that has hung up hears nothing
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+
+    def _tell(self, text: str) -> None:
+        """Say what happens on the way."""
+        self._say(text)
+
+    def _fail(self, error: InfinityError) -> None:
+        """Keep and show why a checkpoint on the way is missing. One of a kind is shown, and kept, once: a run
+        of a week may fail each hour in the same way."""
+        kind = (type(error), getattr(error, "errno", None))
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self.incomplete.append(error)
+            self._show(error)
+
+    def _show(self, error: InfinityError) -> None:
+        if self.first:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)

@@ -1,0 +1,99 @@
+"""Signals that ask a process to end, or a run to save.
+
+SIGTERM and SIGHUP end a process as Ctrl-C does: what it has open is closed. Where there is something to be
+saved first (`Asked`), SIGHUP and the first SIGTERM only ask for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Collection, Iterable
+from types import FrameType
+from typing import Any, Final
+
+#: Signals that end a process.
+ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+#: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
+SAVED: Final = 75
+
+#: The signal that came: what an import or a library makes of its exception does not tell.
+_came: list[Ended] = []
+_hung_up: list[bool] = []
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asks this process to end. `number`: which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """A handler that raises `Ended`, once."""
+    for other in ENDING:  # a hang-up comes with a second one: it must not disturb the closing
+        if signal.getsignal(other) is end:
+            signal.signal(other, ignore)
+    _came.append(Ended(number))
+    raise _came[-1]
+
+
+def ended() -> Ended | None:
+    """Return the signal that has come, if one has."""
+    return _came[0] if _came else None
+
+
+def hung_up() -> bool:
+    """Return whether the terminal has gone while a run was asked to end: every reader went with it."""
+    return bool(_hung_up)
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Python complains of a signal that came just before it is ignored; of this one it does not."""
+
+
+class Asked:
+    """From `take` to `give_back` signals only ask: SIGTERM and SIGHUP set `end`, to the name of what came
+    first, and SIGUSR1 sets `save`. A second SIGTERM raises `Ended`. A second SIGHUP does not: a terminal that
+    is lost sends several.
+    """
+
+    def __init__(self) -> None:
+        self.end = ""
+        self.save = False
+        self._hung_up = False
+        self._before: dict[int, Any] = {}
+
+    def take(self, also: Collection[Any] = ()) -> None:
+        """Have the handlers. A signal that is ignored (nohup) or that somebody else handles, but for `also`,
+        stays so, and no other thread than the main one can have any."""
+        if threading.current_thread() is threading.main_thread():
+            for number in {*ENDING, signal.SIGUSR1} - self._before.keys():
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, end, ignore, *also):
+                    self._before[number] = before
+                    signal.signal(number, self._ask)
+
+    def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
+        """Put the handlers back. After a SIGHUP, and in a command that is asked to end, the next SIGHUP is
+        ignored: the process is about to end, and it must not disturb that."""
+        for number in self._before.keys() & set(numbers):
+            before = self._before.pop(number)
+            now = signal.getsignal(number)
+            ends = self._hung_up or (self.end and before is end)
+            if number == signal.SIGHUP and now == self._ask and ends:
+                signal.signal(number, ignore)
+            elif now in (self._ask, end) or (now is ignore and before is not end):
+                signal.signal(number, before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
+        self.end = self.end or signal.Signals(number).name
+        if number == signal.SIGHUP:
+            self._hung_up = True
+            _hung_up.append(True)
+        else:
+            signal.signal(number, end)

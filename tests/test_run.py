@@ -1,0 +1,586 @@
+"""`infinity.Run`: what ends a loop of a user's own, and that it goes on from there as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import infinity
+from infinity.core.errors import ConfigError, DataError, DirectoryError, StateDictError
+from infinity.storage.checkpoints import find, list_checkpoints
+from infinity.storage.folder import lock_directory
+
+from .command_line import ROOT, mounted, started, wait_for_line, words
+from .ranks import Result, run_ranks
+
+#: A user's program: `python -c PROGRAM DIRECTORY TOTAL WIDTH ARGUMENTS`, those of `Run` as JSON, and `act`,
+#: which is done at the end of each step.
+PROGRAM = """
+import json, os, signal, sys, time
+import torch
+import infinity
+
+# Whoever runs these tests may have been told to ignore them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), signal.SIG_DFL)
+folder, total, width, more = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+act, config = more.pop("act", ""), infinity.Config(device="cpu", dtype="fp32", chunk_elements=65536)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
+model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+rank = int(os.environ.get("RANK", 0))
+with infinity.Run(optimizer, folder, state={"scheduler": scheduler}, **more) as run:
+    print("begins", run.begin, flush=True)
+    for step in run.steps(total):
+        batch = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        run.log(loss=loss)
+        exec(act)
+        print("made", step + 1, flush=True)
+    print("ends", run.step, flush=True)
+print("after", flush=True)
+infinity.close(optimizer)
+"""
+LONG = "100000"
+
+
+def program(folder: object, total: object, *, width: int = 16, **more: Any) -> list[str]:
+    return ["-c", PROGRAM, str(folder), str(total), str(width), json.dumps(more)]
+
+
+def made(*arguments: str, code: int = 0) -> tuple[str, str]:
+    """Run to the end; return what was said."""
+    with started(*arguments) as child:
+        out, err = child.communicate(timeout=100)
+    assert child.returncode == code, (out, err)
+    return out, err
+
+
+def tensors(folder: object) -> dict[str, torch.Tensor]:
+    """Everything of the newest checkpoint that is a tensor, but for the generators that nobody draws from."""
+    found = find(str(folder))
+    return {
+        f"{stem} {name}": tensor
+        for stem in found.content["files"]
+        for name, tensor in load_file(Path(found.file(stem) or "")).items()
+        if "numpy" not in name and "python" not in name
+    }
+
+
+def assert_same(one: object, other: object) -> None:
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def lines_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.open()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint and log of twelve steps that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    out, err = made(*program(folder / "run", 12, save_every=5, log=str(folder / "log")))
+    assert out.endswith("ends 12\nafter\n")
+    assert err == ""
+    assert [found.step for found in list_checkpoints(str(folder / "run"))] == [10, 12], "two are kept"
+    return folder
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
+    name: str, whole: Path, tmp_path: Path
+) -> None:
+    more = {"save_every": 5, "log": str(tmp_path / "log")}
+    act = f"if step == 6: os.kill(os.getpid(), signal.{name})"
+    out, err = made(*program(tmp_path / "run", 12, act=act, **more), code=75)
+    assert out.endswith("made 7\nends 7\n"), "what follows the block is not reached"
+    assert err == f"{name}: ended after 7 of 12 steps\n"
+    assert find(str(tmp_path / "run")).step == 7
+    out, err = made(*program(tmp_path / "run", 12, **more))
+    assert out.startswith("begins 7\nmade 8\n")
+    assert_same(tmp_path / "run", whole / "run")
+    ours, theirs = lines_of(tmp_path / "log"), lines_of(whole / "log")
+    for key in ("step", "loss", "grad_norm", "skipped"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+    assert len({line["run"] for line in ours}) == 1, "it is the same run"
+    assert ours[0]["run"] != theirs[0]["run"]
+    times = [datetime.fromisoformat(line["time"]) for line in ours]
+    assert times == sorted(times)
+    assert all(line["seconds"] > 0 for line in ours)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    """Its log has steps that no checkpoint has, and a part of a line."""
+    log = tmp_path / "log"
+    more = {"save_every": 5, "log": str(log)}
+    act = "if step == 8: os.kill(os.getpid(), signal.SIGKILL)"
+    made(*program(tmp_path / "run", 12, act=act, **more), code=-signal.SIGKILL)
+    assert [line["step"] for line in lines_of(log)] == [*range(1, 9)]
+    with log.open("a") as file:
+        file.write('{"step": 9, "lo')
+    out, _ = made(*program(tmp_path / "run", 12, resume=True, **more))
+    assert out.startswith("begins 5\n")
+    assert_same(tmp_path / "run", whole / "run")
+    assert [line["loss"] for line in lines_of(log)] == [line["loss"] for line in lines_of(whole / "log")]
+
+
+def test_sigusr1_saves_after_the_step(tmp_path: Path) -> None:
+    act = "if step == 2: os.kill(os.getpid(), signal.SIGUSR1)"
+    act += "\nif step == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    made(*program(tmp_path, 12, act=act), code=-signal.SIGKILL)
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [3]
+
+
+def test_the_clock_saves(tmp_path: Path) -> None:
+    act = "if step == 2: time.sleep(1.1)"
+    act += "\nif step == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    for name, seconds in (("soon", 1), ("late", 3600)):
+        command = program(tmp_path / name, 12, act=act, save_minutes=seconds / 60)
+        made(*command, code=-signal.SIGKILL)
+    assert [found.step for found in list_checkpoints(str(tmp_path / "soon"))][-1:] == [3]
+    assert list_checkpoints(str(tmp_path / "late")) == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
+    """Here in a step that takes long."""
+    act = (
+        "if step == 6:\n    print('now', flush=True)\n    while not run._asked.end: time.sleep(0.01)\n"
+        "    print('asked', flush=True)\n    time.sleep(100)"
+    )
+    with started(*program(tmp_path, LONG, act=act, save_every=5)) as child:
+        wait_for_line(child, "now")
+        child.send_signal(signal.SIGTERM)
+        wait_for_line(child, "asked")  # the kernel makes one of two that are pending
+        child.send_signal(second)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == (143 if second == signal.SIGTERM else -signal.SIGINT), err
+    assert (
+        f"1 of the 6 steps are lost. The newest whole checkpoint is {tmp_path}/step-5, after 5 steps; "
+        f"`infinity.Run(optimizer, '{tmp_path}')` goes on from it.\n"
+    ) in err
+    assert ("Traceback" in err) == (second == signal.SIGINT), "which Python says of its own"
+    assert "ends" not in out
+    assert_free(tmp_path)
+
+
+def assert_free(folder: Path) -> None:
+    assert not list(folder.glob(".run.lock"))
+
+
+def test_an_error_in_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
+    act = "if step == 6: raise KeyError('mine')"
+    _, err = made(*program(tmp_path, 12, act=act, save_every=5), code=1)
+    assert "1 of the 6 steps are lost. The newest whole checkpoint is" in err
+    assert err.endswith("KeyError: 'mine'\n")
+    assert find(str(tmp_path)).step == 5
+    assert_free(tmp_path)
+    _, err = made(*program(tmp_path / "none", 12, act=act), code=1)
+    assert "6 of the 6 steps are lost. There is no checkpoint." in err
+    assert not os.path.exists(tmp_path / "none"), "what it has made goes with it"
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    act = "time.sleep(0.1)"
+    with started(*program(tmp_path, LONG, act=act)) as child:
+        wait_for_line(child, "made 1")
+        _, err = made(*program(tmp_path, 12), code=1)
+        assert f"DirectoryError: another run into {tmp_path} is under way" in err
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    made(*program(tmp_path, 12))
+
+
+@pytest.mark.root
+def test_a_full_disk_at_the_last_save(tmp_path: Path) -> None:
+    """The one on the way that fails is told, and ends nothing."""
+    with mounted("-t", "tmpfs", "-o", "size=2m", "none") as place:
+        fill = "fill = lambda: open(folder + '/theirs', 'wb').write(bytes(1 << 20))\n"
+        act = fill + "if step == 6: fill()"
+        out, err = made(*program(f"{place}/run", 12, width=256, act=act, save_every=5), code=1)
+        assert out.endswith("ends 12\n")
+        assert "no checkpoint of step 10: the run goes on\n" in err
+        assert err.count("RuntimeWarning: no room for a checkpoint") == 1
+        assert "DirectoryError: 7 of the 12 steps are lost: no room for a checkpoint" in err
+        assert f"`infinity.Run(optimizer, '{place}/run')` makes the lost steps again" in err
+        assert find(f"{place}/run").step == 5
+        os.unlink(f"{place}/run/theirs")
+        out, _ = made(*program(f"{place}/run", 12, width=256))
+        assert out.startswith("begins 5\n")
+
+
+@pytest.mark.root
+def test_a_log_without_room_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+    with mounted("-t", "tmpfs", "-o", "size=8k", "none") as place:
+        _, err = made(*program(tmp_path, 200, log=f"{place}/log"))
+        steps = [line["step"] for line in lines_of(Path(place, "log"))]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert 1 < len(steps) < 200
+    what = f"warning: the log '{place}/log' cannot be written (No space left on device): the run goes on"
+    assert err.count(what) == 1
+
+
+# -- several ranks ----------------------------------------------------------------------------
+
+
+def ranks_of(*arguments: str) -> list[Result]:
+    return run_ranks(2, PROGRAM, *arguments[2:], seconds=100)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_counts_for_all(rank: int, tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    act = f"if step == 3 and rank == {rank}: os.kill(os.getpid(), signal.SIGTERM)"
+    results = ranks_of(*program(tmp_path / "run", 12, act=act, log=log))
+    assert [code for code, *_ in results] == [75, 75], results
+    assert [err for *_, err in results] == ["SIGTERM: ended after 4 of 12 steps\n", ""]
+    assert find(str(tmp_path / "run")).step == 4
+    assert ranks_of(*program(tmp_path / "run", 6, log=log))[1][1].startswith("begins 4\n")
+    assert [line["step"] for line in lines_of(Path(log))] == [*range(1, 7)]
+
+
+def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
+    act = "if step == 3 and rank == 1: raise KeyError('mine')"
+    results = ranks_of(*program(tmp_path, 12, act=act, save_every=2))
+    assert [code for code, *_ in results] == [1, 1], results
+    newest = "steps are lost. The newest whole checkpoint is"
+    assert f"{newest} {tmp_path}/step-2, after 2 steps" in results[0][2]
+    assert "rank 1 failed: KeyError" in results[0][2]
+    assert "KeyError" in results[1][2]
+    assert "steps are lost" not in results[1][2]
+    assert_free(tmp_path)
+
+
+def test_a_directory_that_another_run_has_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with started(*program(tmp_path, LONG, act="time.sleep(0.1)")) as child:
+        wait_for_line(child, "made 1")
+        results = ranks_of(*program(tmp_path, 12))
+    assert [code for code, *_ in results] == [1, 1], results
+    assert "DirectoryError: another run into" in results[0][2]
+    assert "DirectoryError: rank 0: another run into" in results[1][2]
+
+
+# -- in this process --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def optimizer() -> Iterator[torch.optim.Optimizer]:
+    global _model
+    _model = nn.Linear(4, 4)
+    plain = torch.optim.AdamW(_model.parameters())
+    _model, optimizer = infinity.wrap(_model, plain, infinity.Config(device="cpu", dtype="fp32"))
+    yield optimizer
+    infinity.close(optimizer)
+
+
+_model: nn.Module
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    _model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_a_run_says_of_itself(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"best": 1.5}
+    log = tmp_path / "log"
+    with infinity.Run(optimizer, tmp_path / "run", state=state, log=log) as run:
+        assert (run.begin, run.step, run.kept, run.saved, run.state) == (0, 0, 0, None, {})
+        for step in run.steps(3):
+            assert run.step == step
+            step_of(optimizer)
+            state["best"] = step
+            run.log(tokens=64, loss=torch.tensor(float("nan")))
+            if step == 0:
+                run.save()
+                assert run.saved is None, "not before the step is over"
+            if step == 1:
+                assert run.saved == str(tmp_path / "run" / "step-1")
+        assert (run.step, run.kept) == (3, 3)
+    line = lines_of(log)[-1]
+    assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
+    assert line["loss"] is None
+    state["best"] = 9
+    with infinity.Run(optimizer, tmp_path / "run", state=state) as again:
+        assert (again.begin, again.step, again.kept, again.saved) == (3, 3, 3, run.saved)
+        assert again.state == {"best": 2} == state
+        assert again.id == run.id
+        assert [*again.steps(3)] == []
+
+
+def test_a_step_that_is_left_by_break_is_over_if_it_was_made(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with infinity.Run(optimizer, tmp_path) as run:
+        for step in run.steps(9):
+            step_of(optimizer)
+            if step == 2:
+                break
+    assert (run.step, run.kept) == (3, 3)
+    with infinity.Run(optimizer, tmp_path) as run:
+        assert run.begin == 3
+        for _ in run.steps(9):
+            break
+    assert run.step == 3
+
+
+def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    for _ in range(4):
+        step_of(optimizer)
+    infinity.save(optimizer, tmp_path)
+    with infinity.Run(optimizer, tmp_path) as run:
+        assert run.begin == 4
+    with pytest.raises(ConfigError, match="another run"):
+        infinity.Run(optimizer, tmp_path, resume=False).__enter__()
+    with pytest.raises(DirectoryError, match="no checkpoint"):
+        infinity.Run(optimizer, tmp_path / "other", resume=True).__enter__()
+    with pytest.raises(DirectoryError, match="in which no others are saved"):
+        infinity.Run(optimizer, tmp_path / "step-4").__enter__()
+    assert sorted(os.listdir(tmp_path)) == ["step-4"]
+
+
+def test_a_damaged_checkpoint_says_how_the_run_goes_on(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with infinity.Run(optimizer, tmp_path, save_every=1) as run:
+        for _ in run.steps(2):
+            step_of(optimizer)
+    os.truncate(find(str(tmp_path)).file("parameters") or "", 100)
+    with pytest.raises(infinity.InfinityError) as caught:
+        infinity.Run(optimizer, tmp_path).__enter__()
+    cure = caught.value.cure or ""
+    assert f"the run goes on from {tmp_path}/step-1, after 1 steps" in cure
+    subprocess.run(cure.split("`")[1], shell=True, check=True, timeout=30)
+    with infinity.Run(optimizer, tmp_path) as run:
+        assert run.begin == 1
+
+
+@pytest.mark.parametrize(
+    "more", [{"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}], ids=str
+)
+def test_arguments_that_make_no_sense(
+    more: dict[str, Any], optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="makes no sense"):
+        infinity.Run(optimizer, tmp_path, **more)
+
+
+def test_what_cannot_be_saved_or_logged_is_refused_at_once(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with pytest.raises(StateDictError):
+        infinity.Run(optimizer, tmp_path / "run", state={"loader": object()}).__enter__()
+    assert not os.path.exists(tmp_path / "run")
+    notes = tmp_path / "notes"
+    notes.write_text("mine\n")
+    with pytest.raises(DataError, match="no log of a run"):
+        infinity.Run(optimizer, tmp_path / "run", log=notes).__enter__()
+    assert notes.read_text() == "mine\n"
+    assert not os.path.exists(tmp_path / "run")
+    with infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "log") as run:
+        with pytest.raises(TypeError):
+            run.log(model=_model)
+
+
+def code_of(
+    run: infinity.Run, optimizer: torch.optim.Optimizer, act: Callable[[int], None]
+) -> tuple[object, infinity.Run]:
+    """Make steps until something ends the process; return its exit code."""
+    try:
+        with run:
+            for step in run.steps(9):
+                step_of(optimizer)
+                act(step)
+    except SystemExit as error:
+        return error.code, run
+    return 0, run
+
+
+def test_handlers_are_put_back_and_those_of_others_stay(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    mine: list[int] = []
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, lambda number, frame: mine.append(number))
+        there = [signal.getsignal(number) for number in numbers]
+
+        def looks(step: int) -> None:
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            assert [signal.getsignal(number) for number in numbers][1:] == there[1:]
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGHUP)
+            if step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+        def twice(step: int) -> None:
+            if step == 5:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+
+        code, run = code_of(infinity.Run(optimizer, tmp_path), optimizer, looks)
+        assert code == 75
+        assert (run.step, run.kept, run.stopped) == (4, 4, True)
+        assert mine == [signal.SIGUSR1]
+        assert [signal.getsignal(number) for number in numbers] == there
+        code, run = code_of(infinity.Run(optimizer, tmp_path), optimizer, twice)
+        assert code == 143
+        assert (run.step, run.kept, run.stopped) == (5, 4, False)
+        assert [signal.getsignal(number) for number in numbers] == there
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_run_on_another_thread_has_no_handlers(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with infinity.Run(optimizer, tmp_path) as run:
+            for _ in run.steps(2):
+                step_of(optimizer)
+                seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == [before, before]
+    assert find(str(tmp_path)).step == 2
+
+
+def test_the_last_save_waits_for_that_of_another_process(
+    optimizer: torch.optim.Optimizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lock = lock_directory(str(tmp_path), "save")
+    turns = iter([lambda: None, lock.close])
+    monkeypatch.setattr("infinity.api.run.time.sleep", lambda _: next(turns)())
+    with infinity.Run(optimizer, tmp_path) as run:
+        for _ in run.steps(1):
+            step_of(optimizer)
+    assert run.kept == 1
+    assert capsys.readouterr().err.count("waits for it") == 1
+
+
+def test_directories_that_vanish_are_told(
+    optimizer: torch.optim.Optimizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with infinity.Run(optimizer, tmp_path / "run", save_every=1) as run:
+        for step in run.steps(3):
+            step_of(optimizer)
+            if step == 1:
+                os.rename(tmp_path / "run", tmp_path / "away")
+    said = capsys.readouterr().err
+    assert len(re.findall(f"{tmp_path}/run has vanished during the run", said)) == 1
+    assert find(str(tmp_path / "run")).step == 3
+
+
+def test_a_log_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with infinity.Run(optimizer, None, log=tmp_path / "log") as run:
+        for _ in run.steps(2):
+            assert signal.getsignal(signal.SIGTERM) == before
+            step_of(optimizer)
+    assert [line["step"] for line in lines_of(tmp_path / "log")] == [1, 2]
+    assert os.listdir(tmp_path) == ["log"]
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
+    text: str, nvme: str, tmp_path: Path
+) -> None:
+    command = words(text, nvme, "--steps", LONG, "--threads", "1", "--output", str(tmp_path / "out"))
+    with started("-m", "infinity", "train", *command) as child:
+        wait_for_line(child, "step 1/")
+        script = "from infinity.cli.main import main\nmain()\n"
+        results = run_ranks(2, script, "train", *command, seconds=100)
+    assert [code for code, *_ in results] == [2, 2], results
+    said = [err for *_, err in results if err]
+    assert len(said) == 1
+    assert said[0].startswith(f"error: rank 0: another run into {tmp_path}/out is under way\n")
+
+
+# -- infinity train ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_the_command_is_such_a_run(text: str, nvme: str, tmp_path: Path) -> None:
+    """It saves by the clock and after SIGUSR1, and its log has times and an id, which it keeps."""
+    root, log = str(tmp_path / "out"), tmp_path / "log"
+    more = ["--output", root, "--json-log", str(log), "--keep-last", "9"]
+    command = ["-m", "infinity", "train", *words(text, nvme, "--steps", LONG, *more)]
+    with started(*command, preexec_fn=usual_signals) as child:
+        wait_for_line(child, "step 1/")
+        child.send_signal(signal.SIGUSR1)
+        wait_for_line(child, "saved ")
+        wait_for_line(child, "step ")
+        child.terminate()
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 75, err
+    assert len(list_checkpoints(root)) == 2
+    steps = find(root).step
+    again = ["--resume", "--output", root, "--steps", str(steps + 2), "--save-minutes", "0"]
+    with started("-m", "infinity", "train", *again) as child:
+        out, err = child.communicate(timeout=100)
+    assert child.returncode == 0, err
+    assert "changed: --save-minutes default → 0.0\n" in out
+    assert [found.step for found in list_checkpoints(root)][2:] == [steps + 1, steps + 2]
+    lines = lines_of(log)
+    assert [line["step"] for line in lines] == [*range(1, steps + 3)]
+    assert len({line["run"] for line in lines}) == 1
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times)
+
+
+def usual_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+# -- docs/runs.md -----------------------------------------------------------------------------
+
+
+def test_the_script_of_the_documents(tmp_path: Path) -> None:
+    """As it stands; a SIGTERM between has it end and go on."""
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n([\s\S]*?)```", text)
+    before = (
+        f"import os, signal\nos.chdir({str(tmp_path)!r})\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+    )
+    loop = "    for step in run.steps(100):\n"
+    assert loop in code
+    signalled = code.replace(loop, loop + "        if step == 30: os.kill(os.getpid(), signal.SIGTERM)\n")
+    _, err = made("-c", before + signalled, code=75)
+    assert err == "SIGTERM: ended after 31 of 100 steps\n"
+    assert made("-c", before + code) == ("", "")
+    log = lines_of(tmp_path / "runs" / "1.jsonl")
+    assert [line["step"] for line in log] == [*range(1, 101)]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert [found.step for found in list_checkpoints(str(tmp_path / "runs" / "1"))] == [50, 100]
