@@ -296,10 +296,27 @@ def left_open(loop: Loop) -> None:
     loop.loss(loop.batch())
 
 
+def raises(loop: Loop) -> None:
+    """A forward that raises has had units loaded ahead that nobody uses."""
+
+    def fails(*_: Any) -> None:
+        raise InterruptedError
+
+    for _ in range(3):
+        loop.backward()
+        loop.step()
+        for part in (loop.model.blocks[0], loop.model.blocks[1]):
+            handle = part.register_forward_pre_hook(fails)
+            with contextlib.suppress(InterruptedError):
+                loop.loss(loop.batch())
+            handle.remove()
+            loop.evaluate()
+
+
 PROGRAMS: dict[str, Callable[[Loop], None]] = {
     p.__name__: p
     for p in (
         *(accumulate, streams, interleaved, within, beside, routes, looks, behind_steps, held),
-        *(two_threads, captured, left_open),
+        *(two_threads, captured, left_open, raises),
     )
 }
