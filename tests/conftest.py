@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -29,6 +30,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Locks hold their users to the order ([Note: the order of locks]). Child processes are killed and
 # interrupted, and have plain ones.
 locks.checking = True
+
+# A background job of a shell ignores SIGINT, what `nohup` starts SIGHUP; child processes inherit that, and
+# tests send them these.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Fixtures of several files. Locks that are made as these import the engine are among those.
 from . import ranks  # noqa: E402

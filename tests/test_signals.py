@@ -46,6 +46,35 @@ def test_which_signal_ended_a_run_is_said(number: int, text: str, nvme: str) -> 
     assert err.endswith(f"ended by {signal.Signals(number).name}\n")
 
 
+_IN_A_FINALIZER = """
+import os, signal, time
+from infinity.cli.ending import close_on_signals, end_on_signals
+from infinity.core.signals import Ended
+
+class Gone:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(100): pass
+
+end_on_signals()
+close_on_signals()
+try:
+    gone = Gone()
+    del gone
+    print("goes on", flush=True)
+    time.sleep(30)
+except Ended as error:
+    print(error)
+"""
+
+
+def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
+    """Python raises nothing out of one."""
+    with started("-c", _IN_A_FINALIZER) as child:
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (0, "goes on\nSIGTERM\n", "")
+
+
 def test_an_interrupt_says_how_the_run_goes_on(text: str, nvme: str, tmp_path: Path) -> None:
     root = str(tmp_path / "out")
     more = ["--steps", "100000", "--save-every", "2", "--output", root]

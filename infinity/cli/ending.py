@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
+import threading
 from types import FrameType
+from typing import Any, Final
 
 from infinity.core.signals import ENDING, Ended, end, ignore
+
+#: Seconds until a signal whose exception was lost is sent again: a finalizer has ended by then.
+_AGAIN: Final = 0.05
 
 
 class Quiet(Exception):
@@ -44,8 +50,26 @@ def close_on_signals() -> None:
     for number in ENDING:
         if signal.getsignal(number) is _end_at_once:
             signal.signal(number, end)
+    if not _sends_again():
+        sys.unraisablehook = functools.partial(_send_again, sys.unraisablehook)
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # it asks `train` to save, and ends nothing
         signal.signal(signal.SIGUSR1, ignore)
+
+
+def _sends_again() -> bool:
+    return getattr(sys.unraisablehook, "func", None) is _send_again
+
+
+def _send_again(inner: Any, found: Any) -> None:
+    """A hook for exceptions that Python cannot raise. `Ended` in a finalizer (torch has some) is one: without
+    this the signal would be lost, and those that follow are ignored."""
+    if not isinstance(error := found.exc_value, Ended):
+        inner(found)
+        return
+    signal.signal(error.number, end)
+    again = threading.Timer(_AGAIN, os.kill, (os.getpid(), error.number))
+    again.daemon = True
+    again.start()
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
@@ -67,3 +91,5 @@ def leave_signals() -> None:
     for number in (*ENDING, signal.SIGINT):
         if signal.getsignal(number) in (_end_at_once, end, ignore):
             signal.signal(number, signal.SIG_DFL)
+    if _sends_again():
+        sys.unraisablehook = sys.unraisablehook.args[0]  # type: ignore[attr-defined]
