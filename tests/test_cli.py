@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -303,6 +304,8 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
         ("engine: {host_memry: 1}", "did you mean 'engine.host_memory'?"),
         ("engine: {durable: false}", "'engine.durable' was removed; leave it out"),
         ("engine: {drive: /mnt}", "'engine.drive' is called 'engine.nvme' now"),
+        ("host_memory: 1GiB", "move that line below a line `engine:`, and indent it"),
+        ("steps: 3", "move that line below a line `train:`, and indent it"),
     ],
 )
 def test_a_wrong_name_in_a_file_is_answered_in_the_file_s_words(
@@ -319,6 +322,16 @@ def test_a_wrong_name_in_a_file_is_answered_in_the_file_s_words(
     said = capsys.readouterr().err
     assert cure in said.replace("\n", " ")
     assert str(path) in said
+
+
+def test_the_file_of_the_documents(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    path = tmp_path / "run.yaml"
+    path.write_text(example)
+    found = read_run(str(path), {})
+    assert (found.model.preset, found.data.path, found.train.steps) == ("30m", "book.txt", 200)
+    assert found.engine["host_memory"] == "4GiB"
 
 
 @pytest.mark.parametrize("verb", ["plan", "train"])

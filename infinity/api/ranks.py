@@ -35,7 +35,7 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
     if refused is not None:
         raise ConfigError(
             f"{refused[0]} is not available with several ranks yet",
-            expected='training, with update="overlap" or "sync"',
+            expected='training, with update="overlap" or update="sync"',
             found=f"{refused[0]} on {world} ranks",
             cure=refused[1],
         )

@@ -218,9 +218,9 @@ def export_command(**given: Any) -> Any:
 @device_option
 @json_option
 def verify_command(**given: Any) -> Any:
-    """Check that every placement and update mode gives the same bits on this machine, in a minute.
+    """Check that every placement and update mode gives the same bits on this machine.
 
-    What it writes to DIR is gone afterwards. Exit code 1 when a case differs.
+    It takes a few minutes. What it writes to DIR is gone afterwards. Exit code 1 when a case differs.
     """
     return _imported("infinity.cli.verify").verify_command(**given)
 

@@ -204,6 +204,9 @@ def check_outputs(
                 _refuse(option, given, "a file, or a link to one", missing, cure)
             if not os.access(folder, os.W_OK | os.X_OK):
                 what = "no such directory" if not os.path.isdir(folder) else "no permission"
+                with contextlib.suppress(OSError):
+                    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                        what = "a file system that is mounted read-only"
                 _refuse(option, given, "a file in a directory that this user may write to", what)
             continue
         if stat.S_ISDIR(found.st_mode):

@@ -383,6 +383,7 @@ def _load(path: str) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for name, section in content.items() if isinstance(content, dict) else [(type(content).__name__, {})]:
         if name not in known:
+            _check_no_setting(path, str(name))
             _unknown(f"section of {path!r}", str(name), known)
         if not isinstance(section or {}, dict):
             _wrong(path, name, "lines of `name: value`", section)
@@ -393,6 +394,18 @@ def _load(path: str) -> dict[str, dict[str, Any]]:
             if key not in names:
                 raise unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in names], f"in {path!r}")
     return result
+
+
+def _check_no_setting(path: str, name: str) -> None:
+    """Raise `ConfigError` where a setting stands beside the sections."""
+    for section, kind in {**_SECTIONS, "engine": Config}.items():
+        if name in [field.name for field in dataclasses.fields(kind) if field.init]:
+            raise ConfigError(
+                f"a setting outside of the sections of {path!r}",
+                expected=f"the sections {', '.join([*_SECTIONS, 'engine'])}, with settings below them",
+                found=f"'{section}.{name}' beside them",
+                cure=f"move that line below a line `{section}:`, and indent it",
+            )
 
 
 def _coerce(option: Option, value: Any) -> Any:
