@@ -28,6 +28,7 @@ from infinity.cli.train import train
 from infinity.cli.workload import BuiltIn, generate
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 
+from .command_line import mounted
 from .quick import quick
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
@@ -464,6 +465,16 @@ def test_a_log_on_a_device_without_room_does_not_end_the_run(
     assert "the log '/dev/full' cannot be written" in shown.err
     assert "after 0 steps" in shown.err
     assert "--json-log" in shown.err
+
+
+@pytest.mark.root
+def test_a_log_on_a_file_system_that_is_read_only(
+    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted("-t", "tmpfs", "-o", "ro", "none") as place:
+        given = settings(text, nvme, steps=2, json_log=f"{place}/log.jsonl")
+        assert run(["train", *options(given)]) == 2
+    assert "found: a file system that is mounted read-only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["json_log", "trace"])
