@@ -9,6 +9,7 @@ A *point* is a place in the source of the engine where something waits: found by
 named by file, function and text, so that it keeps its name when lines move. A *mutant* is the engine without
 one point. It is *caught* if a case of run.py ends with a finding, an error, other bits or not at all. Nothing
 is written into infinity/: a mutant is a forked process in which the code of one function is another one.
+Host streams and I/O are late at random there, so that a missing wait of the host shows each time, too.
 
 mutations.md says of each point that no case catches why it stays, as far as that is known, and where the
 mutant was tried. "No case comes to it" is measured; what is "probably" so was read, and not shown. Who adds a
@@ -424,6 +425,7 @@ class _Found(collections.Counter[str]):
 
 def _train(case: str, schedule: str, seed: int, before: Callable[[], Any], nvme: str) -> list[torch.Tensor]:
     before()
+    os.environ["INFINITY_DELAY_SEED"] = "1"  # host streams and I/O are late, too
     with lagging_cuda(schedule, seed) as world:
         world.findings = _Found()
         return train(CASES[case], nvme, "lagging")
