@@ -56,7 +56,7 @@ class Run:
                 run.log(loss=loss.item())
 
     It saves when a step is over: every `save_every` steps, every `save_minutes` minutes, after a SIGUSR1, and
-    the last one. A save on the way that fails is told on stderr and by a warning, and the run goes on.
+    the last one. Where a save on the way fails, a warning says why, and the run goes on.
 
     What ends it:
 
@@ -69,10 +69,10 @@ class Run:
     The last two say on stderr how many steps are lost and which checkpoint is whole. What was saved stays
     whole, whatever ends the run. A step that ``break`` leaves is over if it has called `optimizer.step()`.
 
-    It has handlers of signals on the main thread only, none where the user has one or the signal is ignored,
-    and puts the old ones back at the end (a SIGHUP that came is followed by others: these are ignored).
+    On the main thread it sets signal handlers, except where the program has one of its own or ignores the
+    signal. At the end it puts the old ones back. A SIGHUP that came is followed by others: it ignores these.
 
-    With several ranks it is used on all of them alike. What a signal or a clock says on one rank counts for
+    With several ranks, all of them use it alike. What a signal or a clock says on one rank counts for
     all; an exception of one ends all. The first rank has the log, and says what there is to say.
 
     Args:
@@ -95,16 +95,16 @@ class Run:
         stopped: whether a signal has ended it before its last step.
         incomplete: why checkpoints on the way, or the log, are missing: errors, one of a kind.
 
-    Raises (by the ``with``, before anything was trained):
+    The ``with`` raises these, before anything is trained. At its end it raises the error of a last save that
+    failed, which is of a class that `save` raises, and says how many steps are lost.
+
+    Raises:
         ConfigError: an argument makes no sense, or there is a checkpoint with ``resume=False``.
         StateDictError: `state` cannot be saved, or the checkpoint does not fit.
         DirectoryError: another run that is under way has the directory; it cannot be written, is itself a
             checkpoint, or has none with ``resume=True``.
         CorruptionError: the newest checkpoint is damaged; `cure` has the command that sets it aside.
         DataError: the log cannot be written, or is a file of another kind.
-
-    At the end the error of a last save that failed is raised: it is of a class that `save` raises, and says
-    how many steps are lost.
     """
 
     _log_option = "log="
