@@ -164,7 +164,7 @@ def test_the_clock_saves(tmp_path: Path) -> None:
 def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
     """Here in a step that takes long."""
     act = (
-        "if step == 6:\n    print('now', flush=True)\n    while not run._asked.end: time.sleep(0.01)\n"
+        "if step == 6:\n    print('now', flush=True)\n    while not run._asked.came: time.sleep(0.01)\n"
         "    print('asked', flush=True)\n    time.sleep(100)"
     )
     with started(*program(tmp_path, LONG, act=act, save_every=5)) as child:
@@ -256,6 +256,35 @@ def test_a_signal_to_one_rank_counts_for_all(rank: int, tmp_path: Path) -> None:
     assert find(str(tmp_path / "run")).step == 4
     assert ranks_of(*program(tmp_path / "run", 6, log=log))[1][1].startswith("begins 4\n")
     assert [line["step"] for line in lines_of(Path(log))] == [*range(1, 7)]
+
+
+#: A signal comes to this rank while the ranks agree for the `{nth}`th time on the end of step 3.
+LATE = """
+if step == 3:
+    from infinity.api import wanted
+    agree, calls = wanted.agree, []
+    def late(*arguments):
+        calls.append(1)
+        told = agree(*arguments)
+        if len(calls) == {nth}:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return told
+    wanted.agree = late
+"""
+
+
+@pytest.mark.parametrize(
+    ("total", "nth", "code", "steps"), [(12, 1, 75, 5), (4, 1, 75, 4), (4, 2, -signal.SIGTERM, 4)]
+)
+def test_a_signal_that_comes_while_ranks_agree_is_not_lost(
+    total: int, nth: int, code: int, steps: int, tmp_path: Path
+) -> None:
+    """The next step ends the run; when the last one is over, it does what it does without a run."""
+    results = ranks_of(*program(tmp_path / "run", total, act=LATE.format(nth=nth)))
+    assert [code for code, *_ in results] == [code, code], results
+    said = f"SIGTERM: ended after {steps} of {total} steps\n" if steps < total else ""
+    assert [err for *_, err in results] == [said, ""]
+    assert find(str(tmp_path / "run")).step == steps
 
 
 def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:

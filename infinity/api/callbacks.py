@@ -42,9 +42,11 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
             control.should_training_stop = control.should_training_stop or bool(end)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.wanted.agreed()  # of a signal that came while the last step was saved
             self.wanted.give_back()
             if self.wanted.end:
                 raise SystemExit(SAVED)
+            self.wanted.pass_on()
 
     return Signals()
 
@@ -85,7 +87,9 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
             trainer.should_stop = trainer.should_stop or bool(end)
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
+            self.wanted.agreed()  # of a signal that came while the last step was saved
             self.wanted.give_back()
+            self.wanted.pass_on()
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             if hasattr(self, "wanted"):

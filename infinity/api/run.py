@@ -246,6 +246,7 @@ class Run:
             self._end_step(last=self.step + 1 >= total)
         if not self.stopped:
             self._asked.give_back(ENDING)
+            self._asked.pass_on()
 
     def log(self, **figures: Any) -> None:
         """Have the log say more of the step under way: values that JSON has, or tensors of one element. With
@@ -281,6 +282,7 @@ class Run:
             return
         if last or asked:
             self._save_last()
+            self._asked.agreed()  # of a signal that came meanwhile
         elif (error := self._failed(self.save)) is not None:
             self._tell(f"no checkpoint of step {self.step}: the run goes on")
             self._fail(error)

@@ -54,13 +54,13 @@ def ignore(number: int, frame: FrameType | None) -> None:
 
 
 class Asked:
-    """From `take` to `give_back` signals only ask: SIGTERM and SIGHUP set `end`, to the name of what came
+    """From `take` to `give_back` signals only ask: SIGTERM and SIGHUP set `came`, to the name of what came
     first, and SIGUSR1 sets `save`. A second SIGTERM raises `Ended`. A second SIGHUP does not: a terminal that
     is lost sends several.
     """
 
     def __init__(self) -> None:
-        self.end = ""
+        self.came = ""
         self.save = False
         self._hung_up = False
         self._before: dict[int, Any] = {}
@@ -81,7 +81,7 @@ class Asked:
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)
-            ends = self._hung_up or (self.end and before is end)
+            ends = self._hung_up or (self.came and before is end)
             if number == signal.SIGHUP and now == self._ask and ends:
                 signal.signal(number, ignore)
             elif now in (self._ask, end) or (now is ignore and before is not end):
@@ -91,7 +91,7 @@ class Asked:
         if number == signal.SIGUSR1:
             self.save = True
             return
-        self.end = self.end or signal.Signals(number).name
+        self.came = self.came or signal.Signals(number).name
         if number == signal.SIGHUP:
             self._hung_up = True
             _hung_up.append(True)
