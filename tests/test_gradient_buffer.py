@@ -282,8 +282,8 @@ def test_what_did_not_arrive_is_zero_in_the_buffer(dtype: str) -> None:
     for put in ((), (0,), (2, 3), (0, 2, 3)):
         buffer = UnitBuffer(layout, device)
         buffer.put(0, torch.ones(SIZES["large"], dtype=kind))
-        assert buffer._flat is not None
-        buffer._flat.fill_(255)
+        for run in buffer._runs.values():
+            run.view(torch.uint8).fill_(255)
         for index in put:
             buffer.put(index, torch.full(params[index].shape, index + 1.0, dtype=kind))
             buffer.arrivals[index] = Arrival(True)

@@ -12,9 +12,8 @@ memory: there the buffer keeps what autograd made, and a chunk's pieces are writ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -32,45 +31,32 @@ class Arrival(NamedTuple):
     zero: bool = False
 
 
-class SealedBuffer(Protocol):
-    """What a unit's gradient leaves the device from."""
-
-    layout: UnitLayout
-    arrivals: dict[int, Arrival]
-    nbytes: int
-    is_wide: bool  # fp32, whatever it replaces
-    there: Callable[[], AbstractContextManager[None]]
-
-    def mark(self) -> Event | None:
-        """Return an event of all that was done with it so far."""
-
-    def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return the memory of a chunk of it: (chunk.numel,), in its dtype or in fp32."""
-
-    def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what has arrived of a chunk: (first element within the chunk, values); the rest is zero."""
-
-    def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
-        """Return what has arrived of one segment: (segment.numel,)."""
-
-
 class UnitBuffer:
-    """What has arrived of one unit's gradient and has not left, by parameter: see [Note: one buffer].
+    """A unit's gradient on the device, from autograd to the tier: what has arrived, by parameter, and has not
+    left ([Note: one buffer]); what of several backwards waits until ranks add up theirs; their sum.
 
-    On a device with streams all is done in the order of the stream that it was made on.
+    On a device with streams all is done in the order of the stream that it was made on. Nothing is put into
+    one that is sealed.
+
+    Args:
+        first: of a sum, the rank whose slices of each run it begins with.
+
+    Attributes:
+        nbytes: that it takes on the device.
+        is_wide: whether it is fp32, what replaces a gradient included.
     """
 
-    is_wide = False
-
-    def __init__(self, layout: UnitLayout, device: Device) -> None:
+    def __init__(self, layout: UnitLayout, device: Device, *, first: int = 0) -> None:
         self.layout = layout
-        self._keeps = not device.staged and layout.world == 1  # what autograd made
         self.arrivals: dict[int, Arrival] = {}
-        self.nbytes = 0  # that it takes on the device
+        self.nbytes = 0
+        self.is_wide = False
         self.there = device.carry()
+        self._keeps = not device.staged and layout.world == 1  # what autograd made
         self._current = device.current()
         self._device = device
-        self._flat: torch.Tensor | None = None
+        self._first = first
+        self._runs: dict[int, torch.Tensor] = {}  # flat, by the first byte of a run
         self._kept: dict[int, torch.Tensor] = {}
 
     @property
@@ -78,10 +64,15 @@ class UnitBuffer:
         """Whether nothing but zeros has arrived."""
         return all(arrival.zero for arrival in self.arrivals.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but zeros has arrived on this rank, which take no memory."""
+        return not self._runs
+
     def needs(self, index: int) -> int:
         """Return the bytes that `put` would take more than there are."""
         if not self._keeps:
-            return 0 if self._flat is not None else self.layout.gradient_nbytes
+            return 0 if self._runs else self.layout.gradient_nbytes
         return 0 if index in self._kept else self.layout.params[index].nbytes
 
     def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
@@ -93,12 +84,19 @@ class UnitBuffer:
             self.nbytes += self.needs(index)
             self._kept[index] = flat.clone() if shared and flat.data_ptr() == grad.data_ptr() else flat
             return
-        if self._flat is None:
+        if not self._runs:
             with self.there():
                 self.nbytes = self.layout.gradient_nbytes
-                self._flat = self._device.empty(self.nbytes)
+                flat = self._device.empty(self.nbytes)
+                runs = self.layout.trainable_runs
+                self._runs = {r.begin: flat[r.begin : r.begin + r.nbytes].view(r.dtype) for r in runs}
         with self._in_order():
             self.values(index).view(grad.shape).copy_(grad)
+
+    def hold(self, run: Run, values: torch.Tensor) -> None:
+        """Have `values` as the sum of a run: flat, of the dtype that they have."""
+        self._runs[run.begin] = values
+        self.nbytes += values.untyped_storage().nbytes()
 
     @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
@@ -115,9 +113,8 @@ class UnitBuffer:
 
     def values(self, index: int) -> torch.Tensor:
         """Return what has arrived of parameter `index`, flat. Not where pieces are kept."""
-        assert self._flat is not None
-        begin, spec = self.layout.byte_offsets[index], self.layout.params[index]
-        return self._flat[begin : begin + spec.nbytes].view(spec.dtype)
+        run, begin = self.layout.place(index)
+        return self._runs[run.begin][begin : begin + self.layout.params[index].numel]
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add `grad` to what has arrived of parameter `index`, in its dtype. Not where pieces are kept."""
@@ -131,26 +128,81 @@ class UnitBuffer:
 
     def seal(self) -> None:
         """Make zero what did not arrive: nothing is put any more."""
-        if self._flat is None:
+        if not self._runs:
             return
         with self.there():
-            end = 0
-            for index, begin in sorted(enumerate(self.layout.byte_offsets), key=lambda place: place[1]):
-                arrival = self.arrivals.get(index)
-                if arrival is not None and not arrival.zero:
-                    if begin > end:
-                        self._flat[end:begin].zero_()
-                    end = begin + self.layout.params[index].nbytes
-            self._flat[end:].zero_()
+            ends = dict.fromkeys(self._runs, 0)
+            for index in sorted(self.arrivals, key=self.layout.byte_offsets.__getitem__):
+                if not self.arrivals[index].zero:
+                    run, begin = self.layout.place(index)
+                    if begin > ends[run.begin]:
+                        self._runs[run.begin][ends[run.begin] : begin].zero_()
+                    ends[run.begin] = begin + self.layout.params[index].numel
+            for start, values in self._runs.items():
+                values[ends[start] :].zero_()
+
+    # -- of several backwards ---------------------------------------------------------------
+
+    def merge(self, more: UnitBuffer) -> None:
+        """Add what a later backward has brought, in fp32. Both are sealed, and this is not empty."""
+        made = more.mark()
+        self.widen()
+        with self.there(), torch.no_grad():
+            self._device.wait_on_device(made)
+            for index, arrival in more.arrivals.items():
+                before, mine = self.arrivals.get(index), self.values(index)
+                if arrival.zero:
+                    mine.zero_()
+                elif arrival.fresh or before is None:
+                    mine.copy_(more.values(index))
+                else:
+                    if arrival.factor != 1.0:
+                        mine.mul_(arrival.factor)
+                    mine.add_(more.values(index))
+                self.note(index, arrival)
+            done = self._device.mark()
+        with more.there():  # its memory may go to something else there
+            self._device.wait_on_device(done)
+
+    def note(self, index: int, arrival: Arrival) -> None:
+        """Note one more arrival of a parameter."""
+        before = self.arrivals.get(index)
+        if before is not None and not arrival.fresh:
+            arrival = Arrival(before.fresh, before.factor * arrival.factor)
+        self.arrivals[index] = arrival
+
+    def join(self, index: int, arrival: Arrival) -> None:
+        """Take part in what has arrived of a parameter on another rank alone: with zeros."""
+        before = self.arrivals.get(index)
+        if before is not None and not before.zero and not self.is_empty:
+            with self.there():
+                mine = self.values(index)
+                mine.zero_() if arrival.fresh else mine.mul_(arrival.factor)
+        self.note(index, arrival)
+
+    def widen(self) -> None:
+        """Have it in fp32."""
+        if not self.is_wide:
+            with self.there():
+                runs = self.layout.trainable_runs
+                self._runs = {run.begin: self.run(run).to(torch.float32) for run in runs}
+            self.nbytes, self.is_wide = self.layout.accumulated_nbytes, True
+
+    def drop(self, index: int) -> None:
+        """Forget what has arrived of a parameter."""
+        arrival = self.arrivals.pop(index, None)
+        if arrival is not None and not arrival.zero and not self.is_empty:
+            with self.there():
+                self.values(index).zero_()
+
+    # -- what leaves ------------------------------------------------------------------------
 
     def run(self, run: Run) -> torch.Tensor:
-        """Return a run of the sealed buffer, of trainable parameters: flat, in its dtype; zeros where nothing
-        arrived on this rank."""
-        if self._flat is None:
-            return torch.zeros(run.nbytes, dtype=torch.uint8, device=self._device.torch_device).view(
-                run.dtype
-            )
-        return self._flat[run.begin : run.begin + run.nbytes].view(run.dtype)
+        """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
+        if not self._runs:
+            numel = run.slice_numel * run.world
+            return torch.zeros(numel, dtype=run.dtype, device=self._device.torch_device)
+        return self._runs[run.begin]
 
     def mark(self) -> Event | None:
         """Return an event of all that was done with it so far."""
@@ -158,14 +210,15 @@ class UnitBuffer:
             return self._device.mark()
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk of the sealed buffer: (chunk.numel,) in its dtype. Not where pieces are kept."""
-        assert self._flat is not None
-        return self._flat[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes].view(chunk.dtype)
+        """Return the memory of a chunk: (chunk.numel,), in its dtype or fp32. Not where pieces are kept."""
+        run, begin = self.layout.at(chunk.copy_offset)
+        begin -= self._first * run.slice_numel
+        return self._runs[run.begin][begin : begin + chunk.numel]
 
     def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what has arrived of a chunk, as (first element within the chunk, values); the rest is zero.
         That is the chunk as one where the buffer is flat."""
-        if self._flat is not None:
+        if self._runs:
             yield 0, self.chunk(chunk)
             return
         for segment in chunk.segments:
@@ -175,7 +228,7 @@ class UnitBuffer:
 
     def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
         """Return what has arrived of one segment: (segment.numel,)."""
-        if self._flat is not None:
+        if self._runs:
             return self.chunk(chunk)[segment.start : segment.start + segment.numel]
         return self._kept[segment.param][segment.offset : segment.offset + segment.numel]
 
@@ -187,11 +240,11 @@ class Leaving:
     `copied`. Who has seen to it that these come before whatever takes its memory next drops `buffer`.
     """
 
-    def __init__(self, buffer: SealedBuffer, chunks: list[Chunk], after: Event | None) -> None:
+    def __init__(self, buffer: UnitBuffer, chunks: list[Chunk], after: Event | None) -> None:
         self.unit = buffer.layout.index
         self.arrivals = buffer.arrivals
         self.is_wide = buffer.is_wide
-        self.buffer: SealedBuffer | None = buffer
+        self.buffer: UnitBuffer | None = buffer
         self.nbytes = buffer.nbytes
         self.chunks = chunks
         self.after = after

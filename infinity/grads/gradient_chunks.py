@@ -327,11 +327,12 @@ class GradientIO:
     def arrived(self, segment: Segment) -> torch.Tensor:
         """Return what arrived for a segment, where something was there already: rounded to the compute dtype
         if it replaces that."""
-        if self._source is not None:
-            return self._source.piece(self.chunk, segment)
-        assert self._crossed is not None
         assert self._leaving is not None
-        values = self._crossed[segment.start : segment.start + segment.numel]
+        if self._source is not None:
+            values = self._source.piece(self.chunk, segment)
+        else:
+            assert self._crossed is not None
+            values = self._crossed[segment.start : segment.start + segment.numel]
         is_rounded = self._leaving.arrivals[segment.param].fresh and not self._leaving.is_wide
         return values.to(self.chunk.dtype) if is_rounded else values
 

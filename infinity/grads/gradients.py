@@ -26,8 +26,8 @@ from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Store
 
-from .accumulated import Accumulated, Waiting
-from .buffer import Arrival, SealedBuffer, UnitBuffer
+from .accumulated import Waiting
+from .buffer import Arrival, UnitBuffer
 from .changes import Change, change_of, check_alike, digest_of
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
@@ -341,11 +341,14 @@ class Gradients:
                 self._reduce(unit, self._waiting.units.pop(unit.index, None))
         self._finish_reduced()
 
-    def _reduce(self, unit: ParamUnit, waiting: Accumulated | None) -> None:
-        """Begin to add up what has `waiting`, else what is arriving, on all ranks; finish the one before."""
+    def _reduce(self, unit: ParamUnit, mine: UnitBuffer | None) -> None:
+        """Begin to add up `mine`, which has waited, else what is arriving, on all ranks; finish the one
+        before."""
         self.sending.let_go()
         self._finish_reduced()
-        mine = waiting or self._filling.pop(unit.index, None) or UnitBuffer(unit.layout, self._device)
+        if mine is None:
+            mine = self._filling.pop(unit.index, None) or UnitBuffer(unit.layout, self._device)
+            mine.seal()
         self._reducing.begin(unit, mine)
 
     @sheltered
@@ -412,7 +415,7 @@ class Gradients:
             buffer.seal()
             self._send(unit, buffer)
 
-    def _send(self, unit: ParamUnit, buffer: SealedBuffer) -> None:
+    def _send(self, unit: ParamUnit, buffer: UnitBuffer) -> None:
         self.sending.wait(unit.index)
         self._forget_replaced(unit, buffer.arrivals)
         self.sending.send(unit, buffer)

@@ -9,9 +9,8 @@ from infinity.hardware.device import Device, Task
 from infinity.hardware.ranks import Comm
 from infinity.params.unit import ParamUnit
 
-from .accumulated import Accumulated
-from .buffer import Arrival, SealedBuffer, UnitBuffer
-from .reduction import ReducedBuffer, agree
+from .buffer import Arrival, UnitBuffer
+from .reduction import agree, reduce
 
 
 class Reduced(NamedTuple):
@@ -19,7 +18,7 @@ class Reduced(NamedTuple):
 
     unit: ParamUnit
     mine: dict[int, Arrival]
-    buffer: SealedBuffer
+    buffer: UnitBuffer
 
 
 class Reducing:
@@ -28,7 +27,7 @@ class Reducing:
     def __init__(self, comm: Comm, device: Device) -> None:
         self._comm = comm
         self._device = device
-        self._under_way: deque[tuple[ParamUnit, UnitBuffer | Accumulated, Task]] = deque()
+        self._under_way: deque[tuple[ParamUnit, UnitBuffer, Task]] = deque()
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -37,13 +36,11 @@ class Reducing:
         """Return whether a unit's is under way."""
         return any(u.index == unit for u, *_ in self._under_way)
 
-    def begin(self, unit: ParamUnit, mine: UnitBuffer | Accumulated) -> None:
-        """Begin with a unit, of which `mine` has arrived on this rank; nothing is put into it any more."""
-        if isinstance(mine, UnitBuffer):
-            mine.seal()
+    def begin(self, unit: ParamUnit, mine: UnitBuffer) -> None:
+        """Begin with a unit, of which `mine` has arrived on this rank; it is sealed."""
         made = mine.mark()
 
-        def reduce() -> SealedBuffer:
+        def sums() -> UnitBuffer:
             arrivals, is_wide = agree(self._comm, mine.layout, mine.arrivals, is_wide=mine.is_wide)
             if all(arrival.zero for arrival in arrivals.values()):
                 zeros = UnitBuffer(mine.layout, self._device)
@@ -51,12 +48,12 @@ class Reducing:
                 return zeros
             with self._device.aside():
                 self._device.wait_on_device(made)
-                if is_wide and isinstance(mine, Accumulated):
+                if is_wide:
                     mine.widen()
                     self._device.wait_on_device(mine.mark())
-                return ReducedBuffer(self._comm, mine, arrivals, self._device, is_wide=is_wide)
+                return reduce(self._comm, mine, arrivals, self._device, is_wide=is_wide)
 
-        self._under_way.append((unit, mine, self._comm.begin(reduce)))
+        self._under_way.append((unit, mine, self._comm.begin(sums)))
 
     def next(self) -> Reduced:
         """Wait for the oldest.

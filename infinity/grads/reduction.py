@@ -10,29 +10,19 @@ would; of several (stages 0 and 1) in fp32, and so the stage changes no bit of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from infinity.core.errors import DivergenceError
-from infinity.hardware.device import Device, Event
+from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
-from infinity.planning.partition import Chunk, Run, Segment, UnitLayout
+from infinity.planning.partition import UnitLayout
 
-from .buffer import Arrival
+from .buffer import Arrival, UnitBuffer
 
 #: How a gradient came, in what ranks tell each other: one byte for each parameter.
 _NOT, _FRESH, _ADDED, _ZERO = range(4)
-
-
-class Mine(Protocol):
-    """What has arrived of one unit's gradient on this rank."""
-
-    layout: UnitLayout
-
-    def run(self, run: Run) -> torch.Tensor:
-        """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
 
 
 def agree(
@@ -108,63 +98,28 @@ def _said(code: int) -> str:
     return ("no gradient", "a first one", "one more", "zeros")[code]
 
 
-class ReducedBuffer:
-    """A unit's gradient, added up over all ranks, as far as this rank has it: its slices, or, `replicated`,
-    all. See [Note: one order of sums]; `is_wide`: what replaces stays fp32, too. Made where the caller's
-    compute goes."""
+def reduce(
+    comm: Comm, mine: UnitBuffer, arrivals: dict[int, Arrival], device: Device, *, is_wide: bool
+) -> UnitBuffer:
+    """Return a unit's gradient, added up over all ranks, as far as this rank has it: its slices, or, where
+    each rank has the whole, all. Collective. See [Note: one order of sums]; `is_wide`: what replaces stays
+    fp32, too. It is made where the caller's compute goes."""
+    layout = mine.layout
+    sums = UnitBuffer(layout, device, first=0 if layout.whole else comm.rank)
+    sums.arrivals, sums.is_wide = arrivals, is_wide
+    for run in layout.trainable_runs:
+        fresh = all(a.fresh for i, a in arrivals.items() if layout.place(i)[0] is run)
+        part = mine.run(run)
+        device.uses(part)  # it was made on another stream, and the mean may lie in it
+        values = comm.reduce(part, narrow=fresh and not is_wide)
+        sums.hold(run, _gather(comm, part, values) if layout.whole else values)
+    return sums
 
-    def __init__(
-        self, comm: Comm, mine: Mine, arrivals: dict[int, Arrival], device: Device, *, is_wide: bool
-    ) -> None:
-        self.layout = mine.layout
-        self.arrivals = arrivals
-        self.there = device.carry()
-        self.nbytes = 0
-        self.is_wide = is_wide
-        self._device = device
-        self._chunks: dict[int, torch.Tensor] = {}  # fp32, or as they are kept, by id
-        for run in self.layout.runs:
-            if run.trainable:
-                self._reduce(comm, run, mine.run(run))
 
-    def _reduce(self, comm: Comm, run: Run, mine: torch.Tensor) -> None:
-        fresh = all(a.fresh for i, a in self.arrivals.items() if self.layout.place(i)[0] is run)
-        self._device.uses(mine)  # it was made on another stream, and the mean may lie in it
-        values = comm.reduce(mine, narrow=fresh and not self.is_wide)
-        if self.layout.whole:
-            values = self._gather(comm, mine, values)
-        self.nbytes += values.untyped_storage().nbytes()
-        first = 0 if self.layout.whole else comm.rank
-        for rank in range(first, comm.world if self.layout.whole else first + 1):
-            for its, chunk in self.layout.chunks_of(rank):
-                if its is run:
-                    begin = (chunk.copy_offset - run.begin) // run.dtype.itemsize - first * run.slice_numel
-                    self._chunks[chunk.id] = values[begin : begin + chunk.numel]
-
-    def _gather(self, comm: Comm, mine: torch.Tensor, slice_: torch.Tensor) -> torch.Tensor:
-        values = mine if slice_.dtype is mine.dtype else mine.new_empty(mine.numel(), dtype=slice_.dtype)
-        own = values.view(comm.world, -1)[comm.rank]
-        if own.data_ptr() != slice_.data_ptr():
-            own.copy_(slice_)
-        comm.gather(values)
-        return values
-
-    def mark(self) -> Event | None:
-        """Return an event of all that was done with it so far."""
-        with self.there():
-            return self._device.mark()
-
-    def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk as it is: (chunk.numel,), fp32 or in its dtype."""
-        return self._chunks[chunk.id]
-
-    def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the chunk as one: (first element, values, (chunk.numel,))."""
-        yield 0, self._chunks[chunk.id]
-
-    def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
-        """Return one segment, (segment.numel,): in fp32 what is added, in the chunk's dtype what replaces."""
-        values = self._chunks[chunk.id][segment.start : segment.start + segment.numel]
-        if self.is_wide or not self.arrivals[segment.param].fresh:
-            return values.float()
-        return values.to(chunk.dtype)
+def _gather(comm: Comm, mine: torch.Tensor, slice_: torch.Tensor) -> torch.Tensor:
+    values = mine if slice_.dtype is mine.dtype else mine.new_empty(mine.numel(), dtype=slice_.dtype)
+    own = values.view(comm.world, -1)[comm.rank]
+    if own.data_ptr() != slice_.data_ptr():
+        own.copy_(slice_)
+    comm.gather(values)
+    return values

@@ -13,7 +13,7 @@ from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot
 from infinity.storage.versions import Versions
 
-from .buffer import Leaving, SealedBuffer
+from .buffer import Leaving, UnitBuffer
 from .chunk_work import ChunkWork
 from .gradient_chunks import ChunkGradients
 
@@ -47,7 +47,7 @@ class Sending:
         self._last: dict[int, Task] = {}  # unit → what has sent it last
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
 
-    def send(self, unit: ParamUnit, buffer: SealedBuffer) -> None:
+    def send(self, unit: ParamUnit, buffer: UnitBuffer) -> None:
         """Start to send what has arrived of a unit, of which nothing else is on its way."""
         arrivals = buffer.arrivals
         written = []

@@ -161,9 +161,12 @@ class UnitLayout:
 
     def place(self, index: int) -> tuple[Run, int]:
         """Return the run of parameter `index`, and its first element in there."""
-        at = self.byte_offsets[index]
-        run = next(r for r in self.runs if r.begin <= at < r.begin + r.nbytes)
-        return run, (at - run.begin) // ITEMSIZES[run.precision]
+        return self.at(self.byte_offsets[index])
+
+    def at(self, offset: int) -> tuple[Run, int]:
+        """Return the run of byte `offset` of the gathered storage, and the element of it there."""
+        run = next(r for r in self.runs if r.begin <= offset < r.begin + r.nbytes)
+        return run, (offset - run.begin) // ITEMSIZES[run.precision]
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield who has which elements of parameter `index`: (rank, first, end), in order."""
@@ -181,8 +184,8 @@ class UnitLayout:
 
     def owner(self, chunk: Chunk) -> int:
         """Return the rank in whose slices a chunk lies."""
-        run = next(r for r in self.runs if r.begin <= chunk.copy_offset < r.begin + r.nbytes)
-        return (chunk.copy_offset - run.begin) // run.slice_nbytes
+        run, begin = self.at(chunk.copy_offset)
+        return begin // run.slice_numel
 
     def chunks_of(self, rank: int) -> Iterator[tuple[Run, Chunk]]:
         """Yield those of the trainable chunks that lie in the slices of one rank, and the run of each."""
@@ -197,11 +200,16 @@ class UnitLayout:
         """The chunks that have optimizer state."""
         return tuple(c for c in self.chunks if c.trainable)
 
+    @functools.cached_property
+    def trainable_runs(self) -> tuple[Run, ...]:
+        """The runs that have gradients: they come first in the gathered storage."""
+        return tuple(r for r in self.runs if r.trainable)
+
     def reduction_nbytes(self, *, wide: bool) -> int:
         """Bytes that adding up the gradients of all ranks takes at most beside those of this one and of the
         next unit: what is still leaving, `wide` in fp32, and sums in fp32; and where each rank has the whole,
         all slices of that."""
-        runs = [r for r in self.runs if r.trainable and r.world > 1]
+        runs = [r for r in self.trainable_runs if r.world > 1]
         sizes = (r.slice_numel * r.world * (4 if wide else ITEMSIZES[r.precision]) for r in runs)
         came = max(sizes, default=0)
         return came + sum(r.slice_numel * 4 * (1 + r.world * self.whole) for r in runs)
@@ -209,12 +217,12 @@ class UnitLayout:
     @functools.cached_property
     def accumulated_nbytes(self) -> int:
         """Bytes of the whole unit's gradients in fp32."""
-        return sum(r.slice_numel * r.world * 4 for r in self.runs if r.trainable)
+        return sum(r.slice_numel * r.world * 4 for r in self.trainable_runs)
 
     @functools.cached_property
     def gradient_nbytes(self) -> int:
         """Bytes of the whole unit's gradients in the compute dtype."""
-        return sum(r.nbytes for r in self.runs if r.trainable)
+        return sum(r.nbytes for r in self.trainable_runs)
 
 
 def partition(

@@ -104,6 +104,10 @@ _OF_RANKS = {
     "Gradients._reduce",
     "ParamUnit._wait_load: self._gather.wait()",
     "Residency._gather_first",
+    "UnitBuffer.drop",
+    "UnitBuffer.join",
+    "UnitBuffer.merge",
+    "UnitBuffer.widen",
 }
 #: Where a mutant is tried, in this order: cheap cases first, each of another kind.
 _TRIED = (
