@@ -257,6 +257,125 @@ def test_units_are_updated_while_the_backward_runs(tmp_path: Path, monkeypatch: 
     infinity.close(optimizer)
 
 
+class Reads(nn.Module):
+    """The first layers' function reads the last one's weight, and autograd does not know of that."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def weight(self) -> torch.Tensor:
+        weight = self.last.weight
+        if self.how == "numpy":
+            return torch.from_numpy(weight.detach().numpy())
+        return weight.data if self.how == "data" else weight.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.how.startswith("recomputed"):
+            reentrant = self.how.endswith("reentrant")
+            return self.last(checkpoint(lambda x: torch.tanh(x @ self.weight()), x, use_reentrant=reentrant))
+        return self.last(torch.tanh(x @ self.weight()))
+
+
+class HandsOn(nn.Module):
+    """Blocks that hand one of their inputs on, as those of T5 do with the bias of positions."""
+
+    class Block(nn.Module):
+        def __init__(self, first: bool) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+            self.bias = nn.Parameter(torch.randn(16)) if first else None
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            bias = self.bias * 2 if self.bias is not None else bias
+            assert bias is not None
+            return x + self.linear(self.norm(x)) + bias, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(number == 0) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+def _trained(make: Callable[[], nn.Module], config: infinity.Config) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [value.clone() for value in model.state_dict().values()]
+    infinity.close(optimizer)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", [HandsOn, *(functools.partial(Reads, how) for how in ("data", "detach"))])
+def test_what_reads_another_units_parameter_has_the_bits_of_sync(
+    make: Callable[[], nn.Module], place: str, tmp_path: Path
+) -> None:
+    """Its unit waits for the end of that backward."""
+    found = _trained(make, behind(tmp_path / "backward", **PLACES[place]))
+    assert equal(found, _trained(make, sync(tmp_path / "sync", **PLACES[place])))
+
+
+def test_an_alias_is_right_inside_of_that_backward(tmp_path: Path) -> None:
+    make = functools.partial(Reads, "numpy")
+    found = _trained(make, behind(tmp_path / "backward", **RESIDENT))
+    assert equal(found, _trained(make, sync(tmp_path / "sync", **RESIDENT)))
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda weight: weight.sum(),
+    "data": lambda weight: weight.data.sum(),
+    "detach": lambda weight: weight.detach().sum(),
+    "clone": lambda weight: weight.clone(),
+    "plus": lambda weight: weight + 0,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_hook_that_reads_an_updated_parameter_is_refused(read: str, tmp_path: Path) -> None:
+    """And so is who does it between that backward and `step()`."""
+    model, optimizer = built(behind(tmp_path, **RESIDENT))
+    refused = []
+
+    def calls(_: torch.Tensor) -> None:
+        with torch.no_grad(), pytest.raises(GradientError, match="in that backward"):
+            READS[read](model.head.weight)
+        refused.append(read)
+
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(calls)
+    model(batch(0)).backward()
+    assert refused
+    with torch.no_grad(), pytest.raises(GradientError, match="behind that backward"):
+        READS[read](model.head.weight)
+    assert model.head.weight.shape
+    optimizer.step()
+    READS[read](model.head.weight)
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("how", ["recomputed", "recomputed, reentrant"])
+def test_a_recomputation_that_reads_an_updated_parameter_is_refused(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Reads(how)
+    config = behind(tmp_path, **RESIDENT)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    with pytest.raises(GradientError, match="in that backward"):
+        model(torch.randn(4, 16)).square().mean().backward()
+    infinity.close(optimizer)
+
+
 @pytest.fixture
 def stepped(tmp_path: Path) -> Any:
     """A model and its optimizer whose last backward is over; what `sync` makes of it; where to save."""
@@ -519,9 +638,11 @@ def test_a_gradient_that_is_another_one_leaves_only_a_load(
 def test_an_edit_behind_the_backward_leaves_only_a_load(tmp_path: Path) -> None:
     model, optimizer = built(behind(tmp_path / "backward", **RESIDENT, dtype="bf16"))
     infinity.save(optimizer, tmp_path / "saved")
+    alias = model.head.weight.detach()
     model(batch(0)).backward()
-    with torch.no_grad():
+    with torch.no_grad(), pytest.raises(GradientError, match="behind that backward"):
         model.head.weight.mul_(0.5)
+    alias.mul_(0.5)
     with pytest.raises(ParameterChangedError, match="between the last backward and"):
         optimizer.step()
     _refuses_all_but_load(model, optimizer, tmp_path / "saved")

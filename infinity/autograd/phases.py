@@ -367,7 +367,12 @@ class Phases:
         self.claims.release_wanted()
         self.claims.release_lazy(forward.scope)
         self.newest = forward.newest
-        self._residency.acquire(forward.scope.units, forward, newest=self.newest)
+        units = forward.scope.units
+        if (
+            self.behind is not None
+        ):  # of an output that is handed on the gradient comes last: nothing reads them
+            units = tuple(unit for unit in units if not self.behind.has_updated(unit))
+        self._residency.acquire(units, forward, newest=self.newest)
         self.claims.release_lazy(None)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "backward", _first(forward.scope))

@@ -81,7 +81,17 @@ def unregister(key: int) -> None:
 class _Reference:
     """A part of a parameter, at a version."""
 
-    __slots__ = ("newest", "offset", "present", "shape", "sharded", "stride", "unit", "version")
+    __slots__ = (
+        "__weakref__",
+        "newest",
+        "offset",
+        "present",
+        "shape",
+        "sharded",
+        "stride",
+        "unit",
+        "version",
+    )
 
     def __init__(
         self, tensor: torch.Tensor, unit: ParamUnit, sharded: ShardedParam, present: Present
@@ -93,6 +103,8 @@ class _Reference:
         self.offset = tensor.storage_offset()
         self.newest = unit.newest
         self.version: int | None = sharded.current_version
+        if unit.references is not None:
+            unit.references.add(self)
 
     def unpack(self) -> torch.Tensor:
         if self.version is not None:

@@ -2,10 +2,10 @@
 
 [Note: behind the backward] In the last backward of a step, as `Config(accumulation)` says, a unit is
 updated when all of its gradients have come, every forward that used it has had its backward, and nobody has
-a claim on it any more: what an operator needs of a parameter it has read before autograd hands that
-parameter's gradient on. Units come from the last to the first; what lacks one of these is updated when that
-backward ends. So updates run beside the rest of the backward, with the scalars that the param groups had
-when it began.
+a claim on it, an alias of its memory or, in a graph, a reference any more: what an operator needs of a
+parameter it has read before autograd hands that parameter's gradient on. Units come from the last to the
+first; what lacks one of these is updated when that backward ends. So updates run beside the rest of the
+backward, with the scalars that the param groups had when it began.
 
 Nothing of that can be taken back. So what would have changed the step in between is an error, where it is
 made or at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. Where the
@@ -15,6 +15,7 @@ step, and only a load helps.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -78,6 +79,8 @@ class Behind:
         self._came: set[ShardedParam] = set()  # gradients in this backward
         self._used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}  # by unit that was updated
         self._looks: list[Look] = []  # at units on the device, when their update came
+        for unit in residency.units:
+            unit.references = weakref.WeakSet()
         gradients.used = self._used
         residency.check_use = self._check_use
 
@@ -133,7 +136,8 @@ class Behind:
         for unit in (self._residency.units[i] for i in units):
             trainable = [s for s in unit.params if s.spec.trainable and s.param.requires_grad]
             passed = unit.index in self._visited and not (self._visits[unit.index] or unit.in_use)
-            if passed and trainable and self._came.issuperset(trainable):
+            held = bool(unit.references) or unit.is_held()  # a graph, or somebody, may read what is there now
+            if passed and trainable and self._came.issuperset(trainable) and not held:
                 self._update(unit)
 
     def _update(self, unit: ParamUnit) -> None:
@@ -214,13 +218,17 @@ class Behind:
         if self.pending:
             raise self._early(what, "behind")
 
+    def has_updated(self, unit: int) -> bool:
+        """Return whether the backward that is under way has updated a unit."""
+        return self._under_way and unit in self._used
+
     def _check_use(self, units: Iterable[ParamUnit]) -> None:
-        """Raise `GradientError` where a hook, or a function of the user's, uses a unit in the backward that
-        has updated it."""
-        if self._under_way:
-            for unit in units:
-                if unit.index in self._used:
-                    raise self._early(f"a use of the parameters of unit {unit.layout.name!r}", "in")
+        """Raise `GradientError` where a hook, a recomputation, or a function of the user's, uses a unit in
+        the backward that has updated it, or behind that and before `step()`."""
+        for unit in units:
+            if unit.index in self._used:
+                where = "in" if self._under_way else "behind"
+                raise self._early(f"a use of the parameters of unit {unit.layout.name!r}", where)
 
     def check_outside(self, what: str) -> None:
         """Raise `GradientError` in that backward, where `what` must not be."""

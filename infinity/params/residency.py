@@ -90,7 +90,7 @@ class Residency:
 
         Raises:
             ParameterError: somebody else uses another version of one of them.
-            GradientError: the backward that is under way has updated one of them.
+            GradientError: the last backward of a step has updated one of them, and `step()` is to come.
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
@@ -280,7 +280,13 @@ class Residency:
 
     def resume(self, unit: ParamUnit) -> None:
         """Wait for the values of a unit on the device, then let them be used. Any thread may, out of turn:
-        who has the turn may wait for this very thread, which its forward has started."""
+        who has the turn may wait for this very thread, which its forward has started.
+
+        Raises:
+            GradientError: they are of a step that is to come.
+        """
+        if self.check_use is not None:
+            self.check_use([unit])
         self.shelter.run(functools.partial(self._resume, unit), turn=False)
 
     def _resume(self, unit: ParamUnit) -> None:

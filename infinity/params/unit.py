@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -106,6 +107,7 @@ class ParamUnit(UnitMemory):
         self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
         self.writers: set[object] = set()  # those of them whose end takes over every edit
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
+        self.references: weakref.WeakSet[Any] | None = None  # that graphs have saved of it, if somebody asks
         self._device = device
         self._comm = comm
         self._load: Load | None = None
