@@ -14,6 +14,7 @@ import torch
 import infinity
 from infinity.core.signals import ignore
 
+from .ranks import all_well, run_ranks
 from .test_ecosystem import STEPS, Seen, adamw, arguments, examples, llama, need, schedule, tokens, watch
 
 pytestmark = pytest.mark.ecosystem
@@ -119,6 +120,86 @@ def test_a_signal_saves_and_the_run_goes_on(library: str, number: int, tmp_path:
     found = train(tmp_path / "parts", None, 0, parts)
     assert parts.losses == whole.losses
     assert all(map(torch.equal, found.values(), wanted.values()))
+
+
+def test_a_signal_in_the_last_step_ends_nothing(tmp_path: Path) -> None:
+    """Trainer would make one step too many if it went on from its last one."""
+    need("accelerate")
+    with pytest.warns(RuntimeWarning, match="SIGTERM came in the last step"):
+        found = trainer(tmp_path, signal.SIGTERM, STEPS - 1, Seen())
+    (tmp_path / "whole").mkdir()
+    wanted = trainer(tmp_path / "whole", None, 0, Seen())
+    assert all(map(torch.equal, found.values(), wanted.values()))
+
+
+def test_lightning_has_nothing_left_to_train(tmp_path: Path) -> None:
+    need("lightning")
+    with pytest.raises(SystemExit) as ended:
+        lightning(tmp_path, signal.SIGTERM, STEPS - 1, Seen())
+    assert ended.value.code == 75
+    seen = Seen()
+    found = lightning(tmp_path, None, 0, seen)
+    assert seen.losses == []
+    (tmp_path / "whole").mkdir()
+    wanted = lightning(tmp_path / "whole", None, 0, Seen())
+    assert all(map(torch.equal, found.values(), wanted.values()))
+
+
+@pytest.mark.parametrize("library", CASES)
+def test_a_training_that_raised_leaves_the_next_one_its_signals(library: str, tmp_path: Path) -> None:
+    need(library)
+
+    class Fails(Seen):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses = Raising()
+
+    class Raising(list[float]):
+        def append(self, _: float) -> None:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        CASES[library](tmp_path, None, 0, Fails())
+    with pytest.raises(SystemExit) as ended:
+        CASES[library](tmp_path, signal.SIGTERM, 3, Seen())
+    assert ended.value.code == 75
+
+
+ON_RANKS = """
+import sys
+import torch, transformers
+import infinity
+from infinity.core.errors import ConfigError
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+)
+model = transformers.LlamaForCausalLM(config)
+adam = torch.optim.AdamW(model.parameters())
+model, optimizer = infinity.wrap(model, adam, infinity.Config(device="cpu", dtype="fp32"))
+rows = torch.arange(320).view(20, 16) % 64
+trainer = transformers.Trainer(
+    model,
+    transformers.TrainingArguments(
+        sys.argv[1], max_steps=2, per_device_train_batch_size=2, save_strategy="no", use_cpu=True
+    ),
+    train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    callbacks=[infinity.trainer_callback()],
+)
+try:
+    trainer.train()
+except ConfigError as error:
+    print(error.what, error.cure)
+infinity.close(optimizer)
+"""
+
+
+def test_trainer_on_ranks_that_share_a_model_out_is_refused_at_once(tmp_path: Path) -> None:
+    """It could not save when a signal comes."""
+    need("accelerate")
+    for out in all_well(run_ranks(2, ON_RANKS, str(tmp_path / "out"), seconds=120)):
+        assert "transformers.Trainer cannot save a model that ranks share out" in out
+        assert "Config(zero_stage=0)" in out
 
 
 @pytest.mark.parametrize("library", CASES)

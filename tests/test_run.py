@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from .command_line import ROOT, mounted, started, wait_for_line, words
 from .ranks import Result, run_ranks
 
 #: A user's program: `python -c PROGRAM DIRECTORY TOTAL WIDTH ARGUMENTS`, those of `Run` as JSON, and `act`,
-#: which is done at the end of each step.
+#: which is done at the end of each step; `every`: bodies of the loop that make a step of the optimizer.
 PROGRAM = """
 import json, os, signal, sys, time
 import torch
@@ -38,7 +39,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
     signal.signal(getattr(signal, name), signal.SIG_DFL)
 folder, total, width, more = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-act, config = more.pop("act", ""), infinity.Config(device="cpu", dtype="fp32", chunk_elements=65536)
+act, every = more.pop("act", ""), more.pop("every", 1)
+config = infinity.Config(device="cpu", dtype="fp32", chunk_elements=65536)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
 model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
@@ -50,7 +52,8 @@ with infinity.Run(optimizer, folder, state={"scheduler": scheduler}, **more) as 
         batch = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
         loss = model(batch).square().mean()
         loss.backward()
-        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        if (step + 1) % every == 0:
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
         run.log(loss=loss)
         exec(act)
         print("made", step + 1, flush=True)
@@ -170,7 +173,8 @@ def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
     with started(*program(tmp_path, LONG, act=act, save_every=5)) as child:
         wait_for_line(child, "now")
         child.send_signal(signal.SIGTERM)
-        wait_for_line(child, "asked")  # the kernel makes one of two that are pending
+        wait_for_line(child, "asked")
+        time.sleep(1.5)  # or it is the first one by another way
         child.send_signal(second)
         out, err = child.communicate(timeout=60)
     assert child.returncode == (143 if second == signal.SIGTERM else -signal.SIGINT), err
@@ -181,6 +185,40 @@ def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
     assert ("Traceback" in err) == (second == signal.SIGINT), "which Python says of its own"
     assert "ends" not in out
     assert_free(tmp_path)
+
+
+def test_a_signal_that_comes_by_two_ways_is_one(tmp_path: Path) -> None:
+    """From the service manager, say, and from torchrun."""
+    act = (
+        "if step == 6:\n    for _ in range(3):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.1)"
+    )
+    _, err = made(*program(tmp_path, 12, act=act, save_every=5), code=75)
+    assert err == "SIGTERM: ended after 7 of 12 steps\n"
+    assert find(str(tmp_path)).step == 7
+
+
+def test_a_save_waits_for_the_step_that_gradients_are_for(tmp_path: Path) -> None:
+    """A checkpoint has no gradients. Bodies of the loop are counted, and the optimizer makes half as many
+    steps."""
+    made(*program(tmp_path / "whole", 12, every=2))
+    act = "if step == 6: os.kill(os.getpid(), signal.SIGTERM)"
+    out, err = made(*program(tmp_path / "run", 12, every=2, act=act, save_every=3), code=75)
+    assert out.endswith("made 8\nends 8\n")
+    assert err == "SIGTERM: ended after 8 of 12 steps\n"
+    assert [found.step for found in list_checkpoints(str(tmp_path / "run"))] == [3, 4], "bodies 6 and 8"
+    out, _ = made(*program(tmp_path / "run", 12, every=2))
+    assert out.startswith("begins 8\n")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_save_that_can_never_have_all_gradients_says_so(tmp_path: Path) -> None:
+    """Each body begins what the next one's step uses."""
+    act = "model(batch).square().mean().backward()\nif step == 6: os.kill(os.getpid(), signal.SIGTERM)"
+    out, err = made(*program(tmp_path / "run", 12, act=act), code=75)
+    assert out.endswith("ends 8\n")
+    assert "step 8 is saved without the gradients that no `optimizer.step()` has used\n" in err
+    assert find(str(tmp_path / "run")).step == 8
 
 
 def assert_free(folder: Path) -> None:
@@ -469,6 +507,7 @@ def test_handlers_are_put_back_and_those_of_others_stay(
         def twice(step: int) -> None:
             if step == 5:
                 signal.raise_signal(signal.SIGTERM)
+                time.sleep(1.5)  # or it is the first one by another way
                 signal.raise_signal(signal.SIGTERM)
 
         code, run = code_of(infinity.Run(optimizer, tmp_path), optimizer, looks)

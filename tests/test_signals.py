@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pty
+import re
 import select
 import signal
 import time
@@ -170,3 +171,18 @@ def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
         child.send_signal(signal.SIGHUP)
         child.stdout.close()
         assert child.wait(60) == 75
+
+
+def test_sigusr1_ends_nothing_from_the_first_to_the_last(text: str, nvme: str) -> None:
+    """It asks for a checkpoint, and comes when somebody's clock says so."""
+    with started("-m", "infinity", "train", *words(text, nvme, "--steps", "2"), "--no-save") as child:
+        asked, until = 0, time.monotonic() + 100
+        while child.poll() is None and time.monotonic() < until:
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
+            if asked or (caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1):  # Python has begun
+                child.send_signal(signal.SIGUSR1)
+                asked += 1
+            time.sleep(0.02)
+        _, err = child.communicate(timeout=60)
+    assert asked > 10
+    assert child.returncode == 0, err

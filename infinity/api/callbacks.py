@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
+from collections.abc import Collection
 from typing import Any
 
+from infinity.core.errors import ConfigError
 from infinity.core.optional import optional
 from infinity.core.signals import SAVED
 
-from .engine import engine_of
+from .engine import Engine, engine_of
 from .wanted import Wanted
+
+#: What a callback has taken last; an exception that ends a training leaves it so.
+_newest: list[Wanted] = []
+
+
+def _taken(engine: Engine, minutes: float | None, also: Collection[Any] = ()) -> Wanted:
+    """Return what is wanted of the training that begins, in place of what one before has left."""
+    while _newest:
+        _newest.pop().give_back()
+    wanted = Wanted(engine, minutes)
+    wanted.take(also)
+    _newest.append(wanted)
+    return wanted
 
 
 def trainer_callback(*, save_minutes: float | None = None) -> Any:
@@ -19,13 +35,18 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
     SIGTERM and SIGHUP have Trainer save after the step under way, and stop; then SystemExit(75) is raised,
     "try again later": ``train(resume_from_checkpoint=True)`` goes on. SIGUSR1, and the clock every
     `save_minutes` minutes, have it save and go on. It saves as it always does, into its ``output_dir``. A
-    second SIGTERM ends it now, as Ctrl-C does. With several ranks, what one of them is told counts for all.
+    second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several ranks, what one of them
+    is told counts for all. Trainer saves on one of them alone, which ``Config(zero_stage=0)`` allows.
+
+    When the last step is over, a signal ends nothing: ``train`` returns, and what follows can save the model.
+    (Trainer would make one step more than ``max_steps`` where it resumes from its last one.)
 
     Signals that are ignored, or that somebody else handles, stay so. Where ``train`` raises, the handlers
-    stay until the next ``train`` of this callback has ended.
+    stay until the next ``train`` with such a callback begins.
 
     Raises:
         DataError: transformers is not installed, or broken.
+        ConfigError: in ``train``, before the first step: with several ranks, `Config.zero_stage` is not 0.
     """
     [base] = optional("transformers", "hf", "TrainerCallback")
 
@@ -33,8 +54,18 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
         wanted: Wanted
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.wanted = Wanted(engine_of(given["optimizer"]), save_minutes)
-            self.wanted.take()
+            engine = engine_of(given["optimizer"])
+            stage = engine.config.zero_stage
+            if engine.comm.world > 1 and stage:
+                raise ConfigError(
+                    "transformers.Trainer cannot save a model that ranks share out: it asks one rank alone",
+                    expected="with several ranks, zero_stage=0, where each has the whole model",
+                    found=f"zero_stage={stage}, {engine.comm.world} ranks, and a callback that has it save",
+                    cure="Config(zero_stage=0); or, in place of `trainer_callback`, a TrainerCallback whose "
+                    "on_step_end calls infinity.save(optimizer, directory) on all ranks (docs/ranks.md has "
+                    "it in full); or a loop of your own in `infinity.Run`",
+                )
+            self.wanted = _taken(engine, save_minutes)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             end, due = self.wanted.agreed()
@@ -42,11 +73,16 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
             control.should_training_stop = control.should_training_stop or bool(end)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.wanted.agreed()  # of a signal that came while the last step was saved
             self.wanted.give_back()
-            if self.wanted.end:
+            if self.wanted.end and state.global_step < state.max_steps:
                 raise SystemExit(SAVED)
-            self.wanted.pass_on()
+            if self.wanted.came:
+                warnings.warn(
+                    f"{self.wanted.came} came in the last step, or behind it: the training is over, and "
+                    "`train` returns",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     return Signals()
 
@@ -55,9 +91,10 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
     """Return a callback for ``lightning.Trainer(callbacks=[…])``, whose `LightningModule` is wrapped.
 
     SIGTERM and SIGHUP have it save the file `path` after the step under way, by ``trainer.save_checkpoint``,
-    and stop; then SystemExit(75) is raised, "try again later": ``fit(ckpt_path=path)`` goes on. SIGUSR1, and
-    the clock every `save_minutes` minutes, have it save and go on. A second SIGTERM ends it now, as Ctrl-C
-    does. With several ranks, what one of them is told counts for all.
+    and stop; then SystemExit(75) is raised, "try again later": ``fit(ckpt_path=path)`` goes on. Amid an epoch
+    Lightning begins its data again, unless the loader has a state (``state_dict``). SIGUSR1, and the clock
+    every `save_minutes` minutes, have it save and go on. A second SIGTERM, a second later or more, ends it
+    now, as Ctrl-C does. With several ranks, what one of them is told counts for all.
 
     Signals that are ignored, or that somebody else handles, stay so, but for Lightning's own handler of
     SIGTERM, which ends a run without a save: this one takes its place while the run lasts.
@@ -68,17 +105,17 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
     [base] = optional("lightning.pytorch", None, "Callback")
 
     class Signals(base):  # type: ignore[misc,valid-type]
-        wanted: Wanted
+        wanted: Wanted | None = None  # no step is made: nothing to train is left
         step = 0
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.wanted, self.step = Wanted(engine_of(module), save_minutes), trainer.global_step
             theirs = signal.getsignal(signal.SIGTERM)
             known = type(theirs).__module__.startswith(("lightning.", "pytorch_lightning."))
-            self.wanted.take([theirs] if known else ())
+            self.wanted = _taken(engine_of(module), save_minutes, [theirs] if known else ())
+            self.step = trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == self.step:
+            if self.wanted is None or trainer.global_step == self.step:
                 return  # gradients are added up
             self.step = trainer.global_step
             end, due = self.wanted.agreed()
@@ -87,16 +124,18 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
             trainer.should_stop = trainer.should_stop or bool(end)
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            self.wanted.agreed()  # of a signal that came while the last step was saved
-            self.wanted.give_back()
-            self.wanted.pass_on()
+            if self.wanted is not None:
+                if any(self.wanted.agreed()):  # what came behind the last step, or in its save
+                    trainer.save_checkpoint(path)
+                self.wanted.give_back()
+                self.wanted.pass_on()
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            if hasattr(self, "wanted"):
+            if self.wanted is not None:
                 self.wanted.give_back()
 
         def on_fit_end(self, trainer: Any, module: Any) -> None:
-            if self.wanted.end:
+            if self.wanted is not None and self.wanted.end:
                 raise SystemExit(SAVED)
 
     return Signals()

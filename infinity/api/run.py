@@ -55,15 +55,17 @@ class Run:
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
                 run.log(loss=loss.item())
 
-    It saves when a step is over: every `save_every` steps, every `save_minutes` minutes, after a SIGUSR1, and
-    the last one. Where a save on the way fails, a warning says why, and the run goes on.
+    It saves when a step is over, and no gradients wait for an `optimizer.step()`: every `save_every` steps,
+    every `save_minutes` minutes, after a SIGUSR1, and the last one. Where a save on the way fails, a warning
+    says why, and the run goes on.
 
     What ends it:
 
     - SIGTERM, or SIGHUP of a terminal that is lost: the step under way is saved, the loop ends, and the end
       of the block raises SystemExit(75), "try again later". When the last step is over, they do what they
       do without a run.
-    - A second SIGTERM, and Ctrl-C: it ends now, by SystemExit(143) and KeyboardInterrupt (exit code 130).
+    - A second SIGTERM, a second later or more, and Ctrl-C: it ends now, by SystemExit(143) and
+      KeyboardInterrupt (exit code 130).
     - An exception: the step that it leaves is not saved, and the exception goes on.
 
     The last two say on stderr how many steps are lost and which checkpoint is whole. What was saved stays
@@ -126,7 +128,10 @@ class Run:
             ("save_minutes", save_minutes, 0),
             ("keep_last", keep_last, 1),
         ):
-            if value is not None and (not value >= least or (least and type(value) is not int)):
+            kind = int if least else (int, float)
+            if value is not None and (
+                type(value) is bool or not isinstance(value, kind) or not value >= least
+            ):
                 raise ConfigError(
                     f"{name}={value!r} makes no sense",
                     expected=f"None, or {least} and more",
@@ -154,6 +159,8 @@ class Run:
         self._total = 0
         self._figures: dict[str, Any] = {}
         self._inside = False  # whether a step is under way
+        self._due = False  # whether a save is, which waits
+        self._put_off: int | None = None  # until the optimizer has made more steps than these
         self._before = (0, 0)  # as of `_made`, when it began
         self._began = 0.0
         self._kinds: set[tuple[type, int | None]] = set()
@@ -255,7 +262,10 @@ class Run:
         Raises:
             TypeError: JSON has no word for a value.
         """
-        values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
+        try:
+            values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
+        except (ValueError, RuntimeError) as error:  # of numpy, and of torch
+            raise TypeError(f"run.log has a value of more than one element: {error}") from error
         json.dumps(values)
         self._figures.update(values)
 
@@ -277,9 +287,18 @@ class Run:
         self._write_line()
         if self.root is None:
             return
-        asked, due = self._asked.agreed(self._every is not None and self.step % self._every == 0)
-        if not (last or asked or due):
+        gradients, steps = self.engine.gradients, self.engine.optimizer.steps
+        waits = gradients.backwards != gradients.stepped  # for an `optimizer.step()` that is to come
+        due = self._due or (self._every is not None and self.step % self._every == 0)
+        asked, self._due = self._asked.agreed(due)
+        if not (last or asked or self._due):
             return
+        if waits and not last and self._put_off in (None, steps):
+            self._put_off = steps
+            return
+        if waits:
+            self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
+        self._due, self._put_off = False, None
         if last or asked:
             self._save_last()
             self._asked.agreed()  # of a signal that came meanwhile

@@ -41,6 +41,8 @@ def end_on_signals() -> None:
     for number in (*ENDING, signal.SIGINT):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_at_once)
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # it asks `train` to save, and ends nothing
+        signal.signal(signal.SIGUSR1, ignore)
 
 
 def close_on_signals() -> None:
@@ -52,8 +54,6 @@ def close_on_signals() -> None:
             signal.signal(number, end)
     if not _sends_again():
         sys.unraisablehook = functools.partial(_send_again, sys.unraisablehook)
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # it asks `train` to save, and ends nothing
-        signal.signal(signal.SIGUSR1, ignore)
 
 
 def _sends_again() -> bool:
@@ -91,5 +91,7 @@ def leave_signals() -> None:
     for number in (*ENDING, signal.SIGINT):
         if signal.getsignal(number) in (_end_at_once, end, ignore):
             signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGUSR1) is ignore:  # Python takes its own handlers off as it ends
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _sends_again():
         sys.unraisablehook = sys.unraisablehook.args[0]  # type: ignore[attr-defined]

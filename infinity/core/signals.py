@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any, Final
 
 #: Signals that end a process.
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+#: Seconds in which a second SIGTERM is the first one by another way: whoever stops a job sends it to all of
+#: its processes (systemd, `scancel`), and torchrun passes its own on to its ranks.
+TOGETHER: Final = 1.0
 #: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
 SAVED: Final = 75
 
@@ -55,14 +59,15 @@ def ignore(number: int, frame: FrameType | None) -> None:
 
 class Asked:
     """From `take` to `give_back` signals only ask: SIGTERM and SIGHUP set `came`, to the name of what came
-    first, and SIGUSR1 sets `save`. A second SIGTERM raises `Ended`. A second SIGHUP does not: a terminal that
-    is lost sends several.
+    first, and SIGUSR1 sets `save`. A second SIGTERM, after `TOGETHER`, raises `Ended`. A second SIGHUP does
+    not: a terminal that is lost sends several.
     """
 
     def __init__(self) -> None:
         self.came = ""
         self.save = False
         self._hung_up = False
+        self._terminated = 0.0  # when, by SIGTERM
         self._before: dict[int, Any] = {}
 
     def take(self, also: Collection[Any] = ()) -> None:
@@ -81,6 +86,8 @@ class Asked:
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)
+            if number == signal.SIGTERM and self._terminated and before is end:
+                continue  # it ends the command as before, but for one that comes at once
             ends = self._hung_up or (self.came and before is end)
             if number == signal.SIGHUP and now == self._ask and ends:
                 signal.signal(number, ignore)
@@ -95,5 +102,8 @@ class Asked:
         if number == signal.SIGHUP:
             self._hung_up = True
             _hung_up.append(True)
-        else:
+        elif not self._terminated:
+            self._terminated = time.monotonic()
+        elif time.monotonic() - self._terminated > TOGETHER:
             signal.signal(number, end)
+            end(number, frame)
