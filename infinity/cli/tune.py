@@ -178,9 +178,7 @@ def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[S
     window = max([window, *(each for each in wanted if each <= nbytes // 2)])
     with Load(directory, nbytes, grain=min(_BLOCKS), window=window) as load:
         tell(f"writes {format_size(nbytes)} to {directory}")
-        first = Settings(backends[0], *_START)
-        with load.ring(first) as ring:
-            run_pass([(load, ring)], first, Job("write"), 3600, limit=nbytes)
+        load.fill(Settings(backends[0], *_START))
         return find(Tuner(load, seconds), backends, tell, min(0.3, seconds / 150))
 
 

@@ -8,7 +8,6 @@ behind] and [Note: what a bench verifies] in io_load.py.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import click
 from infinity.cli.console import check_plot, finish, sizes, status_line
 from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import BACKENDS, available_backends
@@ -31,7 +30,7 @@ from infinity.version import __version__
 from .adam import AdamWork, rate
 from .io_case import Case, cache_warning, measure_case, read_twice, sustained
 from .io_fio import find_fio
-from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_directory, run_pass, usable_bytes
+from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_directory, check_space, usable_bytes
 from .io_show import plot, show
 
 _LEAST: Final = 16 * MiB
@@ -135,23 +134,11 @@ def choose_size(request: Request, cases: Sequence[Case]) -> int:
             )
         return request.size // MiB * MiB
     devices = [os.stat(directory).st_dev for directory in request.directories]
-    rooms = []
-    for directory, device in zip(request.directories, devices, strict=True):
-        usable, reserve = usable_bytes(directory)
-        sharing = devices.count(device)
-        rooms.append(usable // sharing)
-        if rooms[-1] < _LEAST:
-            system = os.statvfs(directory)
-            raise DirectoryError(
-                f"the disk of {directory} is full",
-                errno=errno.ENOSPC,
-                path=directory,
-                expected=f"{format_size(_LEAST * sharing + reserve)} free, of which {format_size(reserve)} "
-                "stay free",
-                found=f"{format_size(system.f_bavail * system.f_frsize)} free",
-                cure="free space there, or name a directory on another disk",
-            )
-    usable = min(rooms)
+    rooms = {d: devices.count(device) for d, device in zip(request.directories, devices, strict=True)}
+    for directory, sharing in rooms.items():
+        cure = "free space there, or name a directory on another disk"
+        check_space(directory, _LEAST * sharing, "the smallest file: its disk is full", cure)
+    usable = min(usable_bytes(directory)[0] // sharing for directory, sharing in rooms.items())
     if request.sustained is not None:
         return max(_LEAST, min(usable // 2, 64 * GiB) // MiB * MiB)
     wanted = max(_SIZES[request.mode], *(ceil_to(2 * case.window, MiB) for case in cases), 0)
@@ -213,22 +200,14 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     for place in places:
         if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
-    found = find_fio()
-    if request.fio and found is None and request.sustained is None:
+    fio = find_fio() if request.fio else None
+    if request.fio and fio is None and request.sustained is None:
         warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
     result: dict[str, Any] = {
-        "benchmark": "io",
-        "infinity": __version__,
-        "mode": request.mode,
-        "directories": places,
-        "file_bytes": nbytes,
-        "seconds_per_pass": request.seconds,
-        "fio": found[1] if request.fio and found is not None else None,
-        "fill_bytes_per_second": None,
-        "cache": [],
-        "cases": [],
-        "adam_alone_parameters_per_second": None,
-        "sustained": None,
+        **{"benchmark": "io", "infinity": __version__, "mode": request.mode, "directories": places},
+        **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
+        **dict.fromkeys(("fill_bytes_per_second", "adam_alone_parameters_per_second", "sustained")),
+        **{"cache": [], "cases": []},
     }
     grain = min(case.settings.block_bytes for case in cases)
     window = max(case.window for case in cases)
@@ -247,8 +226,7 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
             for load, ring in pairs:
                 load.verify(ring, settings, job, 256 * MiB)
         result["verified_bytes"] = sum(load.verified for load in loads)
-    result["warnings"] = list(dict.fromkeys(warnings))
-    return result
+    return {**result, "warnings": list(dict.fromkeys(warnings))}
 
 
 def _measure_cases(
@@ -259,14 +237,13 @@ def _measure_cases(
     warnings: list[str],
     tell: Callable[[str], None],
 ) -> None:
-    first, filling = cases[0].settings, Job("write", chunk=cases[0].job.chunk)
+    first, job = cases[0].settings, cases[0].job
     result["fill_bytes_per_second"] = []
     for load in loads:
         tell(f"writes {format_size(load.nbytes)} to {load.directory}")
+        result["fill_bytes_per_second"].append(load.fill(first, job.chunk))
         with load.ring(first) as ring:
-            filled = run_pass([(load, ring)], first, filling, 3600, limit=load.nbytes)
-            result["fill_bytes_per_second"].append(filled.rate)
-            twice = read_twice(load, ring, first, cases[0].job)
+            twice = read_twice(load, ring, first, job)
         warnings += cache_warning(twice, load.directory)
         result["cache"].append({"path": load.directory, **(twice or {})})
     work = None

@@ -1,9 +1,8 @@
 """One line of `bench io`: a pattern at one setting on one set of directories, measured several times; and
 what only time or repetition shows: a write cache that fills up, and a read cache that answers.
 
-Order of one case: a pass that warms up and is not counted; then for each repeat a pass of ours and,
-where it is compared, one of fio, in alternating order, so that a slow moment meets both; then a pass
-of single blocks for latencies; then a sample of what was written is read back and compared.
+Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
+a pass of single blocks for latencies; then a sample of what was written is read back and compared.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import numpy as np
 from infinity.core.sizes import MiB, format_size
 from infinity.hardware.aio import Ring
 
-from .adam import AdamWork, Beside, spread
-from .io_fio import Peer, find_fio
+from .adam import AdamWork, spread
+from .io_fio import best_of_fio, find_fio
 from .io_load import Job, Load, Settings, run_pass
 
 _SAMPLE: Final = 64 * MiB  # read back after a case that wrote
@@ -71,50 +70,43 @@ def measure_case(
     Args:
         seconds: of one pass.
         fio: whether it is compared, where it is installed and there is one directory: "one file" is what
-            fio is good at.
+            fio is good at. It runs once, as long as all passes together.
         work: what Adam updates beside the I/O, for cases that ask for it.
     """
     chosen = [loads[index] for index in case.directories]
     job, settings = case.job, case.settings
     compared = fio and find_fio() is not None and len(chosen) == 1 and not case.adam
-    peers = [Peer(chosen[0], job, settings, seconds, huge=huge) for huge in (False, True) if compared]
+    peers = {
+        key: best_of_fio(chosen[0], settings, job, seconds * repeats, huge=key == "fio_huge")
+        for key in (("fio", "fio_huge") if compared else ())
+    }
     verified = sum(load.verified for load in chosen)
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
         rings = [ring for _, ring in pairs]
-        beside = Beside(work) if case.adam and work is not None else None
-        with beside or contextlib.nullcontext():
-            run_pass(pairs, settings, job, min(0.2, seconds))
-            submitted = _submits(rings)
-            tallies = []
-            for repeat in range(repeats):
-                for peer in peers if repeat % 2 == 0 else ():
-                    peer.turn()
-                tallies.append(run_pass(pairs, settings, job, seconds))
-                for peer in peers[::-1] if repeat % 2 == 1 else ():
-                    peer.turn()
-            histogram = (_submits(rings) - submitted).tolist()
-            singles = tallies
-            if not job.scattered:
-                singles = [run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds))]
+        adam = stack.enter_context(work.beside()) if case.adam and work is not None else None
+        run_pass(pairs, settings, job, min(0.2, seconds))
+        submitted = _submits(rings)
+        tallies = [run_pass(pairs, settings, job, seconds) for _ in range(repeats)]
+        histogram = (_submits(rings) - submitted).tolist()
+        singles = tallies
+        if not job.scattered:
+            singles = [run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds))]
+        updated = None if adam is None else adam()
         most = max(ring.stats().submit_max_seconds for ring in rings)
         for load, ring in pairs:
             load.verify(ring, settings, job, _SAMPLE // len(pairs))
         backends = sorted({ring.backend for ring in rings})
         reasons = sorted({ring.reason for ring in rings})
     rates = [tally.rate for tally in tallies]
-    moved = sum(t.read + t.written for t in tallies)
+    middle, moved = statistics.median(rates), sum(t.read + t.written for t in tallies)
     result = {
-        "pattern": job.pattern,
-        "order": job.order,
-        "adam_beside": case.adam,
+        **{"pattern": job.pattern, "order": job.order, "adam_beside": case.adam},
         "directories": [load.directory for load in chosen],
+        **settings._asdict(),
         "backend": "+".join(backends),
         "backend_reason": "; ".join(reasons),
-        "block_bytes": settings.block_bytes,
-        "queue_depth": settings.queue_depth,
-        "threads": settings.threads,
-        "bytes_per_second": statistics.median(rates),
+        "bytes_per_second": middle,
         "spread": spread(rates),
         "repeats": rates,
         "bytes_moved": moved,
@@ -122,11 +114,11 @@ def measure_case(
         "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9) if moved else None,
         "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
         "verified_bytes": sum(load.verified for load in chosen) - verified,
-        "adam_parameters_per_second": None if beside is None else beside.parameters_per_second,
+        "adam_parameters_per_second": updated,
         **dict.fromkeys(("fio", "fio_huge")),
-        **{"fio_huge" if peer.huge else "fio": peer.compare(rates) for peer in peers},
+        **{key: peer.beside(middle) for key, (peer, _) in peers.items() if peer is not None},
     }
-    return result, [text for peer in peers for text in peer.warnings]
+    return result, [text for _, said in peers.values() for text in said]
 
 
 def _submits(rings: Sequence[Ring]) -> Any:
@@ -161,12 +153,7 @@ def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str
         offset = load.nbytes // count * number // transfer * transfer
         for rates in (fresh, again):
             start = time.perf_counter()
-            tickets = [
-                ring.read(load.file, offset + at, load.mapping.io_address + at, transfer)
-                for at in range(0, region, transfer)
-            ]
-            for ticket in tickets:
-                ticket.wait()
+            load.read(ring, range(offset, offset + region, transfer), transfer)
             rates.append(region / (time.perf_counter() - start))
     return {  # the first region warms up
         "first_bytes_per_second": statistics.median(fresh[1:]),

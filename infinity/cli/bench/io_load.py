@@ -17,10 +17,11 @@ import functools
 import itertools
 import os
 import random
+import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -117,7 +118,7 @@ def check_space(directory: str, nbytes: int, what: str, cure: str) -> None:
             errno=errno.ENOSPC,
             path=directory,
             expected=f"{format_size(nbytes)} free, and {format_size(reserve)} that stay free",
-            found=f"{format_size(usable + reserve)} free",
+            found=f"{format_size(shutil.disk_usage(directory).free)} free",
             cure=cure,
         )
 
@@ -215,17 +216,9 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self.file.close()
 
     @contextlib.contextmanager
-    def ring(self, settings: Settings, deadline: float = 60.0) -> Iterator[Ring]:
+    def ring(self, settings: Settings) -> Iterator[Ring]:
         """Open a ring on this file as the engine's store does."""
-        ring = Ring(
-            "bench",
-            path=self.directory,
-            backend=settings.backend,
-            block_bytes=settings.block_bytes,
-            queue_depth=settings.queue_depth,
-            threads=settings.threads,
-            deadline=deadline,
-        )
+        ring = Ring("bench", path=self.directory, **settings._asdict(), deadline=60.0)
         try:
             ring.register_file(self.file)
             ring.register_buffer(self.mapping.io_address, self.mapping.nbytes)
@@ -237,6 +230,18 @@ class Load(contextlib.AbstractContextManager["Load"]):
             except DeadlineError:
                 _quarantine.append(self.mapping)
                 raise
+
+    def fill(self, settings: Settings, chunk: int = TRANSFER) -> float:
+        """Write all of it once; return bytes per second. What was never written is read without the drive."""
+        with self.ring(settings) as ring:
+            return run_pass([(self, ring)], settings, Job("write", chunk=chunk), 3600, limit=self.nbytes).rate
+
+    def read(self, ring: Ring, offsets: Iterable[int], nbytes: int) -> None:
+        """Read `nbytes` at each of `offsets` into the buffers, one behind the other."""
+        address = self.mapping.io_address
+        tickets = [ring.read(self.file, at, address + i * nbytes, nbytes) for i, at in enumerate(offsets)]
+        for ticket in tickets:
+            ticket.wait()
 
     # ---- passes ----
 
@@ -331,12 +336,7 @@ class Load(contextlib.AbstractContextManager["Load"]):
         slots = job.checking.tickets(settings)
         for begin in range(0, len(starts), slots):
             group = starts[begin : begin + slots]
-            tickets = [
-                ring.read(self.file, s * self.grain, self.mapping.io_address + i * piece, piece)
-                for i, s in enumerate(group)
-            ]
-            for ticket in tickets:
-                ticket.wait()
+            self.read(ring, [start * self.grain for start in group], piece)
             for slot, start in enumerate(group):
                 self._compare(slot * piece, start * self.grain, piece)
 

@@ -27,29 +27,26 @@ from infinity.hardware.device import CudaDevice, HostDevice, open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.storage.memory import HostMapping
 
-from .adam import rate, spread
+from .adam import as_before, rate, spread
 
 KINDS: Final = ("pageable", "pinned", "registered")
 DIRECTIONS: Final = ("h2d", "d2h", "both")
 
 
 @contextmanager
-def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[list[torch.Tensor]]:
     """Lend two (nbytes,) uint8 tensors of this kind of host memory."""
-    if kind == "registered":
-        mapping = HostMapping(2 * nbytes, populate=True)
-        device.register(mapping.address, mapping.nbytes)
-        try:
-            yield mapping.tensor(0, nbytes), mapping.tensor(nbytes, nbytes)
-        finally:
-            device.synchronize()
-            device.unregister(mapping.address, mapping.nbytes)
-    else:
+    if kind != "registered":
         pin = kind == "pinned"
-        yield (
-            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
-            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
-        )
+        yield [torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        return
+    mapping = HostMapping(2 * nbytes, populate=True)
+    device.register(mapping.address, mapping.nbytes)
+    try:
+        yield [mapping.tensor(at, nbytes) for at in (0, nbytes)]
+    finally:
+        device.synchronize()
+        device.unregister(mapping.address, mapping.nbytes)
 
 
 def measure_cuda(
@@ -96,19 +93,16 @@ def _measure_kind(
     return rows
 
 
+@as_before()
 def measure_host(nbytes: int, repeats: int) -> list[dict[str, Any]]:
     """Return rows of figures for copies in host memory, with one thread and with all."""
-    mapping = HostMapping(2 * nbytes, populate=True)
-    before, rows = cpu_adam.threads(), []
+    mapping, rows = HostMapping(2 * nbytes, populate=True), []
     mapping.tensor(0, nbytes).fill_(1)
     copy = functools.partial(cpu_adam.copy_bytes, mapping.address + nbytes, mapping.address, nbytes)
-    try:
-        for count in sorted({1, before}):
-            cpu_adam.set_threads(count)
-            kind = f"memory, {count} thread{'s' * (count > 1)}"
-            rows.append(_row(kind, "copy", rate(copy, nbytes, repeats)))
-    finally:
-        cpu_adam.set_threads(before)
+    for count in sorted({1, cpu_adam.threads()}):
+        cpu_adam.set_threads(count)
+        kind = f"memory, {count} thread{'s' * (count > 1)}"
+        rows.append(_row(kind, "copy", rate(copy, nbytes, repeats)))
     return rows
 
 

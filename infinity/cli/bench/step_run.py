@@ -4,9 +4,9 @@ step of theirs must take at least.
 [Note: the bound of a step] F, B: forward and backward of the same model in plain torch, all in memory. A:
 the update by the engine's kernel, or torch's optimizer where the state is on the device. N: the bytes that
 the step moved to and from NVMe, at the rate of the engine's own mixed reads and writes on that directory.
-All are measured in the run that they are compared with, in turns with it. H: the part of N that a backward
-can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the backward itself reads,
-gradients that it writes. C: copies that the forward itself reads, at most F.
+All are measured in the run that they are compared with, right after it or in turns with it. H: the part of
+N that a backward can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the
+backward itself reads, gradients that it writes. C: copies that the forward itself reads, at most F.
 
     sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
     overlap   B + max(F, N − H, A)           the update stands behind the next forward
