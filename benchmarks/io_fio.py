@@ -67,7 +67,7 @@ def ours(load: Load, ring: Ring, settings: Settings, pattern: str, ticket: int) 
 def fio(load: Load, settings: Settings, pattern: str, seconds: float, *, huge: bool) -> Run:
     """Run fio once, with its buffers in huge pages or as it comes."""
     found = run_fio(load, settings, Job(pattern), seconds, huge=huge)
-    return Run(found.rate / 1e9, found.cpu_seconds_per_gb)
+    return Run(found.bytes_per_second / 1e9, found.cpu_seconds_per_gb)
 
 
 def deepspeed(load: Load, pattern: str, args: argparse.Namespace) -> Run:

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import click
 
+from infinity.api.this_machine import check_directory
 from infinity.cli.bench import io
-from infinity.cli.bench.io_load import Job, Load, Settings, check_directory, run_pass
+from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
 from infinity.cli.console import finish, gigabytes, sizes, status_line, wide_console
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size

@@ -34,6 +34,17 @@ _ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps"
 _native: Final[Any] = vars(cpu_adam)["_native"]  # hardware alone imports native modules
 
 
+def check_memory(what: str, need: int, have: int, cure: str, where: str = "host memory") -> None:
+    """Raise BudgetError if `what` needs more bytes than there are."""
+    if need > have:
+        raise BudgetError(
+            f"{what} does not fit {where}",
+            expected=f"about {format_size(need)}",
+            found=f"{format_size(have)} available",
+            cure=cure,
+        )
+
+
 class AdamWork:
     """State, gradient and copy of `numel` parameters, and updates of them.
 
@@ -42,15 +53,8 @@ class AdamWork:
     """
 
     def __init__(self, numel: int) -> None:
-        nbytes = numel * _HELD
-        free = available_host_memory()
-        if nbytes > free * 9 // 10:
-            raise BudgetError(
-                "so many parameters do not fit host memory",
-                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
-                found=f"{format_size(free)} available",
-                cure=f"--params {free // 2 // _HELD}",
-            )
+        nbytes, free = numel * _HELD, available_host_memory() * 9 // 10
+        check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // _HELD}")
         self.numel = numel
         self._mapping = HostMapping(nbytes + 5 * 2 * MiB, populate=True)
         at = 0

@@ -38,32 +38,19 @@ class Case(NamedTuple):
     adam: bool = False
 
     @property
-    def jobs(self) -> tuple[Job, ...]:
-        """Return the jobs of all its passes."""
-        return self.job, self.job._replace(single=True), self.job.checking
-
-    @property
     def window(self) -> int:
-        """Return bytes of the buffers that they need."""
-        return max(job.window(self.settings) for job in self.jobs)
+        """Return bytes of the buffers that its passes need."""
+        jobs = self.job, self.job._replace(single=True), self.job.checking
+        return max(job.window(self.settings) for job in jobs)
 
     def misfit(self, nbytes: int) -> str | None:
         """Return why it cannot run on files of `nbytes`, or None: two transfers under way must never have
         the same place, or no one could say what the file holds."""
-        for job in self.jobs:
-            if nbytes < (needed := 2 * job.window(self.settings)):
-                return f"{format_size(needed)} needed for {job.tickets(self.settings)} transfers"
-        return None
+        return None if nbytes >= 2 * self.window else f"it takes {format_size(2 * self.window)}"
 
 
 def measure_case(
-    case: Case,
-    loads: Sequence[Load],
-    *,
-    seconds: float,
-    repeats: int,
-    fio: bool,
-    work: AdamWork | None = None,
+    case: Case, loads: Sequence[Load], seconds: float, repeats: int, *, fio: bool, work: AdamWork | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of a case as JSON has them, and warnings.
 
@@ -86,12 +73,10 @@ def measure_case(
         rings = [ring for _, ring in pairs]
         adam = stack.enter_context(work.beside()) if case.adam and work is not None else None
         run_pass(pairs, settings, job, min(0.2, seconds))
-        submitted = _submits(rings)
         tallies = [run_pass(pairs, settings, job, seconds) for _ in range(repeats)]
-        histogram = (_submits(rings) - submitted).tolist()
-        singles = tallies
-        if not job.scattered:
-            singles = [run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds))]
+        histogram = np.sum([ring.stats().submit_histogram for ring in rings], axis=0).tolist()
+        alone = job._replace(single=True)
+        singles = tallies if job.scattered else [run_pass(pairs, settings, alone, min(0.4, seconds))]
         updated = None if adam is None else adam()
         most = max(ring.stats().submit_max_seconds for ring in rings)
         for load, ring in pairs:
@@ -116,13 +101,13 @@ def measure_case(
         "verified_bytes": sum(load.verified for load in chosen) - verified,
         "adam_parameters_per_second": updated,
         **dict.fromkeys(("fio", "fio_huge")),
-        **{key: peer.beside(middle) for key, (peer, _) in peers.items() if peer is not None},
+        **{
+            key: {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second}
+            for key, (fio, _) in peers.items()
+            if fio is not None
+        },
     }
     return result, [text for _, said in peers.values() for text in said]
-
-
-def _submits(rings: Sequence[Ring]) -> Any:
-    return np.sum([ring.stats().submit_histogram for ring in rings], axis=0)
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | int | None]:
@@ -147,19 +132,15 @@ def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str
     count = min(_REGIONS, load.nbytes // region)
     if count < 3:
         return None
-    fresh: list[float] = []
-    again: list[float] = []
-    for number in range(count):
+    rates = np.zeros((count, 2))
+    for number, turn in np.ndindex(*rates.shape):
         offset = load.nbytes // count * number // transfer * transfer
-        for rates in (fresh, again):
-            start = time.perf_counter()
-            load.read(ring, range(offset, offset + region, transfer), transfer)
-            rates.append(region / (time.perf_counter() - start))
-    return {  # the first region warms up
-        "first_bytes_per_second": statistics.median(fresh[1:]),
-        "again_bytes_per_second": statistics.median(again[1:]),
-        "ratio": statistics.median(b / a for a, b in zip(fresh[1:], again[1:], strict=True)),
-    }
+        start = time.perf_counter()
+        load.read(ring, range(offset, offset + region, transfer), transfer)
+        rates[number, turn] = region / (time.perf_counter() - start)
+    first, again = rates[1:].T  # the first region warms up
+    found = {"first_bytes_per_second": first, "again_bytes_per_second": again, "ratio": again / first}
+    return {name: float(np.median(values)) for name, values in found.items()}
 
 
 def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
@@ -207,10 +188,7 @@ def fall(rates: Sequence[float], moved: Sequence[int]) -> dict[str, Any]:
     """
     tenth = max(1, len(rates) // 10)
     first, last = statistics.median(rates[:tenth]), statistics.median(rates[-tenth:])
-    after: int | None = None
-    for index in range(1, len(rates) - 1):
-        slow = [rate < SLOWER * first for rate in rates[index:]]
-        if slow[0] and sum(slow) >= 0.9 * len(slow):
-            after = sum(moved[:index])
-            break
+    slow = [rate < SLOWER * first for rate in rates]
+    ends = (at for at in range(1, len(rates) - 1) if slow[at] and sum(slow[at:]) >= 0.9 * len(slow[at:]))
+    after = next((sum(moved[:at]) for at in ends), None)
     return {"first_bytes_per_second": first, "last_bytes_per_second": last, "fell_after_bytes": after}

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import subprocess
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .io_load import Job, Load, Settings
 
@@ -15,22 +15,12 @@ _MODES: Final = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 class FioResult(NamedTuple):
-    """What fio reports. `rate` in bytes per second; latencies in seconds, from submission."""
+    """What fio reports; latencies from submission."""
 
     engine: str
-    rate: float
+    bytes_per_second: float
     cpu_seconds_per_gb: float
-    percentiles: dict[str, float]
-
-    def beside(self, ours: float) -> dict[str, Any]:
-        """Return it as JSON has it, with the percentage of it that `ours` is."""
-        return {
-            "engine": self.engine,
-            "bytes_per_second": self.rate,
-            "percent": 100 * ours / self.rate,
-            "cpu_seconds_per_gb": self.cpu_seconds_per_gb,
-            "latency_seconds": self.percentiles,
-        }
+    latency_seconds: dict[str, float]
 
 
 class FioFailed(Exception):
@@ -59,8 +49,6 @@ def run_fio(
     Raises:
         FioFailed: it is not installed, does not end, or reports an error.
     """
-    if find_fio() is None:
-        raise FioFailed("not installed")
     if job.pattern != "read":
         load.forget()
     command = [
@@ -82,6 +70,8 @@ def run_fio(
         )
     except subprocess.TimeoutExpired as error:
         raise FioFailed(f"it did not end within {most:.0f} s") from error
+    except FileNotFoundError as error:
+        raise FioFailed("not installed") from error
     except OSError as error:
         raise FioFailed(str(error)) from error
     said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
@@ -116,4 +106,4 @@ def best_of_fio(
         except FioFailed as error:
             pages = " and huge pages" if huge else ""
             warnings.append(f"fio with {engine}{pages} could not run: {error}")
-    return max(results, key=lambda result: result.rate, default=None), warnings
+    return max(results, key=lambda result: result.bytes_per_second, default=None), warnings

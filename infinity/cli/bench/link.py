@@ -9,10 +9,10 @@ Without a CUDA device there is no link; then it says so, and measures what a cop
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import click
@@ -33,7 +33,7 @@ KINDS: Final = ("pageable", "pinned", "registered")
 DIRECTIONS: Final = ("h2d", "d2h", "both")
 
 
-@contextmanager
+@contextlib.contextmanager
 def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[list[torch.Tensor]]:
     """Lend two (nbytes,) uint8 tensors of this kind of host memory."""
     if kind != "registered":
@@ -119,17 +119,17 @@ def _row(kind: str, direction: str, rates: list[float]) -> dict[str, Any]:
 def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> None:
     """Measure copies between host and device: pageable, pinned, registered; each way and both at once."""
     nbytes = parse_size(size, "--size")
-    if not MiB <= nbytes <= min(4 * GiB, available_host_memory() // 8):
+    most = min(4 * GiB, available_host_memory() // 8)
+    if not MiB <= nbytes <= most:
         raise ConfigError(
             "--size cannot be used",
-            expected=f"1MiB to {format_size(min(4 * GiB, available_host_memory() // 8))}",
+            expected=f"1MiB to {format_size(most)}",
             found=size,
             cure="--size 256MiB",
         )
-    opened = open_device(device)
     warnings: list[str] = []
     name, node = "cpu", None
-    try:
+    with contextlib.closing(open_device(device)) as opened:
         if isinstance(opened, HostDevice):
             rows = measure_host(nbytes, repeats)
             why = "asked for the CPU" if torch.cuda.is_available() else "torch sees no CUDA device here"
@@ -142,8 +142,6 @@ def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> 
             gpu = next(gpu for gpu in gpus() if gpu.number == index)
             name, node = f"{gpu.name} ({opened.torch_device})", gpu.numa_node
             rows, warnings = measure_cuda(opened, nbytes, repeats)
-    finally:
-        opened.close()
     result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
     finish({**result, "warnings": warnings}, show, as_json=as_json)
 

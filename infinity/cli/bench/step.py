@@ -20,13 +20,14 @@ from typing import Any, Final
 import click
 import torch
 
-from infinity.cli.console import check_outputs, finish, status_line, table_of, wide_console
+from infinity.api.this_machine import check_directory
+from infinity.cli.console import check_outputs, finish, gigabytes, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
 from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
-from infinity.core.errors import BudgetError, InfinityError
+from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
@@ -34,8 +35,8 @@ from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
 from infinity.storage.step_log import finite
 
-from .adam import AdamWork, as_before, rate
-from .io_load import Job, Load, Settings, check_directory, check_space, run_pass, usable_bytes
+from .adam import AdamWork, as_before, check_memory, rate
+from .io_load import Job, Load, Settings, check_space, run_pass, usable_bytes
 from .step_run import PLACEMENTS, Measured, Stepper, bound, figures, in_memory, offloaded, settings_of
 
 BOUNDS: Final = (
@@ -198,13 +199,9 @@ def check_room(request: Request) -> None:
         free = gpus()[torch.device(request.device).index or 0].free
         rooms.append(("the device", plain + _HELD[0] * params + 2 * GiB, free))
     for where, need, have in rooms:
-        if need > have:
-            raise BudgetError(
-                f"the model does not fit {where} twice: in plain torch, and as the engine has it",
-                expected=f"about {format_size(need)}",
-                found=f"{format_size(have)} available",
-                cure="a smaller --preset",
-            )
+        check_memory(
+            "the model, in plain torch and as the engine has it,", need, have, "a smaller --preset", where
+        )
     check_directory(request.directory)
     if request.on_nvme:
         need = _ON_NVME * params + probe_bytes(request.directory)
@@ -285,27 +282,27 @@ def show(result: Mapping[str, Any]) -> None:
         f"{result['model']['parameters']:,} parameters, {result['batch']} × {result['tokens']} tokens, "
         f"{result['dtype']}, {result['device']}; medians of {result['steps']} steps"
     )
-    names = ("placement", "update", "s/step", "read", "written", "B/param", "bound", "efficiency", "memory")
-    table = table_of(*names, title=title, left=2)
-    said: list[tuple[str, str | None]] = [(BOUNDS, None)]
+    names = ("s/step", "read", "written", "B/param", "drive", "bound", "efficiency", "memory")
+    table = table_of("placement", "update", *names, title=title, left=2)
+    failed = []
     for placement, group in result["placements"].items():
         for name, row in group["table"].items():
+            drive = row["rates"]["nvme_mixed_bytes_per_second"]
             table.add_row(
                 *(placement, name, f"{row['seconds']:.3f}"),
                 *(format_size(round(row[way])) for way in ("read_bytes", "written_bytes")),
-                *(f"{row['bytes_per_parameter']:.1f}", f"{row['bound']:.3f}", f"{row['efficiency']:.0%}"),
-                format_size(row["memory"]),
+                *(f"{row['bytes_per_parameter']:.1f}", "–" if drive is None else f"{gigabytes(drive)} GB/s"),
+                *(f"{row['bound']:.3f}", f"{row['efficiency']:.0%}", format_size(row["memory"])),
             )
-            if (rate := row["rates"]["nvme_mixed_bytes_per_second"]) is not None:
-                said.append((f"{placement}, {name}: the drive's mixed rate was {rate / 1e9:.2f} GB/s", None))
         for name, error in group["errors"].items():
             table.add_row(placement, name, "failed", style="red")
-            said.append((f"{placement}: {name} failed: {error['error']}", "red"))
+            failed.append(f"{placement}: {name} failed: {error['error']}")
         table.add_section()
     console = wide_console()
     console.print(table)
-    for text, style in said:
-        console.print(text, style=style, markup=False)
+    console.print(BOUNDS)
+    for text in failed:
+        console.print(text, style="red", markup=False)
 
 
 @click.command("step")
