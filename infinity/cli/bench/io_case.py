@@ -96,7 +96,7 @@ def measure_case(
         "repeats": rates,
         "bytes_moved": moved,
         "latency_seconds": _percentiles([x for tally in singles for x in tally.latencies]),
-        "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9) if moved else None,
+        "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9),
         "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
         "verified_bytes": sum(load.verified for load in chosen) - verified,
         "adam_parameters_per_second": updated,
@@ -110,9 +110,7 @@ def measure_case(
     return result, [text for _, said in peers.values() for text in said]
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float | int | None]:
-    if not values:
-        return {"p50": None, "p99": None, "p99.9": None, "max": None, "blocks": 0}
+def _percentiles(values: Sequence[float]) -> dict[str, float | int]:
     p50, p99, p999 = np.percentile(values, [50, 99, 99.9]).tolist()
     return {"p50": p50, "p99": p99, "p99.9": p999, "max": max(values), "blocks": len(values)}
 

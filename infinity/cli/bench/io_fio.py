@@ -70,10 +70,8 @@ def run_fio(
         )
     except subprocess.TimeoutExpired as error:
         raise FioFailed(f"it did not end within {most:.0f} s") from error
-    except FileNotFoundError as error:
-        raise FioFailed("not installed") from error
     except OSError as error:
-        raise FioFailed(str(error)) from error
+        raise FioFailed("not installed" if isinstance(error, FileNotFoundError) else str(error)) from error
     said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
     try:
         report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]

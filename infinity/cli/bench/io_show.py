@@ -40,10 +40,6 @@ def sustained_text(found: dict[str, Any]) -> str:
     return f"{wrote} The rate fell for good after {after}: a write cache was full. Plan with the last figure."
 
 
-def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else f"{value * 1e3:.2f}"
-
-
 def show(result: Mapping[str, Any]) -> None:
     """Print the result of `bench io` for a person."""
     console = wide_console()
@@ -83,11 +79,11 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
     names += ["fio GB/s", "of fio", "fio CPU", "fio, huge pages", "of that"] if peers else []
     table = table_of(*names, title=hows[0] if len(hows) == 1 else None, left=1 + (len(hows) > 1))
     for case in cases:
-        latency, cpu, fio = case["latency_seconds"], case["cpu_seconds_per_gb"], case["fio"]
+        latency, fio = case["latency_seconds"], case["fio"]
         row = [label(case), *([how(case, name=name)] if len(hows) > 1 else [])]
         row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
-        row.append("  ".join(_milliseconds(latency[name]) for name in ("p50", "p99", "p99.9")))
-        row.append("–" if cpu is None else f"{cpu:.3f}")
+        row.append("  ".join(f"{latency[name] * 1e3:.2f}" for name in ("p50", "p99", "p99.9")))
+        row.append(f"{case['cpu_seconds_per_gb']:.3f}")
         if fio is not None:
             row += [f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}"]
             row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
