@@ -15,11 +15,9 @@ step included, so that nobody works in the other's turn. A *pair* is a turn of e
 and new first in the next (ABBA), so that a machine that becomes faster or slower favours nobody. A pair's
 ratio is new ÷ old of the seconds of a turn.
 
-The figure is the median of the ratios. Its 95 % bounds are order statistics: the k-th smallest and the k-th
-largest ratio, with the largest k for which the median of what the ratios are drawn from lies outside in at
-most 5 % of all runs, whatever their distribution (2 of 9; with fewer than 6 pairs there are no such bounds,
-and the extremes stand for them). A case falls short if its lower bound is above 1.03. While its upper bound
-is above 1.06 pairs are added, up to --most. Have nothing else run on the machine.
+The figure is the median of the ratios, with 95 % bounds (`bounds` in common.py). A case falls short if its
+lower bound is above 1.03. While its upper bound is above 1.06 pairs are added, up to --most. Have nothing
+else run on the machine.
 """
 
 from __future__ import annotations

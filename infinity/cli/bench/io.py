@@ -281,8 +281,8 @@ def io_command(
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
     Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
-    figure is the median of several passes; "spread" is the distance of the extremes over it. Data that
-    is read back is compared.
+    figure is the median of several passes; "spread" is the distance of the extremes over it. fio runs
+    once, as long as these passes together. Data that is read back is compared.
     """
     check_plot(plot_file)
     mode = mode or "default"
