@@ -19,7 +19,6 @@ works on what torch allocates, as its user would have it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import statistics
@@ -106,17 +105,15 @@ def main() -> None:
         "ceiling_past_caches": functools.partial(ceiling, True),
         "ceiling_ordinary": functools.partial(ceiling, False),
     }
-    child = None
-    with contextlib.ExitStack() as stack:
+    with common.Race(runs) as race:
         if args.deepspeed_python:
             command = [args.deepspeed_python, os.path.abspath(__file__), "--serve"]
             command += [str(args.params), str(args.threads)]
-            child = Child("deepspeed", command, env={"DS_ACCELERATOR": "cpu"}, timeout=900)
-            ask = stack.enter_context(child).ask
-            runs["deepspeed"] = lambda: float(ask("go")["seconds"])
+            start = functools.partial(Child, "deepspeed", command, env={"DS_ACCELERATOR": "cpu"}, timeout=900)
+            race.start("deepspeed", start, lambda child: float(child.ask("go")["seconds"]))
         else:
             print("DeepSpeed is not measured: no --deepspeed-python", file=sys.stderr)
-        seconds = common.race(runs, 2, args.repetitions)
+        seconds = race.run(2, args.repetitions)
 
     rate = {name: args.params / statistics.median(times) / 1e6 for name, times in seconds.items()}
     most = max(rate["ceiling_past_caches"], rate["ceiling_ordinary"])
@@ -139,7 +136,8 @@ def main() -> None:
             "ratios": {name: round(value, 4) for name, value in ratios.items()},
             "seconds": {name: [round(t, 5) for t in times] for name, times in seconds.items()},
             "hardware": common.hardware(),
-            "versions": {**common.versions(), **({} if child is None else child.ready)},
+            "versions": {**common.versions(), **race.ready.get("deepspeed", {})},
+            "errors": race.errors,
         },
     )
 

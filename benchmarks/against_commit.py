@@ -15,17 +15,14 @@ step included, so that nobody works in the other's turn. A *pair* is a turn of e
 and new first in the next (ABBA), so that a machine that becomes faster or slower favours nobody. A pair's
 ratio is new ÷ old of the seconds of a turn.
 
-The figure is the median of the ratios. Its 95 % bounds are order statistics: the k-th smallest and the k-th
-largest ratio, with the largest k for which the median of what the ratios are drawn from lies outside in at
-most 5 % of all runs, whatever their distribution (2 of 9; with fewer than 6 pairs there are no such bounds,
-and the extremes stand for them). A case falls short if its lower bound is above 1.03. While its upper bound
-is above 1.06 pairs are added, up to --most. Have nothing else run on the machine.
+The figure is the median of the ratios, with 95 % bounds (`bounds` in common.py). A case falls short if its
+lower bound is above 1.03. While its upper bound is above 1.06 pairs are added, up to --most. Have nothing
+else run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -33,9 +30,11 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 from children import Child, lines, tell
 from gpt2 import GPT2
 
@@ -49,6 +48,7 @@ FALLS_SHORT, ADD_PAIRS = 1.03, 1.06
 
 def serve(tree: str, text: str) -> None:
     """Build the model; for each line take as many steps as it says."""
+    sys.path.insert(0, tree)  # before this checkout, which `common` puts first
     import torch
 
     import infinity
@@ -99,29 +99,15 @@ def engine_of(model: Any) -> Any:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def bounds(ratios: list[float]) -> tuple[float, float, float]:
-    """Return the median and its 95 % bounds by order statistics."""
-    ordered = sorted(ratios)
-    count, rank, tail, term = len(ordered), 0, 0.0, 0.5 ** len(ordered)
-    while rank < count and tail + term <= 0.025:  # of Binomial(count, 1/2), up to `rank`
-        tail += term
-        term *= (count - rank) / (rank + 1)
-        rank += 1
-    return statistics.median(ordered), ordered[max(0, rank - 1)], ordered[min(count - 1, count - rank)]
-
-
 def figures(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the pairs of a case come to."""
-    ratios = [pair["new"]["seconds"] / pair["old"]["seconds"] for pair in pairs]
-    middle, low, high = bounds(ratios)
+    seconds = {who: [pair[who]["seconds"] for pair in pairs] for who in ("old", "new")}
+    found = common.paired(seconds["old"], seconds["new"])
     return {
         "pairs": len(pairs),
-        "ratio": middle,
-        "low": low,
-        "high": high,
-        "falls_short": low > FALLS_SHORT,
-        **{f"{who}_seconds": statistics.median(p[who]["seconds"] for p in pairs) for who in ("old", "new")},
-        "ratios": ratios,
+        **found,
+        "falls_short": found["low"] > FALLS_SHORT,
+        **{f"{who}_seconds": statistics.median(taken) for who, taken in seconds.items()},
     }
 
 
@@ -130,42 +116,37 @@ def figures(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures and all samples of one case."""
-    import common
-
     from infinity.cli.bench.step_run import settings_of
 
     model, update = common.model_of(args), "overlap" if case in WHOLE else "sync"
     settings = settings_of(OPTIMIZER.get(case, case), update, model.largest_unit)
     task = {"model": asdict(model), "tokens": args.tokens, "whole": case in WHOLE}
     settings |= {"device": "cpu", "dtype": "fp32", "threads": args.threads, **json.loads(args.config)}
+
+    def start(who: str) -> Child:
+        paths = [str(trees[who]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        text = json.dumps({**task, "settings": {**settings, "nvme": os.path.join(folder, who)}})
+        command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(trees[who]), text]
+        return Child(who, command, env={"PYTHONPATH": os.pathsep.join(paths)}, timeout=args.timeout)
+
     pairs: list[dict[str, Any]] = []
     while True:
-        with contextlib.ExitStack() as stack:
-            children: dict[str, Child] = {}
-            for who, tree in trees.items():
-                paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-                text = json.dumps({**task, "settings": {**settings, "nvme": os.path.join(folder, who)}})
-                command = [sys.executable, "-u", os.path.abspath(__file__), "--serve", str(tree), text]
-                env = {"PYTHONPATH": os.pathsep.join(paths)}
-                children[who] = stack.enter_context(Child(who, command, env=env, timeout=args.timeout))
-            for _ in range(args.warmup):
-                for child in children.values():
-                    child.ask(str(args.burst))
-            for _ in range(args.fresh):
-                names = ("old", "new") if len(pairs) % 2 == 0 else ("new", "old")
-                pairs.append({name: children[name].ask(str(args.burst)) for name in names})
-                print(f"{case}: pair {len(pairs)}", file=sys.stderr)
-            ready = {name: child.ready for name, child in children.items()}
+        with common.Race(title=f"{case}, {len(pairs)} pairs") as race:
+            # Old first in the next pair that counts, or new first if it was old before.
+            for who in ("old", "new") if (len(pairs) + args.warmup) % 2 == 0 else ("new", "old"):
+                race.start(who, partial(start, who), lambda child: child.ask(str(args.burst)))
+            samples = race.run(args.warmup, args.fresh)
+        if race.errors:
+            sys.exit(f"{case}: " + "; ".join(f"{who}: {e['error']}" for who, e in race.errors.items()))
+        pairs += [dict(zip(samples, pair, strict=True)) for pair in zip(*samples.values(), strict=True)]
         if len(pairs) >= args.rounds:
             found = figures(pairs)
             if found["high"] <= ADD_PAIRS or len(pairs) >= args.most:
-                return {**found, "ready": ready, "samples": pairs}
+                return {**found, "ready": race.ready, "samples": pairs}
 
 
 def main() -> int:
     """Measure, print a table, write the JSON; 1 if a case falls short."""
-    import common
-
     from infinity.cli.measure import scratch
 
     parser = common.step_arguments(__doc__)

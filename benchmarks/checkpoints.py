@@ -105,7 +105,7 @@ def main() -> None:
         try:
             names = ("save", "replace", "load", "merely")
             calls = {name: partial(timed, engine, getattr(engine, name)) for name in names}
-            samples = common.race(calls, args.warmup, args.rounds)
+            samples = common.Race(calls).run(args.warmup, args.rounds)
         finally:
             infinity.close(engine.optimizer)
             for root in (engine.root, engine.another):
@@ -121,7 +121,7 @@ def main() -> None:
         "samples": samples,
     }
     for name, ratio in result["of_merely"].items():
-        print(f"{name}: {ratio['median_of_rounds']:.2f} × the engine's own rate ({WANTED} wanted)")
+        print(f"{name}, times the engine's own rate: {common.ratio_text(ratio, WANTED)}")
     common.publish(args.output, result)
 
 

@@ -159,7 +159,8 @@ def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool 
     try:
         for thread in threads if one_core else ():
             os.sched_setaffinity(thread.native_id or 0, {min(cores)})
-        times = common.race({"ours": partial(seconds, wrapped), "torch": partial(seconds, plain)}, 3, steps)
+        calls = {"ours": partial(seconds, wrapped), "torch": partial(seconds, plain)}
+        times = common.Race(calls).run(3, steps)
     finally:
         os.sched_setaffinity(0, cores)
         infinity.close(optimizer)
@@ -230,16 +231,11 @@ def sizes(directory: str, device: str, args: argparse.Namespace) -> dict[str, An
                 try:
                     for name in ("update", "whole"):
                         calls = {"one": getattr(one, name), "largest": getattr(largest, name)}
-                        times = common.race(calls, args.warmup, args.rounds)
-                        ratios = [a / b for a, b in zip(times["one"], times["largest"], strict=True)]
+                        times = common.Race(calls).run(args.warmup, args.rounds)
                         result.setdefault(f"{tier} {name}", {})[str(size)] = {
                             "seconds": round(statistics.median(times["one"]), 5),
                             "largest_seconds": round(statistics.median(times["largest"]), 5),
-                            "of_largest": round(statistics.median(ratios), 4),
-                            "of_largest_quartiles": [
-                                round(r, 4)
-                                for r in (statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios)
-                            ],
+                            "of_largest": common.paired(times["largest"], times["one"]),
                         }
                 finally:
                     infinity.close(one.model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -15,16 +17,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import runner
+from children import ChildError
 from gpt2 import GPT2
 from runner import ROOT
 
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
 PACKAGES = ("torch", "transformers", "infinity-offload")
-T = TypeVar("T")
 
 
 # -- turns --------------------------------------------------------------------------------------
@@ -32,33 +34,123 @@ T = TypeVar("T")
 
 def turns(names: Sequence[str], warmup: int, rounds: int) -> Iterator[tuple[str, bool]]:
     """Yield whose turn is next, and whether it counts: in every round each has one, in an order that
-    rotates, so that a slow moment of the machine meets all of them."""
+    rotates, so that a slow moment of the machine meets all of them (of two: ABBA)."""
     for turn in range(warmup + rounds):
         at = turn % len(names)
         for name in [*names[at:], *names[:at]]:
             yield name, turn >= warmup
 
 
-def race(calls: Mapping[str, Callable[[], T]], warmup: int, rounds: int) -> dict[str, list[T]]:
-    """Return what each answered in the rounds that count, taking turns."""
-    answers: dict[str, list[T]] = {name: [] for name in calls}
-    for name, counts in turns(list(calls), warmup, rounds):
-        answer = calls[name]()
-        if counts:
-            answers[name].append(answer)
-    return answers
+class Race(contextlib.AbstractContextManager["Race"]):
+    """Contestants that take turns, and what came of them.
+
+    A contestant is a call, or a child process that is asked. A child that does not start, or ends, is part of
+    the result, with its error; the others go on. The children end with the race.
+
+    Args:
+        calls: contestants; what a call raises ends the race.
+        title: before their names, where it says whose turn it is.
+
+    Attributes:
+        samples: what each answered in the rounds that count.
+        first: what each answered first, in whichever round.
+        ready: what each child said before its first turn.
+        errors: what came of children that failed.
+    """
+
+    def __init__(
+        self, calls: Mapping[str, Callable[[], Any]] | None = None, *, title: str | None = None
+    ) -> None:
+        self.samples: dict[str, list[Any]] = {}
+        self.first: dict[str, Any] = {}
+        self.ready: dict[str, Any] = {}
+        self.errors: dict[str, dict[str, Any]] = {}
+        self._title = title
+        self._children: dict[str, Any] = {}
+        self._calls = dict(calls or {})
+
+    def start(
+        self, name: str, start: Callable[[], Any], ask: Callable[[Any], Any] = lambda child: child.ask("1")
+    ) -> None:
+        """Have a child take part, as `start` returns it (a `Child`, or what has its `ready` and `close`).
+
+        Args:
+            ask: has it take a turn; returns the answer.
+        """
+        try:
+            child = self._children[name] = start()
+        except (ChildError, OSError) as error:
+            self._failed(name, error)
+        else:
+            self.ready[name] = child.ready
+            self._calls[name] = functools.partial(ask, child)
+
+    def run(self, warmup: int, rounds: int) -> dict[str, list[Any]]:
+        """Have all take their turns; return the samples."""
+        self.samples = {name: [] for name in self._calls}
+        for name, counts in turns(list(self._calls), warmup, rounds):
+            if name not in self._calls:
+                continue
+            if self._title is not None:
+                print(f"{self._title}: {name}", file=sys.stderr)
+            try:
+                answer = self._calls[name]()
+            except (ChildError, OSError) as error:
+                if name not in self._children:
+                    raise
+                self._failed(name, error)
+                continue
+            self.first.setdefault(name, answer)
+            if counts:
+                self.samples[name].append(answer)
+        return self.samples
+
+    def _failed(self, name: str, error: ChildError | OSError) -> None:
+        self.errors[name] = {"error": str(error), "exit_status": None, "log": []}
+        if isinstance(error, ChildError):
+            self.errors[name] = {"error": error.reason, "exit_status": error.code, "log": error.said[-25:]}
+        print(f"{name} failed: {self.errors[name]['error'][:400]}", file=sys.stderr)
+        for kept in (self._calls, self.samples, self.first):
+            kept.pop(name, None)
+        if name in self._children:
+            self._children.pop(name).close()
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children.values():
+            child.close()
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return how many times as fast the first is: ratio of the medians, median of the ratios of the
-    rounds, and the lowest and highest of those."""
+def bounds(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its 95 % bounds by order statistics: the k-th smallest and the k-th largest, with
+    the largest k for which the median of what the ratios are drawn from lies outside in at most 5 % of all
+    runs, whatever their distribution (2 of 9; with fewer than 6 the extremes stand for them)."""
+    ordered = sorted(ratios)
+    count, rank, tail, term = len(ordered), 0, 0.0, 0.5 ** len(ordered)
+    while rank < count and tail + term <= 0.025:  # of Binomial(count, 1/2), up to `rank`
+        tail += term
+        term *= (count - rank) / (rank + 1)
+        rank += 1
+    return statistics.median(ordered), ordered[max(0, rank - 1)], ordered[min(count - 1, count - rank)]
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return how many times as fast the first is, of seconds: the median of the ratios of the rounds, its
+    `bounds`, the ratio of the medians, and all ratios."""
     ratios = [t / o for o, t in zip(ours, theirs, strict=True)]
+    middle, low, high = bounds(ratios)
     return {
+        "ratio": round(middle, 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
         "of_medians": round(statistics.median(theirs) / statistics.median(ours), 4),
-        "median_of_rounds": round(statistics.median(ratios), 4),
-        "lowest": round(min(ratios), 4),
-        "highest": round(max(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
     }
+
+
+def ratio_text(ratio: Mapping[str, Any], wanted: float | None = None) -> str:
+    """Return what is `paired` in a line: how many times as fast, with its bounds."""
+    target = "" if wanted is None else f"  (wanted ≥ {wanted})"
+    return f"{ratio['ratio']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f}){target}"
 
 
 # -- what is measured on ----------------------------------------------------------------------

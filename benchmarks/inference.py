@@ -22,7 +22,6 @@ where there are few cores, threads of torch that spin while they wait for work t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -30,25 +29,21 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import common
-from children import Child, ChildError, forget_peak, lines, peak_memory, tell
+from children import Child, forget_peak, lines, peak_memory, tell
 from gpt2 import GPT2
 
-from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
-from infinity.cli.bench.step import probe_bytes
+from infinity.cli.bench.io_load import Job
+from infinity.cli.bench.step import rates
 from infinity.cli.measure import scratch
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import InfinityError
-from infinity.core.sizes import MiB
-from infinity.hardware.tuned import tuned
 from infinity.storage.step_log import finite
 
 WANTED = {"of_bound": 1.1, "of_accelerate": 1.3}
 CONTESTANTS = ("infinity", "accelerate", "torch")
-_READ = Job("read")
-_SECONDS = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,113 +177,59 @@ PACKAGES = (*common.PACKAGES, "accelerate")
 # -- the parent -------------------------------------------------------------------------------
 
 
-class Race:
-    """The contestants, and what came of them."""
+def race(folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Have all contestants take turns on one model; return medians, the bound, ratios and every sample."""
+    gpt2, model = common.model_of(args), os.path.join(folder, "model")
+    save(gpt2, model, args.dtype if args.files is None else args.files)
 
-    def __init__(self, folder: str, args: argparse.Namespace) -> None:
-        self.args = args
-        self.model: GPT2 = common.model_of(args)
-        self.ready: dict[str, Any] = {}
-        self.errors: dict[str, str] = {}
-        self.samples: dict[str, list[dict[str, Any]]] = {}
-        self.rates: list[float] = []
-        self._folder = folder
-        self._children: dict[str, Child] = {}
-
-    def run(self) -> None:
-        """Make the model, start all, take turns, end all."""
-        args, model = self.args, os.path.join(self._folder, "model")
-        save(self.model, model, args.dtype if args.files is None else args.files)
-        names = [n for n in CONTESTANTS if n in args.contestants]
-        with contextlib.ExitStack() as stack:
-            load, settings = drive(args.directory, stack)
-            for name in names:
-                self._start(name, model, stack)
-            for name, counts in common.turns([*names, "drive"], args.warmup, args.rounds):
-                print(name, file=sys.stderr)
-                if name == "drive":
-                    with load.ring(settings) as ring:
-                        rate = run_pass([(load, ring)], settings, _READ, _SECONDS).rate
-                    self.rates += [rate] if counts else []
-                else:
-                    self._turn(name, counts)
-
-    def _start(self, name: str, model: str, stack: contextlib.ExitStack) -> None:
-        args = self.args
-        os.mkdir(folder := os.path.join(self._folder, name))
+    def start(name: str) -> Child:
+        os.mkdir(own := os.path.join(folder, name))
         task = Task(
             kind=name,
             model=model,
-            folder=folder,
+            folder=own,
             tokens=args.tokens,
             threads=args.threads,
             dtype=args.dtype,
             device=args.device,
-            largest_unit=self.model.largest_unit,
+            largest_unit=gpt2.largest_unit,
             settings=json.loads(args.config),
         )
-        command = [
-            sys.executable,
-            "-u",
-            os.path.abspath(__file__),
-            "--child",
-            json.dumps(dataclasses.asdict(task)),
-        ]
+        text = json.dumps(dataclasses.asdict(task))
+        command = [sys.executable, "-u", os.path.abspath(__file__), "--child", text]
         path = os.pathsep.join(filter(None, (str(common.ROOT), os.environ.get("PYTHONPATH"))))
         policy = {} if args.wait_policy is None else {"OMP_WAIT_POLICY": args.wait_policy}
-        try:
-            child = Child(name, command, env={"PYTHONPATH": path, **policy}, timeout=args.timeout)
-        except (ChildError, OSError) as error:
-            self.errors[name] = str(error)
-            return
-        stack.callback(child.close)
-        self._children[name], self.ready[name], self.samples[name] = child, child.ready, []
+        return Child(name, command, env={"PYTHONPATH": path, **policy}, timeout=args.timeout)
 
-    def _turn(self, name: str, counts: bool) -> None:
-        child = self._children.get(name)
-        if child is None:
-            return
-        try:
-            sample = child.ask(str(self.args.burst))
-        except ChildError as error:
-            self.errors[name] = str(error)
-            del self._children[name], self.samples[name]
-            return
-        if counts:
-            self.samples[name].append(sample)
-
-    def result(self) -> dict[str, Any]:
-        """Return medians, the bound, ratios and every sample."""
-        seconds = {n: [statistics.mean(s["seconds"]) for s in runs] for n, runs in self.samples.items()}
-        table = {
-            name: {
-                "seconds_per_token": statistics.median(seconds[name]),
-                "bytes_read_per_token": statistics.median(s["bytes_read"] for s in runs),
-                "peak_rss": max(s["peak_rss"] for s in runs),
-            }
-            for name, runs in self.samples.items()
+    with rates(args.directory) as drive, common.Race({"drive": partial(drive.drive, Job("read"))}) as run:
+        for name in (n for n in CONTESTANTS if n in args.contestants):
+            run.start(name, partial(start, name), lambda child: child.ask(str(args.burst)))
+        samples = run.run(args.warmup, args.rounds)
+    rate = statistics.median(samples.pop("drive"))
+    seconds = {name: [statistics.mean(s["seconds"]) for s in runs] for name, runs in samples.items()}
+    table = {
+        name: {
+            "seconds_per_token": statistics.median(seconds[name]),
+            "bytes_read_per_token": statistics.median(s["bytes_read"] for s in runs),
+            "peak_rss": max(s["peak_rss"] for s in runs),
         }
-        tokens = {name: runs[0]["tokens"] for name, runs in self.samples.items()}
-        result: dict[str, Any] = {
-            "table": table,
-            "same_tokens": len({tuple(t) for t in tokens.values()}) == 1,
-            "cache_dropped": all(s["dropped"] for runs in self.samples.values() for s in runs),
-            "nvme_read_bytes_per_second": statistics.median(self.rates),
-            "wanted": WANTED,
-        }
-        if "infinity" in table and "torch" in table:
-            row = table["infinity"]
-            reads = row["bytes_read_per_token"] / result["nvme_read_bytes_per_second"]
-            bound = max(table["torch"]["seconds_per_token"], reads)
-            result["bound"] = {
-                "compute": table["torch"]["seconds_per_token"],
-                "reads": reads,
-                "seconds": bound,
-            }
-            result["of_bound"] = row["seconds_per_token"] / bound
-        if "infinity" in table and "accelerate" in table:
-            result["of_accelerate"] = common.paired(seconds["infinity"], seconds["accelerate"])
-        return {**result, "errors": self.errors, "contestants": self.ready, "samples": self.samples}
+        for name, runs in samples.items()
+    }
+    result: dict[str, Any] = {
+        "table": table,
+        "same_tokens": len({tuple(runs[0]["tokens"]) for runs in samples.values()}) == 1,
+        "cache_dropped": all(s["dropped"] for runs in samples.values() for s in runs),
+        "nvme_read_bytes_per_second": rate,
+        "wanted": WANTED,
+    }
+    if {"infinity", "torch"} <= table.keys():
+        row, compute = table["infinity"], table["torch"]["seconds_per_token"]
+        reads = row["bytes_read_per_token"] / rate
+        result["bound"] = {"compute": compute, "reads": reads, "seconds": max(compute, reads)}
+        result["of_bound"] = row["seconds_per_token"] / max(compute, reads)
+    if {"infinity", "accelerate"} <= table.keys():
+        result["of_accelerate"] = common.paired(seconds["infinity"], seconds["accelerate"])
+    return {**result, "errors": run.errors, "contestants": run.ready, "samples": samples}
 
 
 def save(model: GPT2, directory: str, dtype: str) -> None:
@@ -298,18 +239,6 @@ def save(model: GPT2, directory: str, dtype: str) -> None:
     built = model.build().to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     built.config.use_cache = True
     built.save_pretrained(directory)
-
-
-def drive(directory: str, stack: contextlib.ExitStack) -> tuple[Load, Settings]:
-    """Return what measures how fast the drive is read, written once."""
-    found = tuned(directory)
-    settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH) if found is None else Settings(**found._asdict())
-    window = _READ.window(settings)
-    nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
-    load = stack.enter_context(Load(directory, nbytes, grain=settings.block_bytes, window=window))
-    with load.ring(settings) as ring:  # what was never written is read without the drive
-        run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
-    return load, settings
 
 
 def show(result: dict[str, Any]) -> None:
@@ -325,17 +254,11 @@ def show(result: dict[str, Any]) -> None:
             f"(wanted ≤ {WANTED['of_bound']}): compute {bound['compute']:.4f}, reads {bound['reads']:.4f}"
         )
     if "of_accelerate" in result:
-        ratio = result["of_accelerate"]
-        print(
-            f"  of accelerate {ratio['of_medians']:.3f}  {ratio['lowest']:.3f}–{ratio['highest']:.3f} "
-            f"(wanted ≥ {WANTED['of_accelerate']})"
-        )
+        print(f"  of accelerate {common.ratio_text(result['of_accelerate'], WANTED['of_accelerate'])}")
     if not result["same_tokens"]:
         print("  NOT the same tokens")
     if not result["cache_dropped"]:
         print("  the page cache could not be dropped: accelerate may read memory")
-    for name, error in result["errors"].items():
-        print(f"  {name} failed: {error[:400]}")
 
 
 def main() -> None:
@@ -360,13 +283,11 @@ def main() -> None:
     hardware = common.hardware(args.directory)
     try:
         with scratch(os.path.abspath(args.directory)) as folder:
-            race = Race(folder, args)
-            race.run()
-            found = race.result()
+            found = race(folder, args)
     except InfinityError as error:
         sys.exit(str(error))
     show(found)
-    model = race.model
+    model = common.model_of(args)
     result = {
         "benchmark": f"inference: GPT-2, {args.dtype}, parameters on NVMe, two units on the device",
         "model": {**dataclasses.asdict(model), "heads": model.heads, "parameters": model.parameters},
@@ -378,7 +299,7 @@ def main() -> None:
         "hardware": hardware,
     }
     common.publish(args.output, finite(result))
-    if "infinity" in race.errors or not found["same_tokens"]:
+    if "infinity" in found["errors"] or not found["same_tokens"]:
         sys.exit(1)
 
 

@@ -67,7 +67,7 @@ def ours(load: Load, ring: Ring, settings: Settings, pattern: str, ticket: int) 
 def fio(load: Load, settings: Settings, pattern: str, seconds: float, *, huge: bool) -> Run:
     """Run fio once, with its buffers in huge pages or as it comes."""
     found = run_fio(load, settings, Job(pattern), seconds, huge=huge)
-    return Run(found.rate / 1e9, found.cpu_seconds_per_gb)
+    return Run(found.bytes_per_second / 1e9, found.cpu_seconds_per_gb)
 
 
 def deepspeed(load: Load, pattern: str, args: argparse.Namespace) -> Run:
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(Load(args.directory, args.nbytes, grain=args.block, window=window))
         rings = [stack.enter_context(load.ring(each)) for each in sizes]
-        run_pass([(load, rings[0])], sizes[0], Job("write", chunk=args.ticket), 3600, limit=args.nbytes)
+        load.fill(sizes[0], args.ticket)
         for pattern in PATTERNS:
             contenders: dict[str, Callable[[], Run]] = {
                 each.backend: partial(ours, load, ring, each, pattern, args.ticket)
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Run]]]:
                 contenders[peer] = partial(fio, load, sizes[0], pattern, args.seconds, huge=huge)
             if args.deepspeed_python and pattern != "mixed":
                 contenders["deepspeed"] = partial(deepspeed, load, pattern, args)
-            results[pattern] = common.race(contenders, 1, args.repeats)
+            results[pattern] = common.Race(contenders).run(1, args.repeats)
     return results
 
 
@@ -120,8 +120,9 @@ def summarize(results: dict[str, dict[str, list[Run]]]) -> dict[str, dict[str, d
                 if peer in runs and peer != name:
                     pairs = list(zip(own, runs[peer], strict=True))
                     row[f"of {peer}"] = statistics.median(a.gb_per_s / b.gb_per_s for a, b in pairs)
-                    cpu = [a.cpu_s_per_gb / b.cpu_s_per_gb for a, b in pairs]
-                    row[f"CPU of {peer}"] = statistics.median(cpu)
+                    # fio's share of a run of some milliseconds may be 0 %.
+                    if cpu := [a.cpu_s_per_gb / b.cpu_s_per_gb for a, b in pairs if b.cpu_s_per_gb]:
+                        row[f"CPU of {peer}"] = statistics.median(cpu)
             table[pattern][name] = row
     return table
 
@@ -172,7 +173,7 @@ def main() -> None:
         args.output,
         {
             "benchmark": "io_fio",
-            "fio": found[1],
+            "fio": found,
             "hardware": hardware,
             "versions": common.versions(),
             "settings": {name: getattr(args, name) for name in names},

@@ -87,10 +87,11 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return what all contestants took."""
     own = os.path.join(folder, "infinity")
     os.makedirs(own)
-    engine, versions = Engine(own, args), {}
+    engine = Engine(own, args)
     calls = {"step": partial(timed, engine.step), "merely": partial(timed, engine.merely)}
     with contextlib.ExitStack() as stack:
         stack.callback(infinity.close, engine.model)
+        race = stack.enter_context(common.Race(calls))
         if args.deepspeed_python:
             task = runner.Task(
                 kind="deepspeed",
@@ -100,10 +101,9 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 threads=args.threads,
                 settings={"state": "nvme", "parameters": "device"},
             )
-            child = runner.start("deepspeed", task, python=args.deepspeed_python, timeout=args.timeout)
-            calls["deepspeed"] = partial(stack.enter_context(child).ask, "1")
-            versions = child.ready["versions"]
-        samples = common.race(calls, args.warmup, args.rounds)
+            python, timeout = args.deepspeed_python, args.timeout
+            race.start("deepspeed", partial(runner.start, "deepspeed", task, python=python, timeout=timeout))
+        samples = race.run(args.warmup, args.rounds)
     names = ["chunk_elements", "update_depth", "block_bytes", "queue_depth", "aio_backend"]
     return {
         "params": sum(c.numel for c in engine.chunks),
@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "chunks": len(engine.chunks),
         "depth": engine.depth,
         "settings": {name: getattr(engine.config, name) for name in names},
-        "deepspeed_versions": versions,
+        "contestants": race.ready,
+        "errors": race.errors,
         "samples": samples,
     }
 
@@ -137,8 +138,7 @@ def main() -> None:
     for name, row in table.items():
         print(f"{name:10} " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()))
     for name, ratio in speedups.items():
-        span = f"{ratio['lowest']:.3f}–{ratio['highest']:.3f}"
-        print(f"{name:20} {ratio['of_medians']:.3f}  {span}  (target {TARGETS[name]})")
+        print(f"{name:20} {common.ratio_text(ratio, TARGETS[name])}")
     common.publish(
         args.output,
         {

@@ -14,7 +14,7 @@ fsdp2          torch's `fully_shard` of every block, CPUOffloadPolicy(pin_memory
 
 A turn ends when all of its work is complete on both ranks. ``seconds`` are those of a turn by the number of
 its steps. A ratio is that of the same round; the figure is their median, with 95 % bounds as in
-against_commit.py (of 7 rounds: the lowest and the highest; of 9: the second of either end). Memory is the
+common.py (of 7 rounds: the lowest and the highest; of 9: the second of either end). Memory is the
 peak of the larger rank while it takes steps: the resident set, and that without pages of files, which are
 those of libraries. It counts as the same work if every rank's first loss, and within a hundredth the last one
 of the first turn, agree (DeepSpeed's updates differ a little from torch's); if not, the run fails. One that
@@ -36,11 +36,12 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from against_commit import bounds
-from children import Child, ChildError, forget_peak, lines, peak_anonymous, peak_memory, tell
+import common
+from children import Child, forget_peak, lines, peak_anonymous, peak_memory, tell
 from gpt2 import GPT2
 
 WORLD = 2
@@ -231,52 +232,18 @@ def serve(told: dict[str, Any]) -> None:
 
 
 def race(names: list[str], dtype: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Start all, take turns, end all; return what came of it."""
-    import common
-
-    samples: dict[str, list[dict[str, Any]]] = {}
-    first: dict[str, list[list[float]]] = {}
-    errors: dict[str, Any] = {}
-    ready: dict[str, Any] = {}
-    running: dict[str, Ranks] = {}
-
-    def failed(name: str, error: ChildError | OSError) -> None:
-        errors[name] = {"error": str(error)}
-        if isinstance(error, ChildError):
-            errors[name] = {"error": error.reason, "exit_status": error.code, "log": error.said[-25:]}
-        samples.pop(name, None)
-        if name in running:
-            running.pop(name).close()
-
-    try:
+    """Have all contestants take turns; return what came of it."""
+    with common.Race(title=dtype) as run:
         for name in names:
-            try:
-                running[name] = Ranks(name, dtype, folder, args)
-                ready[name], samples[name] = running[name].ready, []
-            except (ChildError, OSError) as error:
-                failed(name, error)
-        for name, counts in common.turns(names, args.warmup, args.rounds):
-            if name not in running:
-                continue
-            print(f"{dtype}: {name}", file=sys.stderr)
-            try:
-                sample = running[name].turn(args.burst)
-            except (ChildError, OSError) as error:
-                failed(name, error)
-                continue
-            first.setdefault(name, sample["losses"])
-            if counts:
-                samples[name].append(sample)
-    finally:
-        for ranks in running.values():
-            ranks.close()
-    kept = {name: first[name] for name in samples}
+            run.start(name, partial(Ranks, name, dtype, folder, args), lambda ranks: ranks.turn(args.burst))
+        samples = run.run(args.warmup, args.rounds)
+    first = {name: run.first[name]["losses"] for name in samples}
     return {
         **figures(samples),
-        "first_losses": kept,
-        "same_work": agree(kept, *AGREE[dtype]),
-        "errors": errors,
-        "contestants": ready,
+        "first_losses": first,
+        "same_work": agree(first, *AGREE[dtype]),
+        "errors": run.errors,
+        "contestants": run.ready,
         "samples": samples,
     }
 
@@ -295,11 +262,8 @@ def figures(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for name in (n for n in OURS if n in times):
         speedups[name] = {}
         for peer in (p for p in PEERS if p in times):
-            ratios = [theirs / ours for ours, theirs in zip(times[name], times[peer], strict=True)]
-            middle, low, high = bounds(ratios)
             memory = table[peer]["peak_anonymous"] / table[name]["peak_anonymous"]
-            ratio = {"ratio": middle, "low": low, "high": high, "memory": memory, "ratios": ratios}
-            speedups[name][f"of_{peer}"] = ratio
+            speedups[name][f"of_{peer}"] = {**common.paired(times[name], times[peer]), "memory": memory}
     return {"table": table, "speedups": speedups}
 
 
@@ -324,12 +288,8 @@ def show(dtype: str, group: dict[str, Any]) -> None:
         print(f"  {name:14} {row['seconds']:.3f} s  {memory} GB  {losses}")
     for name, ratios in group["speedups"].items():
         for peer, ratio in ratios.items():
-            wanted = f"  (wanted ≥ {WANTED[peer]})" if name == "infinity-host" else ""
-            spread = f"{ratio['low']:.3f}–{ratio['high']:.3f}"
-            said = f"{ratio['ratio']:.3f} times as fast, {spread}{wanted}"
+            said = common.ratio_text(ratio, WANTED[peer] if name == "infinity-host" else None)
             print(f"  {name} {peer:12} {said}; that takes {ratio['memory']:.2f} × the memory")
-    for name, error in group["errors"].items():
-        print(f"  {name} failed: {error['error'][:160]}")
     if not group["same_work"]:
         print(f"  the losses differ, so this is not the same work: {group['first_losses']}")
 
@@ -338,8 +298,6 @@ def main() -> None:
     """Measure, print tables, write the JSON."""
     if sys.argv[1:2] == ["--serve"]:
         return serve(json.loads(sys.argv[2]))
-
-    import common
 
     from infinity.cli.measure import scratch
 

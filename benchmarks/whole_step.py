@@ -22,14 +22,16 @@ import dataclasses
 import importlib.util
 import json
 import os
+import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import common
 import runner
-from children import Child, ChildError
+from children import Child
 
-from infinity.cli.bench.step import Rates, rates
+from infinity.cli.bench.step import Rates, beside, rates
 from infinity.cli.bench.step_run import PLACEMENTS, figures, settings_of, steady
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
@@ -37,6 +39,7 @@ from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
 from infinity.storage.step_log import finite
 
+PEERS = ("deepspeed", "torch")
 #: By mode: where DeepSpeed keeps its state and its parameters; where nothing is said, on the host.
 DEEPSPEED = {
     "state-on-nvme": ("nvme", "device"),
@@ -53,117 +56,71 @@ WANTED: dict[tuple[str, str], dict[str, float]] = {
 }
 
 
-class Race:
-    """The contestants of one mode, and what came of them."""
+def race(mode: str, folder: str, rates: Rates, args: argparse.Namespace) -> dict[str, Any]:
+    """Have all contestants of a mode take turns; return medians, peaks, bounds, ratios and every sample."""
+    model = common.model_of(args)
+    names = [*(f"infinity-{update}" for update in args.update), *PEERS]
+    if not args.deepspeed_python:
+        names.remove("deepspeed")
+    names = [name for name in names if name.partition("-")[0] in args.contestants]
 
-    def __init__(self, mode: str, folder: str, args: argparse.Namespace) -> None:
-        self.mode = mode
-        self.args = args
-        self.model = common.model_of(args)
-        self.ready: dict[str, Any] = {}
-        self.errors: dict[str, Any] = {}
-        self.samples: dict[str, list[dict[str, Any]]] = {}
-        self._folder = folder
-        self._children: dict[str, Child] = {}
-
-    def run(self, rates: Rates) -> None:
-        """Start all, take turns, end all."""
-        ours = [f"infinity-{update}" for update in self.args.update]
-        peers = ["deepspeed"] if self.args.deepspeed_python else []
-        names = [n for n in (*ours, *peers, "torch") if n.partition("-")[0] in self.args.contestants]
-        try:
-            for name in names:
-                self._start(name)
-            for name, counts in common.turns([*names, "rates"], self.args.warmup, self.args.rounds):
-                print(f"{self.mode}: {name}", file=sys.stderr)
-                if name == "rates":
-                    rates.measure(nvme="nvme" in PLACEMENTS[self.mode])
-                else:
-                    self._turn(name, counts)
-        finally:
-            for child in self._children.values():
-                child.close()
-
-    def settings(self, name: str) -> dict[str, Any]:
-        """Return what a contestant is told."""
+    def settings(name: str) -> dict[str, Any]:
         kind, _, update = name.partition("-")
         if kind == "infinity":
-            settings = settings_of(self.mode, update, self.model.largest_unit)
-            return settings | json.loads(self.args.config)
-        if kind == "deepspeed":
-            state, parameters = DEEPSPEED.get(self.mode, ("cpu", "device"))
-            return {"state": state, "parameters": parameters}
-        return {}
+            return settings_of(mode, update, model.largest_unit) | json.loads(args.config)
+        state, parameters = DEEPSPEED.get(mode, ("cpu", "device"))
+        return {"state": state, "parameters": parameters} if kind == "deepspeed" else {}
 
-    def _start(self, name: str) -> None:
-        args, kind = self.args, name.partition("-")[0]
+    def start(name: str) -> Child:
         task = runner.Task(
-            kind=kind,
-            model=self.model,
+            kind=name.partition("-")[0],
+            model=model,
             tokens=args.tokens,
             threads=args.threads,
-            directory=os.path.join(self._folder, f"{self.mode}-{name}"),
+            directory=os.path.join(folder, f"{mode}-{name}"),
             dtype=args.dtype,
             device=args.device,
-            settings=self.settings(name),
+            settings=settings(name),
         )
-        python = args.deepspeed_python if kind == "deepspeed" else None
-        try:
-            child = runner.start(name, task, python=python, timeout=args.timeout)
-        except (ChildError, OSError) as error:
-            return self._failed(name, error)
-        self._children[name], self.ready[name], self.samples[name] = child, child.ready, []
+        python = args.deepspeed_python if task.kind == "deepspeed" else None
+        return runner.start(name, task, python=python, timeout=args.timeout)
 
-    def _turn(self, name: str, counts: bool) -> None:
-        child = self._children.get(name)
-        if child is None:
-            return
-        try:
-            sample = child.ask(str(self.args.burst))
-        except ChildError as error:
-            return self._failed(name, error)
-        if not name.startswith("infinity"):  # a peer does not say what it reads and writes; the system does
-            sample |= {way: sample[f"{way}_bytes"] / self.args.burst for way in ("read", "written")}
-        if counts:
-            self.samples[name].append(sample)
+    def turn(child: Child) -> dict[str, Any]:
+        sample = child.ask(str(args.burst))
+        if child.name in PEERS:  # a peer does not say what it reads and writes; the system does
+            sample |= {way: sample[f"{way}_bytes"] / args.burst for way in ("read", "written")}
+        return sample
 
-    def _failed(self, name: str, error: ChildError | OSError) -> None:
-        child = self._children.pop(name, None)
-        if child is not None:
-            child.close()
-        self.samples.pop(name, None)
-        crashed = isinstance(error, ChildError)
-        self.errors[name] = {
-            "error": error.reason if crashed else str(error),
-            "exit_status": error.code if crashed else None,
-            "log": error.said[-25:] if crashed else [],
-        }
-
-    def result(self, rates: Rates) -> dict[str, Any]:
-        """Return medians, peaks, bounds, ratios and every sample."""
-        params = self.model.parameters
-        table = {
-            name: {**figures(runs, params), "peak_rss": max(r["peak_rss"] for r in runs)}
-            for name, runs in self.samples.items()
-        }
-        times = {name: [steady(run) for run in runs] for name, runs in self.samples.items()}
-        peers = [peer for peer in ("deepspeed", "torch") if peer in times]
-        ours = [name for name in table if name.startswith("infinity")]
-        for name in ours if "torch" in table else ():
-            told = {"settings": self.settings(name), "dtype": self.args.dtype, "params": params}
-            table[name] |= rates.beside(table[name], table["torch"], **told)
-        return {
-            "placement": PLACEMENTS[self.mode]._asdict(),
-            "table": table,
-            "speedups": {n: {f"of_{p}": common.paired(times[n], times[p]) for p in peers} for n in ours},
-            "wanted": {
-                f"infinity-{u}": WANTED[self.mode, u] for u in self.args.update if (self.mode, u) in WANTED
-            },
-            "rates": rates.as_dict(),
-            "errors": self.errors,
-            "contestants": self.ready,
-            "samples": self.samples,
-        }
+    with common.Race({"rates": partial(rates.measure, nvme="nvme" in PLACEMENTS[mode])}, title=mode) as run:
+        for name in names:
+            run.start(name, partial(start, name), turn)
+        samples = run.run(args.warmup, args.rounds)
+    measured = samples.pop("rates")
+    middle = {
+        k: statistics.median(m[k] for m in measured) for k, v in measured[0].items() if type(v) is float
+    }
+    found = {**measured[0], **middle}
+    table = {
+        name: {**figures(runs, model.parameters), "peak_rss": max(r["peak_rss"] for r in runs)}
+        for name, runs in samples.items()
+    }
+    times = {name: [steady(each) for each in runs] for name, runs in samples.items()}
+    ours = [name for name in table if name not in PEERS]
+    for name in ours if "torch" in table else ():
+        told = {"settings": settings(name), "dtype": args.dtype, "params": model.parameters}
+        table[name] |= beside(table[name], table["torch"], found, **told)
+    return {
+        "placement": PLACEMENTS[mode]._asdict(),
+        "table": table,
+        "speedups": {
+            n: {f"of_{p}": common.paired(times[n], times[p]) for p in PEERS if p in times} for n in ours
+        },
+        "wanted": {f"infinity-{u}": WANTED[mode, u] for u in args.update if (mode, u) in WANTED},
+        "rates": found,
+        "errors": run.errors,
+        "contestants": run.ready,
+        "samples": samples,
+    }
 
 
 def show(mode: str, group: dict[str, Any]) -> None:
@@ -179,15 +136,11 @@ def show(mode: str, group: dict[str, Any]) -> None:
         wanted = group["wanted"].get(name, {})
         row = group["table"][name]
         for peer, ratio in ratios.items():
-            target = f"  (wanted ≥ {wanted[peer]:.2f})" if peer in wanted else ""
-            span = f"{ratio['lowest']:.3f}–{ratio['highest']:.3f}"
-            print(f"  {name} {peer:13} {ratio['of_medians']:.3f}  {span}{target}")
+            print(f"  {name} {peer:13} {common.ratio_text(ratio, wanted.get(peer))}")
         if "bound" in row:
             target = f"  (wanted ≤ {wanted['of_bound']:.2f})" if "of_bound" in wanted else ""
             times = f"{row['seconds'] / row['bound']:.3f} × {row['bound']:.3f} s"
             print(f"  {name} of its bound  {times}{target}")
-    for name, error in group["errors"].items():
-        print(f"  {name:16} failed: {error['error'][:160]}")
 
 
 def main() -> None:
@@ -214,10 +167,7 @@ def main() -> None:
             rates(folder if on_nvme else None) as measured,
         ):
             for mode in args.modes:
-                measured.forget()
-                race = Race(mode, folder, args)
-                race.run(measured)
-                modes[mode] = race.result(measured)
+                modes[mode] = race(mode, folder, measured, args)
                 show(mode, modes[mode])
     except InfinityError as error:
         sys.exit(str(error))

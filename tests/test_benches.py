@@ -118,9 +118,9 @@ def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
             return
         for pattern in PATTERNS:
             result = io_fio.run_fio(mine, settings, Job(pattern), 0.1)
-            assert result.rate > 0
-            assert set(result.percentiles) == {"p50", "p99", "p99.9"}
-        assert io_fio.run_fio(mine, settings, Job("read"), 0.1, huge=True).rate > 0
+            assert result.bytes_per_second > 0
+            assert set(result.latency_seconds) == {"p50", "p99", "p99.9"}
+        assert io_fio.run_fio(mine, settings, Job("read"), 0.1, huge=True).bytes_per_second > 0
     with pytest.raises(io_fio.FioFailed):  # the file is gone
         io_fio.run_fio(mine, settings, Job("read"), 0.1)
     assert list(tmp_path.iterdir()) == []

@@ -97,11 +97,36 @@ def test_turns_rotate() -> None:
 def test_ratios_are_of_medians_and_of_rounds() -> None:
     common = importlib.import_module("common")
     assert common.paired([1.0, 2.0], [2.0, 6.0]) == {
+        "ratio": 2.5,
+        "low": 2.0,
+        "high": 3.0,
         "of_medians": 2.6667,
-        "median_of_rounds": 2.5,
-        "lowest": 2.0,
-        "highest": 3.0,
+        "ratios": [2.0, 3.0],
     }
+
+
+def test_a_race_goes_on_without_a_child_and_not_without_a_call() -> None:
+    children, common = (importlib.import_module(name) for name in ("children", "common"))
+    answers = iter([{"n": 1}, {"n": 2}])
+
+    def ask(child: Any) -> Any:
+        answer = next(answers, None)
+        if answer is None:
+            raise children.ChildError("one ended", 1, "Error: no more")
+        return answer
+
+    closed: list[str] = []
+    one = types.SimpleNamespace(ready={"threads": 1}, close=lambda: closed.append("one"))
+    with common.Race({"call": lambda: 7}) as race:
+        race.start("one", lambda: one, ask)
+        race.start("missing", lambda: os.stat("/missing"))
+        assert race.run(1, 2) == {"call": [7, 7]}
+    assert race.ready == {"one": {"threads": 1}}
+    assert race.errors["one"] == {"error": "Error: no more", "exit_status": 1, "log": ["Error: no more"]}
+    assert "/missing" in race.errors["missing"]["error"]
+    assert closed == ["one"]
+    with pytest.raises(OSError, match="/missing"):
+        common.Race({"call": lambda: os.stat("/missing")}).run(0, 1)
 
 
 def test_results_say_that_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +223,7 @@ def test_inference_beside_its_bound_and_accelerate(tmp_path: Path) -> None:
     assert result["bound"]["seconds"] == max(result["table"]["torch"]["seconds_per_token"], reads)
     assert result["of_bound"] == pytest.approx(row["seconds_per_token"] / result["bound"]["seconds"])
     if "accelerate" in result["table"]:
-        assert set(result["of_accelerate"]) == {"of_medians", "median_of_rounds", "lowest", "highest"}
+        assert set(result["of_accelerate"]) == {"ratio", "low", "high", "of_medians", "ratios"}
     assert "of its bound" in said
     assert list((tmp_path / "d").iterdir()) == []
 
@@ -252,11 +277,11 @@ def test_the_rings_beside_fio(tmp_path: Path) -> None:
 
 
 def test_bounds_of_ratios_against_another_commit() -> None:
-    against = importlib.import_module("against_commit")
-    assert against.bounds([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]) == (5.0, 2.0, 8.0)
-    assert against.bounds([float(i) for i in range(1, 7)]) == (3.5, 1.0, 6.0)
-    assert against.bounds([1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
-    assert against.bounds([float(i) for i in range(1, 26)]) == (13.0, 8.0, 18.0)
+    against, common = (importlib.import_module(name) for name in ("against_commit", "common"))
+    assert common.bounds([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]) == (5.0, 2.0, 8.0)
+    assert common.bounds([float(i) for i in range(1, 7)]) == (3.5, 1.0, 6.0)
+    assert common.bounds([1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
+    assert common.bounds([float(i) for i in range(1, 26)]) == (13.0, 8.0, 18.0)
     pairs = [{"old": {"seconds": 1.0}, "new": {"seconds": 1.031 + i / 1e4}} for i in range(9)]
     assert against.figures(pairs)["falls_short"]
     pairs[0]["new"]["seconds"] = pairs[1]["new"]["seconds"] = 1.0

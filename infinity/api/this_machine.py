@@ -47,27 +47,41 @@ def machine_here(config: Config, device_memory: int | None, *, unnamed: bool = F
     )
 
 
+def refused(directory: str, error: OSError) -> DirectoryError:
+    """Return what to say of a directory in which the system lets this user make no file."""
+    missing = f"mkdir -p {shlex.quote(directory)}"
+    cures = {
+        errno.ENOENT: "name a directory on a drive" if os.path.lexists(directory) else missing,
+        errno.ENOTDIR: "name a directory",
+        errno.EROFS: "mount the file system for writing, or name another directory",
+        errno.ENOSPC: "free space there, or name another directory",
+    }
+    return DirectoryError(
+        f"the directory {directory!r} cannot be used: no file can be made in it",
+        errno=error.errno,
+        path=directory,
+        expected="a directory that this user may write to",
+        found=os.strerror(error.errno or 0),
+        cure=cures.get(error.errno or 0, "name a directory that this user may write to"),
+    )
+
+
+def check_directory(directory: str) -> None:
+    """Raise DirectoryError unless `directory` is one in which this user can make files."""
+    try:
+        os.close(nameless_file(directory)[0])
+    except OSError as error:
+        raise refused(directory, error) from error
+
+
 def drive_here(directory: str, weight: float = 1.0) -> Drive:
     """Return what is below a directory of this machine.
 
     Raises:
         DirectoryError: it is missing, no directory, or closed to us.
     """
-    try:
-        system, found = os.statvfs(directory), os.stat(directory)
-        os.close(nameless_file(directory)[0])
-    except OSError as error:
-        missing = error.errno == errno.ENOENT and not os.path.lexists(directory)
-        raise DirectoryError(
-            f"the directory {directory!r} cannot be used",
-            errno=error.errno,
-            path=directory,
-            expected="a directory that this user may write to",
-            found=os.strerror(error.errno or 0),
-            cure=f"mkdir -p {shlex.quote(directory)}"
-            if missing
-            else "name a directory that this user may write to",
-        ) from error
+    check_directory(directory)
+    system, found = os.statvfs(directory), os.stat(directory)
     # A file system that does not know its size (ramfs, some network ones) does not know what is free.
     # What killed runs have left there is free: a run removes it before it needs the space.
     free = system.f_bavail * system.f_frsize + dead_nbytes(directory) if system.f_blocks else None

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import click
 
+from infinity.api.this_machine import check_directory
 from infinity.cli.bench import io
-from infinity.cli.bench.io_load import Job, Load, Settings, check_directory, run_pass
+from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
 from infinity.cli.console import finish, gigabytes, sizes, status_line, wide_console
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
@@ -178,9 +179,7 @@ def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[S
     window = max([window, *(each for each in wanted if each <= nbytes // 2)])
     with Load(directory, nbytes, grain=min(_BLOCKS), window=window) as load:
         tell(f"writes {format_size(nbytes)} to {directory}")
-        first = Settings(backends[0], *_START)
-        with load.ring(first) as ring:
-            run_pass([(load, ring)], first, Job("write"), 3600, limit=nbytes)
+        load.fill(Settings(backends[0], *_START))
         return find(Tuner(load, seconds), backends, tell, min(0.3, seconds / 150))
 
 

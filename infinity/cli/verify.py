@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from infinity.cli.bench.io_load import check_directory
+from infinity.api.this_machine import check_directory
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam

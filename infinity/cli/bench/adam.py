@@ -7,11 +7,12 @@ arithmetic, through the caches and past them, the better of the two, with the sa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -29,7 +30,19 @@ from infinity.storage.memory import HostMapping
 BYTES_PER_PARAMETER: Final = 28  #: read and written
 _HELD: Final = 16  # bytes held for one
 _BF16: Final = 1  # as the native module numbers dtypes
+_ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 _native: Final[Any] = vars(cpu_adam)["_native"]  # hardware alone imports native modules
+
+
+def check_memory(what: str, need: int, have: int, cure: str, where: str = "host memory") -> None:
+    """Raise BudgetError if `what` needs more bytes than there are."""
+    if need > have:
+        raise BudgetError(
+            f"{what} does not fit {where}",
+            expected=f"about {format_size(need)}",
+            found=f"{format_size(have)} available",
+            cure=cure,
+        )
 
 
 class AdamWork:
@@ -40,15 +53,8 @@ class AdamWork:
     """
 
     def __init__(self, numel: int) -> None:
-        nbytes = numel * _HELD
-        free = available_host_memory()
-        if nbytes > free * 9 // 10:
-            raise BudgetError(
-                "so many parameters do not fit host memory",
-                expected=f"{format_size(nbytes)} ({nbytes} bytes)",
-                found=f"{format_size(free)} available",
-                cure=f"--params {free // 2 // _HELD}",
-            )
+        nbytes, free = numel * _HELD, available_host_memory() * 9 // 10
+        check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // _HELD}")
         self.numel = numel
         self._mapping = HostMapping(nbytes + 5 * 2 * MiB, populate=True)
         at = 0
@@ -61,8 +67,7 @@ class AdamWork:
     def reset(self) -> None:
         """Put plausible values there, as before the first update."""
         master, exp_avg, exp_avg_sq, grad, _ = self._tensors
-        generator = torch.Generator().manual_seed(0)
-        master.normal_(generator=generator)
+        master.normal_(generator=torch.Generator().manual_seed(0))
         grad.copy_(master)
         exp_avg.copy_(master).mul_(0.1)
         exp_avg_sq.copy_(exp_avg).square_()
@@ -71,53 +76,34 @@ class AdamWork:
     def update(self) -> None:
         """Update all of it once."""
         self._step += 1
-        cpu_adam.adamw_update(
-            *self._tensors,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.01,
-            step=self._step,
-        )
+        cpu_adam.adamw_update(*self._tensors, **_ADAMW, step=self._step)
 
     def traffic(self, *, past_caches: bool) -> None:
         """Move the bytes of an update without its arithmetic. The values become meaningless."""
-        master, exp_avg, exp_avg_sq, grad, copy = self._tensors
-        state = (master.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
-        _native.measure(*state, grad.data_ptr(), _BF16, copy.data_ptr(), _BF16, self.numel, past_caches)
+        master, exp_avg, exp_avg_sq, grad, copy = (tensor.data_ptr() for tensor in self._tensors)
+        state = (master, exp_avg, exp_avg_sq)
+        _native.measure(*state, grad, _BF16, copy, _BF16, self.numel, past_caches)
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Callable[[], float]]:
+        """Update on a thread for as long as a block lasts, as a step does beside its I/O; lend what says the
+        parameters updated per second so far."""
+        stop, updates, seconds = threading.Event(), 0, 0.0
 
-class Beside:
-    """Updates on a thread of their own for as long as a block lasts, as a step has beside its I/O."""
+        def run() -> None:
+            nonlocal updates, seconds
+            start = time.perf_counter()
+            while not stop.is_set():
+                self.update()
+                updates, seconds = updates + 1, time.perf_counter() - start
 
-    def __init__(self, work: AdamWork) -> None:
-        self._work = work
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, "infinity-adam")
-        self._updates = 0
-        self._seconds = 0.0
-
-    def __enter__(self) -> Beside:
-        self._running = self._pool.submit(self._run)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
-        self._running.result()
-
-    @property
-    def parameters_per_second(self) -> float:
-        """Parameters updated per second, so far."""
-        return self._updates * self._work.numel / self._seconds if self._seconds else 0.0
-
-    def _run(self) -> None:
-        start = time.perf_counter()
-        while not self._stop.is_set():
-            self._work.update()
-            self._updates += 1
-            self._seconds = time.perf_counter() - start
+        with ThreadPoolExecutor(1, "infinity-adam") as pool:
+            running = pool.submit(run)
+            try:
+                yield lambda: updates * self.numel / seconds if seconds else 0.0
+            finally:
+                stop.set()
+        running.result()
 
 
 def rate(call: Callable[[], Any], amount: int, repeats: int) -> list[float]:
@@ -136,36 +122,44 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """After a block, give the kernel its threads and instruction set back, and torch its threads."""
+    isa, threads, of_torch = cpu_adam.isa(), cpu_adam.threads(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        cpu_adam.set_isa(isa)
+        cpu_adam.set_threads(threads)
+        torch.set_num_threads(of_torch)
+
+
+@as_before()
 def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Return one row of figures for each instruction set and number of threads."""
     work = AdamWork(numel)
-    isa_before, threads_before = cpu_adam.isa(), cpu_adam.threads()
+    ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
     rows = []
-    try:
-        for count in threads:
-            cpu_adam.set_threads(count)
-            cpu_adam.set_isa(cpu_adam.available_isas()[-1])
-            ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
-            ceiling = max(statistics.median(rate(way, numel, repeats)) for way in ways)
-            for isa in isas:
-                cpu_adam.set_isa(isa)
-                work.reset()
-                rates = rate(work.update, numel, repeats)
-                middle = statistics.median(rates)
-                rows.append(
-                    {
-                        "isa": isa,
-                        "threads": count,
-                        "parameters_per_second": middle,
-                        "spread": spread(rates),
-                        "gb_per_s": middle * BYTES_PER_PARAMETER / 1e9,
-                        "ceiling_gb_per_s": ceiling * BYTES_PER_PARAMETER / 1e9,
-                        "of_ceiling": middle / ceiling,
-                    }
-                )
-    finally:
-        cpu_adam.set_isa(isa_before)
-        cpu_adam.set_threads(threads_before)
+    for count in threads:
+        cpu_adam.set_threads(count)
+        cpu_adam.set_isa(cpu_adam.available_isas()[-1])
+        ceiling = max(statistics.median(rate(way, numel, repeats)) for way in ways)
+        for isa in isas:
+            cpu_adam.set_isa(isa)
+            work.reset()
+            rates = rate(work.update, numel, repeats)
+            middle = statistics.median(rates)
+            rows.append(
+                {
+                    "isa": isa,
+                    "threads": count,
+                    "parameters_per_second": middle,
+                    "spread": spread(rates),
+                    "gb_per_s": middle * BYTES_PER_PARAMETER / 1e9,
+                    "ceiling_gb_per_s": ceiling * BYTES_PER_PARAMETER / 1e9,
+                    "of_ceiling": middle / ceiling,
+                }
+            )
     return rows
 
 

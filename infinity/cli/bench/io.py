@@ -8,7 +8,6 @@ behind] and [Note: what a bench verifies] in io_load.py.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from typing import Any, Final
 
 import click
 
+from infinity.api.this_machine import check_directory
 from infinity.cli.console import check_plot, finish, sizes, status_line
 from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import BACKENDS, available_backends
@@ -31,7 +31,7 @@ from infinity.version import __version__
 from .adam import AdamWork, rate
 from .io_case import Case, cache_warning, measure_case, read_twice, sustained
 from .io_fio import find_fio
-from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_directory, run_pass, usable_bytes
+from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_space, usable_bytes
 from .io_show import plot, show
 
 _LEAST: Final = 16 * MiB
@@ -43,6 +43,9 @@ _MODES: Final[dict[str, dict[str, Any]]] = {
     "full": {"seconds": 1.0, "repeats": 7, "fio": True},
 }
 _SWEEP: Final = {"block": (256 * 1024, MiB, 4 * MiB), "depth": (8, 32, 128), "threads": (4, 16)}
+_SUSTAINED: Final = (
+    "Write this long, past a drive's write cache, and show bandwidth over time. Wears the drive."
+)
 _ADAM: Final = 4 * MiB  # parameters that Adam updates beside the I/O: larger than caches
 
 
@@ -135,23 +138,11 @@ def choose_size(request: Request, cases: Sequence[Case]) -> int:
             )
         return request.size // MiB * MiB
     devices = [os.stat(directory).st_dev for directory in request.directories]
-    rooms = []
-    for directory, device in zip(request.directories, devices, strict=True):
-        usable, reserve = usable_bytes(directory)
-        sharing = devices.count(device)
-        rooms.append(usable // sharing)
-        if rooms[-1] < _LEAST:
-            system = os.statvfs(directory)
-            raise DirectoryError(
-                f"the disk of {directory} is full",
-                errno=errno.ENOSPC,
-                path=directory,
-                expected=f"{format_size(_LEAST * sharing + reserve)} free, of which {format_size(reserve)} "
-                "stay free",
-                found=f"{format_size(system.f_bavail * system.f_frsize)} free",
-                cure="free space there, or name a directory on another disk",
-            )
-    usable = min(rooms)
+    rooms = {d: devices.count(device) for d, device in zip(request.directories, devices, strict=True)}
+    for directory, sharing in rooms.items():
+        cure = "free space there, or name a directory on another disk"
+        check_space(directory, _LEAST * sharing, "the smallest file: its disk is full", cure)
+    usable = min(usable_bytes(directory)[0] // sharing for directory, sharing in rooms.items())
     if request.sustained is not None:
         return max(_LEAST, min(usable // 2, 64 * GiB) // MiB * MiB)
     wanted = max(_SIZES[request.mode], *(ceil_to(2 * case.window, MiB) for case in cases), 0)
@@ -167,10 +158,10 @@ def keep_what_fits(cases: Sequence[Case], nbytes: int) -> tuple[list[Case], list
     memory = available_host_memory() // 2
     kept, said = [], []
     for case in cases:
-        why = case.misfit(nbytes)
-        while why is not None and case.job.chunk > case.settings.block_bytes:  # a small drive, small tickets
-            case = case._replace(job=case.job._replace(chunk=case.job.chunk // 2))
-            why = case.misfit(nbytes)
+        while (why := case.misfit(nbytes)) is not None and case.job.chunk > case.settings.block_bytes:
+            case = case._replace(
+                job=case.job._replace(chunk=case.job.chunk // 2)
+            )  # small drive, small tickets
         if why is None and case.window * len(case.directories) > memory:
             why = f"buffers of {format_size(case.window)} do not fit host memory"
         if why is None:
@@ -213,32 +204,22 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     for place in places:
         if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
-    found = find_fio()
-    if request.fio and found is None and request.sustained is None:
+    fio = find_fio() if request.fio else None
+    if request.fio and fio is None and request.sustained is None:
         warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
     result: dict[str, Any] = {
-        "benchmark": "io",
-        "infinity": __version__,
-        "mode": request.mode,
-        "directories": places,
-        "file_bytes": nbytes,
-        "seconds_per_pass": request.seconds,
-        "fio": found[1] if request.fio and found is not None else None,
-        "fill_bytes_per_second": None,
-        "cache": [],
-        "cases": [],
-        "adam_alone_parameters_per_second": None,
-        "sustained": None,
+        **{"benchmark": "io", "infinity": __version__, "mode": request.mode, "directories": places},
+        **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
+        **dict.fromkeys(("fill_bytes_per_second", "adam_alone_parameters_per_second", "sustained")),
+        **{"cache": [], "cases": [], "warnings": warnings},
     }
     grain = min(case.settings.block_bytes for case in cases)
     window = max(case.window for case in cases)
     with contextlib.ExitStack() as stack:
-        loads = [
-            stack.enter_context(Load(directory, nbytes, grain=grain, window=window))
-            for directory in request.directories
-        ]
+        paths = request.directories
+        loads = [stack.enter_context(Load(path, nbytes, grain=grain, window=window)) for path in paths]
         if request.sustained is None:
-            _measure_cases(request, cases, loads, result, warnings, tell)
+            _measure_cases(request, cases, loads, result, tell)
         else:
             job, settings, *_ = cases[0]
             pairs = [(load, stack.enter_context(load.ring(settings))) for load in loads]
@@ -247,43 +228,33 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
             for load, ring in pairs:
                 load.verify(ring, settings, job, 256 * MiB)
         result["verified_bytes"] = sum(load.verified for load in loads)
-    result["warnings"] = list(dict.fromkeys(warnings))
-    return result
+    return {**result, "warnings": list(dict.fromkeys(warnings))}
 
 
 def _measure_cases(
-    request: Request,
-    cases: Sequence[Case],
-    loads: Sequence[Load],
-    result: dict[str, Any],
-    warnings: list[str],
-    tell: Callable[[str], None],
+    request: Request, cases: list[Case], loads: list[Load], found: dict[str, Any], tell: Callable[[str], None]
 ) -> None:
-    first, filling = cases[0].settings, Job("write", chunk=cases[0].job.chunk)
-    result["fill_bytes_per_second"] = []
+    first, job, work = cases[0].settings, cases[0].job, None
+    found["fill_bytes_per_second"] = []
     for load in loads:
         tell(f"writes {format_size(load.nbytes)} to {load.directory}")
+        found["fill_bytes_per_second"].append(load.fill(first, job.chunk))
         with load.ring(first) as ring:
-            filled = run_pass([(load, ring)], first, filling, 3600, limit=load.nbytes)
-            result["fill_bytes_per_second"].append(filled.rate)
-            twice = read_twice(load, ring, first, cases[0].job)
-        warnings += cache_warning(twice, load.directory)
-        result["cache"].append({"path": load.directory, **(twice or {})})
-    work = None
+            twice = read_twice(load, ring, first, job)
+        found["warnings"] += cache_warning(twice, load.directory)
+        found["cache"].append({"path": load.directory, **(twice or {})})
     if any(case.adam for case in cases):
         work = AdamWork(_ADAM)
-        result["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
-        result["adam_threads"] = cpu_adam.threads()
+        found["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
+        found["adam_threads"] = cpu_adam.threads()
     for number, case in enumerate(cases, 1):
         what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}, {case.job.order}"
         tell(f"[{number}/{len(cases)}] {what}, {case.settings.backend} {sizes(case.settings)}")
         # Scattered, fio costs time and says little; --order scattered asks for it.
         fio = request.fio and (not case.job.scattered or bool(request.orders) or request.mode == "full")
-        measured, said = measure_case(
-            *(case, loads), seconds=request.seconds, repeats=request.repeats, fio=fio, work=work
-        )
-        result["cases"].append(measured)
-        warnings += said
+        measured, said = measure_case(case, loads, request.seconds, request.repeats, fio=fio, work=work)
+        found["cases"].append(measured)
+        found["warnings"] += said
 
 
 @click.command("io")
@@ -301,12 +272,7 @@ def _measure_cases(
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
-@click.option(
-    "--sustained",
-    type=click.FloatRange(0.5, 86400),
-    metavar="SECONDS",
-    help="Write this long, past a drive's write cache, and show bandwidth over time. Wears the drive.",
-)
+@click.option("--sustained", type=click.FloatRange(0.5, 86400), metavar="SECONDS", help=_SUSTAINED)
 @json_option
 @click.option("--plot", "plot_file", help="Draw the result into this file (.png, .svg, .pdf).")
 def io_command(
@@ -315,8 +281,8 @@ def io_command(
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
     Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
-    figure is the median of several passes; "spread" is the distance of the extremes over it. Data that
-    is read back is compared.
+    figure is the median of several passes; "spread" is the distance of the extremes over it. fio runs
+    once, as long as these passes together. Data that is read back is compared.
     """
     check_plot(plot_file)
     mode = mode or "default"

@@ -1,9 +1,8 @@
 """One line of `bench io`: a pattern at one setting on one set of directories, measured several times; and
 what only time or repetition shows: a write cache that fills up, and a read cache that answers.
 
-Order of one case: a pass that warms up and is not counted; then for each repeat a pass of ours and,
-where it is compared, one of fio, in alternating order, so that a slow moment meets both; then a pass
-of single blocks for latencies; then a sample of what was written is read back and compared.
+Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
+a pass of single blocks for latencies; then a sample of what was written is read back and compared.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import numpy as np
 from infinity.core.sizes import MiB, format_size
 from infinity.hardware.aio import Ring
 
-from .adam import AdamWork, Beside, spread
-from .io_fio import Peer, find_fio
+from .adam import AdamWork, spread
+from .io_fio import best_of_fio, find_fio
 from .io_load import Job, Load, Settings, run_pass
 
 _SAMPLE: Final = 64 * MiB  # read back after a case that wrote
@@ -39,103 +38,79 @@ class Case(NamedTuple):
     adam: bool = False
 
     @property
-    def jobs(self) -> tuple[Job, ...]:
-        """Return the jobs of all its passes."""
-        return self.job, self.job._replace(single=True), self.job.checking
-
-    @property
     def window(self) -> int:
-        """Return bytes of the buffers that they need."""
-        return max(job.window(self.settings) for job in self.jobs)
+        """Return bytes of the buffers that its passes need."""
+        jobs = self.job, self.job._replace(single=True), self.job.checking
+        return max(job.window(self.settings) for job in jobs)
 
     def misfit(self, nbytes: int) -> str | None:
         """Return why it cannot run on files of `nbytes`, or None: two transfers under way must never have
         the same place, or no one could say what the file holds."""
-        for job in self.jobs:
-            if nbytes < (needed := 2 * job.window(self.settings)):
-                return f"{format_size(needed)} needed for {job.tickets(self.settings)} transfers"
-        return None
+        return None if nbytes >= 2 * self.window else f"it takes {format_size(2 * self.window)}"
 
 
 def measure_case(
-    case: Case,
-    loads: Sequence[Load],
-    *,
-    seconds: float,
-    repeats: int,
-    fio: bool,
-    work: AdamWork | None = None,
+    case: Case, loads: Sequence[Load], seconds: float, repeats: int, *, fio: bool, work: AdamWork | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of a case as JSON has them, and warnings.
 
     Args:
         seconds: of one pass.
         fio: whether it is compared, where it is installed and there is one directory: "one file" is what
-            fio is good at.
+            fio is good at. It runs once, as long as all passes together.
         work: what Adam updates beside the I/O, for cases that ask for it.
     """
     chosen = [loads[index] for index in case.directories]
     job, settings = case.job, case.settings
     compared = fio and find_fio() is not None and len(chosen) == 1 and not case.adam
-    peers = [Peer(chosen[0], job, settings, seconds, huge=huge) for huge in (False, True) if compared]
+    peers = {
+        key: best_of_fio(chosen[0], settings, job, seconds * repeats, huge=key == "fio_huge")
+        for key in (("fio", "fio_huge") if compared else ())
+    }
     verified = sum(load.verified for load in chosen)
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
         rings = [ring for _, ring in pairs]
-        beside = Beside(work) if case.adam and work is not None else None
-        with beside or contextlib.nullcontext():
-            run_pass(pairs, settings, job, min(0.2, seconds))
-            submitted = _submits(rings)
-            tallies = []
-            for repeat in range(repeats):
-                for peer in peers if repeat % 2 == 0 else ():
-                    peer.turn()
-                tallies.append(run_pass(pairs, settings, job, seconds))
-                for peer in peers[::-1] if repeat % 2 == 1 else ():
-                    peer.turn()
-            histogram = (_submits(rings) - submitted).tolist()
-            singles = tallies
-            if not job.scattered:
-                singles = [run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds))]
+        adam = stack.enter_context(work.beside()) if case.adam and work is not None else None
+        run_pass(pairs, settings, job, min(0.2, seconds))
+        tallies = [run_pass(pairs, settings, job, seconds) for _ in range(repeats)]
+        histogram = np.sum([ring.stats().submit_histogram for ring in rings], axis=0).tolist()
+        alone = job._replace(single=True)
+        singles = tallies if job.scattered else [run_pass(pairs, settings, alone, min(0.4, seconds))]
+        updated = None if adam is None else adam()
         most = max(ring.stats().submit_max_seconds for ring in rings)
         for load, ring in pairs:
             load.verify(ring, settings, job, _SAMPLE // len(pairs))
         backends = sorted({ring.backend for ring in rings})
         reasons = sorted({ring.reason for ring in rings})
     rates = [tally.rate for tally in tallies]
-    moved = sum(t.read + t.written for t in tallies)
+    middle, moved = statistics.median(rates), sum(t.read + t.written for t in tallies)
     result = {
-        "pattern": job.pattern,
-        "order": job.order,
-        "adam_beside": case.adam,
+        **{"pattern": job.pattern, "order": job.order, "adam_beside": case.adam},
         "directories": [load.directory for load in chosen],
+        **settings._asdict(),
         "backend": "+".join(backends),
         "backend_reason": "; ".join(reasons),
-        "block_bytes": settings.block_bytes,
-        "queue_depth": settings.queue_depth,
-        "threads": settings.threads,
-        "bytes_per_second": statistics.median(rates),
+        "bytes_per_second": middle,
         "spread": spread(rates),
         "repeats": rates,
         "bytes_moved": moved,
         "latency_seconds": _percentiles([x for tally in singles for x in tally.latencies]),
-        "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9) if moved else None,
+        "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9),
         "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
         "verified_bytes": sum(load.verified for load in chosen) - verified,
-        "adam_parameters_per_second": None if beside is None else beside.parameters_per_second,
+        "adam_parameters_per_second": updated,
         **dict.fromkeys(("fio", "fio_huge")),
-        **{"fio_huge" if peer.huge else "fio": peer.compare(rates) for peer in peers},
+        **{
+            key: {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second}
+            for key, (fio, _) in peers.items()
+            if fio is not None
+        },
     }
-    return result, [text for peer in peers for text in peer.warnings]
+    return result, [text for _, said in peers.values() for text in said]
 
 
-def _submits(rings: Sequence[Ring]) -> Any:
-    return np.sum([ring.stats().submit_histogram for ring in rings], axis=0)
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float | int | None]:
-    if not values:
-        return {"p50": None, "p99": None, "p99.9": None, "max": None, "blocks": 0}
+def _percentiles(values: Sequence[float]) -> dict[str, float | int]:
     p50, p99, p999 = np.percentile(values, [50, 99, 99.9]).tolist()
     return {"p50": p50, "p99": p99, "p99.9": p999, "max": max(values), "blocks": len(values)}
 
@@ -155,24 +130,15 @@ def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str
     count = min(_REGIONS, load.nbytes // region)
     if count < 3:
         return None
-    fresh: list[float] = []
-    again: list[float] = []
-    for number in range(count):
+    rates = np.zeros((count, 2))
+    for number, turn in np.ndindex(*rates.shape):
         offset = load.nbytes // count * number // transfer * transfer
-        for rates in (fresh, again):
-            start = time.perf_counter()
-            tickets = [
-                ring.read(load.file, offset + at, load.mapping.io_address + at, transfer)
-                for at in range(0, region, transfer)
-            ]
-            for ticket in tickets:
-                ticket.wait()
-            rates.append(region / (time.perf_counter() - start))
-    return {  # the first region warms up
-        "first_bytes_per_second": statistics.median(fresh[1:]),
-        "again_bytes_per_second": statistics.median(again[1:]),
-        "ratio": statistics.median(b / a for a, b in zip(fresh[1:], again[1:], strict=True)),
-    }
+        start = time.perf_counter()
+        load.read(ring, range(offset, offset + region, transfer), transfer)
+        rates[number, turn] = region / (time.perf_counter() - start)
+    first, again = rates[1:].T  # the first region warms up
+    found = {"first_bytes_per_second": first, "again_bytes_per_second": again, "ratio": again / first}
+    return {name: float(np.median(values)) for name, values in found.items()}
 
 
 def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
@@ -220,10 +186,7 @@ def fall(rates: Sequence[float], moved: Sequence[int]) -> dict[str, Any]:
     """
     tenth = max(1, len(rates) // 10)
     first, last = statistics.median(rates[:tenth]), statistics.median(rates[-tenth:])
-    after: int | None = None
-    for index in range(1, len(rates) - 1):
-        slow = [rate < SLOWER * first for rate in rates[index:]]
-        if slow[0] and sum(slow) >= 0.9 * len(slow):
-            after = sum(moved[:index])
-            break
+    slow = [rate < SLOWER * first for rate in rates]
+    ends = (at for at in range(1, len(rates) - 1) if slow[at] and sum(slow[at:]) >= 0.9 * len(slow[at:]))
+    after = next((sum(moved[:at]) for at in ends), None)
     return {"first_bytes_per_second": first, "last_bytes_per_second": last, "fell_after_bytes": after}

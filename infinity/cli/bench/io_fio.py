@@ -1,17 +1,13 @@
-"""fio as the measure: the same file, blocks, depth and pattern, in a process of its own."""
+"""fio as the measure: the same file, blocks, depth and pattern, in a process of its own; by its report."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import shutil
-import statistics
 import subprocess
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from .adam import spread
 from .io_load import Job, Load, Settings
 
 ENGINES: Final = ("libaio", "io_uring")
@@ -19,12 +15,12 @@ _MODES: Final = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 class FioResult(NamedTuple):
-    """What fio reports. `rate` in bytes per second; latencies in seconds, from submission."""
+    """What fio reports; latencies from submission."""
 
     engine: str
-    rate: float
+    bytes_per_second: float
     cpu_seconds_per_gb: float
-    percentiles: dict[str, float]
+    latency_seconds: dict[str, float]
 
 
 class FioFailed(Exception):
@@ -32,16 +28,13 @@ class FioFailed(Exception):
 
 
 @functools.lru_cache(maxsize=1)
-def find_fio() -> tuple[str, str] | None:
-    """Return the path and the version of fio, or None if it is not installed."""
-    path = shutil.which("fio")
-    if path is None:
-        return None
+def find_fio() -> str | None:
+    """Return the version of fio, or None if it is not installed."""
     try:
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        asked = subprocess.run(["fio", "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (path, asked.stdout.strip()) if asked.returncode == 0 else None
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def run_fio(
@@ -56,19 +49,11 @@ def run_fio(
     Raises:
         FioFailed: it is not installed, does not end, or reports an error.
     """
-    found = find_fio()
-    if found is None:
-        raise FioFailed("not installed")
     if job.pattern != "read":
         load.forget()
     command = [
-        found[0],
-        "--name=bench",
-        f"--filename={load.name}",
-        "--allow_file_create=0",
-        f"--direct={int(load.file.direct)}",
-        f"--ioengine={engine}",
-        f"--iodepth={settings.queue_depth}",
+        *("fio", "--name=bench", f"--filename={load.name}", "--allow_file_create=0"),
+        *(f"--direct={int(load.file.direct)}", f"--ioengine={engine}", f"--iodepth={settings.queue_depth}"),
         f"--bs={settings.block_bytes}",
         f"--rw={'rand' if job.scattered else ''}{_MODES[job.pattern]}",
         f"--size={load.nbytes // settings.block_bytes * settings.block_bytes}",
@@ -86,7 +71,7 @@ def run_fio(
     except subprocess.TimeoutExpired as error:
         raise FioFailed(f"it did not end within {most:.0f} s") from error
     except OSError as error:
-        raise FioFailed(str(error)) from error
+        raise FioFailed("not installed" if isinstance(error, FileNotFoundError) else str(error)) from error
     said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
     try:
         report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -108,41 +93,15 @@ def run_fio(
     return FioResult(engine, moved / took, busy / (moved / 1e9), tails)
 
 
-class Peer:
-    """fio's side of a case, as it comes or with its buffers in huge pages (`huge`)."""
-
-    def __init__(self, load: Load, job: Job, settings: Settings, seconds: float, *, huge: bool) -> None:
-        self.huge = huge
-        self.warnings: list[str] = []
-        self._run = functools.partial(run_fio, load, settings, job, seconds, huge=huge)
-        self._engines: Sequence[str] = ENGINES
-        self._results: list[FioResult] = []
-
-    def turn(self) -> None:
-        """Run it once; the first time with every engine, to stay with the best."""
-        tried: list[FioResult] = []
-        for engine in self._engines:
-            try:
-                tried.append(self._run(engine=engine))
-            except FioFailed as error:
-                pages = " and huge pages" if self.huge else ""
-                self.warnings.append(f"fio with {engine}{pages} could not run: {error}")
-        best = sorted(tried, key=lambda result: -result.rate)[:1]
-        self._engines = [result.engine for result in best]  # none: it is not tried again
-        self._results += best
-
-    def compare(self, rates: Sequence[float]) -> dict[str, Any] | None:
-        """Return fio's figures and how ours compare, pair by pair."""
-        if not self._results:
-            return None
-        theirs = [result.rate for result in self._results]
-        ratios = [ours / peer for ours, peer in zip(rates, theirs, strict=False)]
-        return {
-            "engine": self._results[-1].engine,
-            "bytes_per_second": statistics.median(theirs),
-            "repeats": theirs,
-            "percent": 100 * statistics.median(ratios),
-            "spread": spread(ratios),
-            "cpu_seconds_per_gb": statistics.median(r.cpu_seconds_per_gb for r in self._results),
-            "latency_seconds": self._results[0].percentiles,
-        }
+def best_of_fio(
+    load: Load, settings: Settings, job: Job, seconds: float, *, huge: bool
+) -> tuple[FioResult | None, list[str]]:
+    """Run fio with each of its engines; return what the faster one reports, and why one could not run."""
+    results, warnings = [], []
+    for engine in ENGINES:
+        try:
+            results.append(run_fio(load, settings, job, seconds, engine=engine, huge=huge))
+        except FioFailed as error:
+            pages = " and huge pages" if huge else ""
+            warnings.append(f"fio with {engine}{pages} could not run: {error}")
+    return max(results, key=lambda result: result.bytes_per_second, default=None), warnings

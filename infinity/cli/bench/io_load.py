@@ -17,21 +17,25 @@ import functools
 import itertools
 import os
 import random
+import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from infinity.core.errors import BudgetError, CorruptionError, DeadlineError, DirectoryError
+from infinity.api.this_machine import check_directory, refused
+from infinity.core.errors import CorruptionError, DeadlineError, DirectoryError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size
 from infinity.hardware.aio import DirectFile, Ring, Ticket, crc32c
 from infinity.hardware.probe import available_host_memory, nameless_file
 from infinity.storage.memory import HostMapping
+
+from .adam import check_memory
 
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
 PATTERNS: Final = ("read", "write", "mixed")
@@ -92,7 +96,7 @@ class Tally:
     written: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    latencies: list[float] = field(default_factory=list)  #: seconds per block, of single passes
+    latencies: list[float] = field(default_factory=list)  #: seconds per ticket
     timeline: list[tuple[float, int]] = field(default_factory=list)  #: (perf_counter, bytes) per ticket
 
     @property
@@ -117,33 +121,9 @@ def check_space(directory: str, nbytes: int, what: str, cure: str) -> None:
             errno=errno.ENOSPC,
             path=directory,
             expected=f"{format_size(nbytes)} free, and {format_size(reserve)} that stay free",
-            found=f"{format_size(usable + reserve)} free",
+            found=f"{format_size(shutil.disk_usage(directory).free)} free",
             cure=cure,
         )
-
-
-def check_directory(directory: str) -> None:
-    """Raise DirectoryError unless `directory` is one in which files can be made."""
-    try:
-        fd, _ = nameless_file(directory)
-    except OSError as error:
-        cures = {
-            errno.ENOENT: "name a directory on a drive"
-            if os.path.isdir(directory)
-            else f"create it (mkdir -p {directory}), or correct the path",
-            errno.ENOTDIR: "name a directory",
-            errno.EROFS: "mount the file system for writing, or name another directory",
-            errno.ENOSPC: "free space there, or name another directory",
-        }
-        raise DirectoryError(
-            f"no file can be made in {directory}",
-            errno=error.errno,
-            path=directory,
-            expected="a writable directory on the drive to be measured",
-            found=os.strerror(error.errno or 0),
-            cure=cures.get(error.errno or 0, "name a directory that this user may write to"),
-        ) from error
-    os.close(fd)
 
 
 class Load(contextlib.AbstractContextManager["Load"]):
@@ -159,20 +139,14 @@ class Load(contextlib.AbstractContextManager["Load"]):
     """
 
     def __init__(self, directory: str, nbytes: int, *, grain: int, window: int) -> None:
-        self.directory = directory
-        self.nbytes = nbytes
-        self.grain = grain
+        self.directory, self.nbytes, self.grain = directory, nbytes, grain
         check_directory(directory)
         usable = usable_bytes(directory)[0] // MiB
         cure = f"--size {usable}MiB" if usable >= 16 else "free space, or another drive"
         check_space(directory, nbytes, f"a file of {format_size(nbytes)}", cure)
-        if window > available_host_memory() * 8 // 10:
-            raise BudgetError(
-                "the buffers do not fit host memory",
-                expected=f"{format_size(window)}",
-                found=f"{format_size(available_host_memory())} available",
-                cure="a smaller --block or --depth",
-            )
+        check_memory(
+            "a window of buffers", window, available_host_memory() * 8 // 10, "a smaller --block or --depth"
+        )
         self.mapping = HostMapping(window, populate=True)
         self._words = self.mapping.tensor(0, window).numpy().view(np.uint64)
         generator = np.random.default_rng()
@@ -183,23 +157,16 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self._holds = np.zeros(nbytes // grain, dtype=np.uint32)  # CRC of each grain of the file
         self._known = np.zeros(nbytes // grain, dtype=np.bool_)
         self.verified = 0  #: bytes that were compared so far
-        self._cursor = 0
-        self._swap = 0
+        self._cursor = self._swap = 0
         fd, direct = nameless_file(directory)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                raise refused(directory, error) from error
             self.file = DirectFile(os.path.join(directory, "(bench)"), fd, direct=direct, owned=True)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError) and not isinstance(error, DirectoryError):
-                raise DirectoryError(
-                    f"{directory} gives no room for a file of {format_size(nbytes)}",
-                    errno=error.errno,
-                    path=directory,
-                    found=os.strerror(error.errno or 0),
-                    cure="a smaller --size, or another drive",
-                ) from error
-            raise
+            undo.pop_all()
 
     @property
     def name(self) -> str:
@@ -215,17 +182,9 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self.file.close()
 
     @contextlib.contextmanager
-    def ring(self, settings: Settings, deadline: float = 60.0) -> Iterator[Ring]:
+    def ring(self, settings: Settings) -> Iterator[Ring]:
         """Open a ring on this file as the engine's store does."""
-        ring = Ring(
-            "bench",
-            path=self.directory,
-            backend=settings.backend,
-            block_bytes=settings.block_bytes,
-            queue_depth=settings.queue_depth,
-            threads=settings.threads,
-            deadline=deadline,
-        )
+        ring = Ring("bench", path=self.directory, **settings._asdict(), deadline=60.0)
         try:
             ring.register_file(self.file)
             ring.register_buffer(self.mapping.io_address, self.mapping.nbytes)
@@ -237,6 +196,18 @@ class Load(contextlib.AbstractContextManager["Load"]):
             except DeadlineError:
                 _quarantine.append(self.mapping)
                 raise
+
+    def fill(self, settings: Settings, chunk: int = TRANSFER) -> float:
+        """Write all of it once; return bytes per second. What was never written is read without the drive."""
+        with self.ring(settings) as ring:
+            return run_pass([(self, ring)], settings, Job("write", chunk=chunk), 3600, limit=self.nbytes).rate
+
+    def read(self, ring: Ring, offsets: Iterable[int], nbytes: int) -> None:
+        """Read `nbytes` at each of `offsets` into the buffers, one behind the other."""
+        address = self.mapping.io_address
+        tickets = [ring.read(self.file, at, address + i * nbytes, nbytes) for i, at in enumerate(offsets)]
+        for ticket in tickets:
+            ticket.wait()
 
     # ---- passes ----
 
@@ -264,14 +235,7 @@ class Load(contextlib.AbstractContextManager["Load"]):
         return around(self._swap % parts), around((1 - self._swap) % parts)
 
     def run(
-        self,
-        ring: Ring,
-        settings: Settings,
-        job: Job,
-        stop: threading.Event,
-        *,
-        until: float,
-        limit: int | None = None,
+        self, ring: Ring, settings: Settings, job: Job, stop: threading.Event, until: float, limit: int | None
     ) -> Tally:
         """Move bytes, two tickets at least, until `until` (perf_counter) or up to `limit` of them; complete
         what is under way; return what was moved."""
@@ -290,8 +254,7 @@ class Load(contextlib.AbstractContextManager["Load"]):
             else:
                 tally.read += transfer
                 placed[slot] = ticket.offset
-            if job.single or job.scattered:
-                tally.latencies.append(ticket.seconds[1])
+            tally.latencies.append(ticket.seconds[1])
             tally.timeline.append((clock(), transfer))
 
         most = limit // transfer if limit is not None else 1 << 62
@@ -331,12 +294,7 @@ class Load(contextlib.AbstractContextManager["Load"]):
         slots = job.checking.tickets(settings)
         for begin in range(0, len(starts), slots):
             group = starts[begin : begin + slots]
-            tickets = [
-                ring.read(self.file, s * self.grain, self.mapping.io_address + i * piece, piece)
-                for i, s in enumerate(group)
-            ]
-            for ticket in tickets:
-                ticket.wait()
+            self.read(ring, [start * self.grain for start in group], piece)
             for slot, start in enumerate(group):
                 self._compare(slot * piece, start * self.grain, piece)
 
@@ -367,12 +325,7 @@ def _fulfil(future: Future[Tally], call: Callable[[], Tally]) -> None:
 
 
 def run_pass(
-    pairs: Sequence[tuple[Load, Ring]],
-    settings: Settings,
-    job: Job,
-    seconds: float,
-    *,
-    limit: int | None = None,
+    pairs: Sequence[tuple[Load, Ring]], settings: Settings, job: Job, seconds: float, limit: int | None = None
 ) -> Tally:
     """Run one pass on several directories at once, each with a thread of its own; add them up.
 
@@ -390,9 +343,8 @@ def run_pass(
             running.append(Future())
             call = functools.partial(load.run, ring, settings, job, stop, until=start + seconds, limit=limit)
             # Not a pool's thread: the program's end would wait for one that a drive keeps.
-            threading.Thread(
-                target=_fulfil, args=(running[-1], call), name="infinity-bench", daemon=True
-            ).start()
+            told = (running[-1], call)
+            threading.Thread(target=_fulfil, args=told, name="infinity-bench", daemon=True).start()
         wait(running, return_when=FIRST_EXCEPTION)
     except BaseException:
         stop.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,10 +40,6 @@ def sustained_text(found: dict[str, Any]) -> str:
     return f"{wrote} The rate fell for good after {after}: a write cache was full. Plan with the last figure."
 
 
-def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else f"{value * 1e3:.2f}"
-
-
 def show(result: Mapping[str, Any]) -> None:
     """Print the result of `bench io` for a person."""
     console = wide_console()
@@ -59,10 +56,8 @@ def show(result: Mapping[str, Any]) -> None:
                 "are in the last two columns."
             )
         _submits(console, cases)
-    beside = [case for case in cases if case["adam_parameters_per_second"]]
-    if beside and result["adam_alone_parameters_per_second"]:
-        rates = [c["adam_parameters_per_second"] / 1e6 for c in beside]
-        several = f"{min(rates):,.0f} to {max(rates):,.0f}" if len(rates) > 1 else f"{rates[0]:,.0f}"
+    if rates := [rate / 1e6 for case in cases if (rate := case["adam_parameters_per_second"])]:
+        several = " to ".join(f"{rate:,.0f}" for rate in sorted({min(rates), max(rates)}))
         alone = result["adam_alone_parameters_per_second"] / 1e6
         console.print(f"CPU Adam updated {several} Mparam/s beside the I/O, {alone:,.0f} alone.")
     if result["sustained"]:
@@ -84,11 +79,11 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
     names += ["fio GB/s", "of fio", "fio CPU", "fio, huge pages", "of that"] if peers else []
     table = table_of(*names, title=hows[0] if len(hows) == 1 else None, left=1 + (len(hows) > 1))
     for case in cases:
-        latency, cpu, fio = case["latency_seconds"], case["cpu_seconds_per_gb"], case["fio"]
+        latency, fio = case["latency_seconds"], case["fio"]
         row = [label(case), *([how(case, name=name)] if len(hows) > 1 else [])]
         row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
-        row.append("  ".join(_milliseconds(latency[name]) for name in ("p50", "p99", "p99.9")))
-        row.append("–" if cpu is None else f"{cpu:.3f}")
+        row.append("  ".join(f"{latency[name] * 1e3:.2f}" for name in ("p50", "p99", "p99.9")))
+        row.append(f"{case['cpu_seconds_per_gb']:.3f}")
         if fio is not None:
             row += [f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}"]
             row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
@@ -102,17 +97,12 @@ def _table(cases: Sequence[Mapping[str, Any]], *, peers: bool) -> Table:
 def _submits(console: Console, cases: Sequence[Mapping[str, Any]]) -> None:
     """One line about all submit calls: a submission that blocks holds up everything behind it."""
     columns = zip(*(case["submit"]["less_than_2_to_the_i_microseconds"] for case in cases), strict=True)
-    counts = [sum(column) for column in columns]
-    total, seen = sum(counts), 0
-    if not total:
-        return
+    seen = list(itertools.accumulate(sum(column) for column in columns))
     most = max(case["submit"]["max_seconds"] for case in cases)
-    for power, count in enumerate(counts):
-        seen += count
-        if seen >= 0.99 * total:
-            text = f"99 % of {total:,} submissions took less than {1 << power:,} µs"
-            console.print(f"{text}, the longest {most * 1e3:.2f} ms.")
-            return
+    if total := seen[-1]:
+        power = next(power for power, count in enumerate(seen) if count >= 0.99 * total)
+        text = f"99 % of {total:,} submissions took less than {1 << power:,} µs"
+        console.print(f"{text}, the longest {most * 1e3:.2f} ms.")
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
@@ -121,34 +111,35 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     Raises:
         ConfigError: matplotlib does not know the format.
     """
-    cases, over_time = result["cases"], result["sustained"]
-    height = max(3.0, 0.42 * len(cases) + 1.5) + 2.5 * bool(over_time and cases)
-    with figure_in(path, 9, height) as figure:
-        axes = figure.subplots(max(1, bool(cases) + bool(over_time)), squeeze=False)[:, 0]
-        _draw(axes, cases, over_time)
+    cases, over_time = result["cases"], result["sustained"]  # one of them is there
+    with figure_in(path, 9, max(3.0, 0.42 * len(cases) + 1.5)) as figure:
+        axis = figure.subplots()
+        if over_time:
+            _draw_over_time(axis, over_time["bucket_seconds"], over_time["buckets"])
+        else:
+            _draw_cases(axis, cases)
 
 
-def _draw(axes: Any, cases: Sequence[Mapping[str, Any]], over_time: Mapping[str, Any] | None) -> None:
-    if cases:
-        axis, places = axes[0], list(range(len(cases)))
-        middle = [case["bytes_per_second"] / 1e9 for case in cases]
-        low = [m - min(case["repeats"]) / 1e9 for m, case in zip(middle, cases, strict=True)]
-        high = [max(case["repeats"]) / 1e9 - m for m, case in zip(middle, cases, strict=True)]
-        axis.barh(places, middle, xerr=[low, high], color="#4878a8", ecolor="#222222", label="infinity")
-        for key, mark, name in (("fio", "D", "fio as it comes"), ("fio_huge", "s", "fio with huge pages")):
-            peers = [(place, case[key]) for place, case in zip(places, cases, strict=True) if case[key]]
-            if peers:
-                rates = [fio["bytes_per_second"] / 1e9 for _, fio in peers]
-                axis.plot(rates, [place for place, _ in peers], mark, color="#d1802a", label=name)
-        axis.set_yticks(places, [f"{label(case)}\n{how(case)}" for case in cases], fontsize=7)
-        axis.invert_yaxis()
-        axis.set_xlabel("GB/s (median; lines: least and most)")
-        axis.legend(loc="lower right")
-    if over_time:
-        axis = axes[-1]
-        width = over_time["bucket_seconds"]
-        rates = [rate / 1e9 for rate in over_time["buckets"]]
-        axis.step([width * index for index in range(len(rates))], rates, where="post", color="#4878a8")
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("seconds")
-        axis.set_ylabel("GB/s")
+def _draw_cases(axis: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+    middle = [case["bytes_per_second"] / 1e9 for case in cases]
+    low = [m - min(case["repeats"]) / 1e9 for m, case in zip(middle, cases, strict=True)]
+    high = [max(case["repeats"]) / 1e9 - m for m, case in zip(middle, cases, strict=True)]
+    axis.barh(
+        range(len(cases)), middle, xerr=[low, high], color="#4878a8", ecolor="#222222", label="infinity"
+    )
+    for key, mark, name in (("fio", "D", "fio as it comes"), ("fio_huge", "s", "fio with huge pages")):
+        peers = [(case[key]["bytes_per_second"] / 1e9, at) for at, case in enumerate(cases) if case[key]]
+        if peers:
+            axis.plot(*zip(*peers, strict=True), mark, color="#d1802a", label=name)
+    axis.set_yticks(range(len(cases)), [f"{label(case)}\n{how(case)}" for case in cases], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("GB/s (median; lines: least and most)")
+    axis.legend(loc="lower right")
+
+
+def _draw_over_time(axis: Any, width: float, buckets: Sequence[float]) -> None:
+    rates = [rate / 1e9 for rate in buckets]
+    axis.step([width * at for at in range(len(rates))], rates, where="post", color="#4878a8")
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("GB/s")

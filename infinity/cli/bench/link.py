@@ -9,10 +9,10 @@ Without a CUDA device there is no link; then it says so, and measures what a cop
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import click
@@ -27,29 +27,26 @@ from infinity.hardware.device import CudaDevice, HostDevice, open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.storage.memory import HostMapping
 
-from .adam import rate, spread
+from .adam import as_before, rate, spread
 
 KINDS: Final = ("pageable", "pinned", "registered")
 DIRECTIONS: Final = ("h2d", "d2h", "both")
 
 
-@contextmanager
-def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+@contextlib.contextmanager
+def host_buffers(kind: str, nbytes: int, device: CudaDevice) -> Iterator[list[torch.Tensor]]:
     """Lend two (nbytes,) uint8 tensors of this kind of host memory."""
-    if kind == "registered":
-        mapping = HostMapping(2 * nbytes, populate=True)
-        device.register(mapping.address, mapping.nbytes)
-        try:
-            yield mapping.tensor(0, nbytes), mapping.tensor(nbytes, nbytes)
-        finally:
-            device.synchronize()
-            device.unregister(mapping.address, mapping.nbytes)
-    else:
+    if kind != "registered":
         pin = kind == "pinned"
-        yield (
-            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
-            torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin),
-        )
+        yield [torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        return
+    mapping = HostMapping(2 * nbytes, populate=True)
+    device.register(mapping.address, mapping.nbytes)
+    try:
+        yield [mapping.tensor(at, nbytes) for at in (0, nbytes)]
+    finally:
+        device.synchronize()
+        device.unregister(mapping.address, mapping.nbytes)
 
 
 def measure_cuda(
@@ -96,19 +93,16 @@ def _measure_kind(
     return rows
 
 
+@as_before()
 def measure_host(nbytes: int, repeats: int) -> list[dict[str, Any]]:
     """Return rows of figures for copies in host memory, with one thread and with all."""
-    mapping = HostMapping(2 * nbytes, populate=True)
-    before, rows = cpu_adam.threads(), []
+    mapping, rows = HostMapping(2 * nbytes, populate=True), []
     mapping.tensor(0, nbytes).fill_(1)
     copy = functools.partial(cpu_adam.copy_bytes, mapping.address + nbytes, mapping.address, nbytes)
-    try:
-        for count in sorted({1, before}):
-            cpu_adam.set_threads(count)
-            kind = f"memory, {count} thread{'s' * (count > 1)}"
-            rows.append(_row(kind, "copy", rate(copy, nbytes, repeats)))
-    finally:
-        cpu_adam.set_threads(before)
+    for count in sorted({1, cpu_adam.threads()}):
+        cpu_adam.set_threads(count)
+        kind = f"memory, {count} thread{'s' * (count > 1)}"
+        rows.append(_row(kind, "copy", rate(copy, nbytes, repeats)))
     return rows
 
 
@@ -125,17 +119,17 @@ def _row(kind: str, direction: str, rates: list[float]) -> dict[str, Any]:
 def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> None:
     """Measure copies between host and device: pageable, pinned, registered; each way and both at once."""
     nbytes = parse_size(size, "--size")
-    if not MiB <= nbytes <= min(4 * GiB, available_host_memory() // 8):
+    most = min(4 * GiB, available_host_memory() // 8)
+    if not MiB <= nbytes <= most:
         raise ConfigError(
             "--size cannot be used",
-            expected=f"1MiB to {format_size(min(4 * GiB, available_host_memory() // 8))}",
+            expected=f"1MiB to {format_size(most)}",
             found=size,
             cure="--size 256MiB",
         )
-    opened = open_device(device)
     warnings: list[str] = []
     name, node = "cpu", None
-    try:
+    with contextlib.closing(open_device(device)) as opened:
         if isinstance(opened, HostDevice):
             rows = measure_host(nbytes, repeats)
             why = "asked for the CPU" if torch.cuda.is_available() else "torch sees no CUDA device here"
@@ -148,8 +142,6 @@ def link_command(device: str | None, size: str, repeats: int, as_json: bool) -> 
             gpu = next(gpu for gpu in gpus() if gpu.number == index)
             name, node = f"{gpu.name} ({opened.torch_device})", gpu.numa_node
             rows, warnings = measure_cuda(opened, nbytes, repeats)
-    finally:
-        opened.close()
     result = {"benchmark": "link", "device": name, "numa_node": node, "bytes": nbytes, "rows": rows}
     finish({**result, "warnings": warnings}, show, as_json=as_json)
 

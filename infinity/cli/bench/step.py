@@ -1,13 +1,14 @@
 """`infinity bench step`: whole steps of one model, for every placement and update mode, beside their bounds.
 
-Each case takes turns with plain torch in memory, the kernel and the drive, which its bound is made of
-([Note: the bound of a step] in step_run.py): a slow moment of the machine meets all of them.
+Right after each case come the steps of plain torch in memory, the kernel and the drive, which its bound is
+made of ([Note: the bound of a step] in step_run.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -19,13 +20,14 @@ from typing import Any, Final
 import click
 import torch
 
-from infinity.cli.console import check_outputs, finish, status_line, table_of, wide_console
+from infinity.api.this_machine import check_directory
+from infinity.cli.console import check_outputs, finish, gigabytes, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
-from infinity.cli.options import device_option, json_option, words_option
+from infinity.cli.options import device_option, json_option, removed_options, words_option
 from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
-from infinity.core.errors import BudgetError, InfinityError
+from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
@@ -33,16 +35,8 @@ from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
 from infinity.storage.step_log import finite
 
-from .adam import AdamWork, rate
-from .io_load import (
-    Job,
-    Load,
-    Settings,
-    check_directory,
-    check_space,
-    run_pass,
-    usable_bytes,
-)
+from .adam import AdamWork, as_before, check_memory, rate
+from .io_load import Job, Load, Settings, check_space, run_pass, usable_bytes
 from .step_run import PLACEMENTS, Measured, Stepper, bound, figures, in_memory, offloaded, settings_of
 
 BOUNDS: Final = (
@@ -65,72 +59,69 @@ _MIXED: Final = Job("mixed")
 # ---- what bounds are made of ----
 
 
-@dataclass
 class Rates:
-    """Measures the kernel and, with a `load`, the drive: once per round; medians of all rounds so far."""
+    """What measures the kernel and, with a `load`, the drive."""
 
-    load: Load | None
-    settings: Settings
-    _work: AdamWork = dataclasses.field(default_factory=lambda: AdamWork(_ADAM))
-    _adam: list[float] = dataclasses.field(default_factory=list)
-    _nvme: list[float] = dataclasses.field(default_factory=list)
+    def __init__(self, load: Load | None, settings: Settings) -> None:
+        self._load, self._settings = load, settings
 
-    def measure(self, *, nvme: bool) -> None:
-        """Measure the kernel, and with `nvme` the drive."""
-        self._adam += rate(self._work.update, self._work.numel, 2)
-        if nvme and self.load is not None:
-            with self.load.ring(self.settings) as ring:
-                self._nvme.append(run_pass([(self.load, ring)], self.settings, _MIXED, _SECONDS).rate)
+    @functools.cached_property
+    def _work(self) -> AdamWork:
+        return AdamWork(_ADAM)
 
-    def forget(self) -> None:
-        """Begin anew: rates drift, and those of other rounds say nothing."""
-        self._adam, self._nvme = [], []
+    def drive(self, job: Job = _MIXED) -> float | None:
+        """Return the bytes per second of a pass, read and written together; None: there is no drive."""
+        if self._load is None:
+            return None
+        with self._load.ring(self._settings) as ring:
+            return run_pass([(self._load, ring)], self._settings, job, _SECONDS).rate
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return both, as JSON has them: parameters per second, and bytes per second, read and written
-        together (None: not measured)."""
+    def measure(self, *, nvme: bool) -> dict[str, Any]:
+        """Measure the kernel, and with `nvme` the drive; return both as JSON has them."""
         return {
-            "adam_parameters_per_second": statistics.median(self._adam),
-            "nvme_mixed_bytes_per_second": statistics.median(self._nvme) if self._nvme else None,
-            "ring": self.settings._asdict(),
+            "adam_parameters_per_second": statistics.median(rate(self._work.update, self._work.numel, 3)),
+            "nvme_mixed_bytes_per_second": self.drive() if nvme else None,
+            "ring": self._settings._asdict(),
         }
 
-    def beside(
-        self,
-        row: Mapping[str, Any],
-        torch_row: Mapping[str, Any],
-        *,
-        settings: Mapping[str, Any],
-        dtype: str,
-        params: int,
-    ) -> dict[str, Any]:
-        """Return the bound of a step whose `figures` are `row`, and how near it came.
 
-        Args:
-            torch_row: the same figures of plain torch in memory.
-            settings: of `infinity.Config`, as the run was given them.
-        """
-        told = {k: v for k, v in settings.items() if k == "read_ahead_memory"}
-        ahead = min(int(Config(**told).read_ahead_memory), 12 * params)
-        copies = params * parse_dtype(dtype).itemsize
-        rates, on_nvme = self.as_dict(), {k for k, v in settings.items() if v == "nvme"}
-        in_torch = settings["optimizer_state"] == "device"
-        found = Measured(
-            forward=torch_row["forward"],
-            backward=torch_row["backward"],
-            adam=torch_row["step"] if in_torch else params / rates["adam_parameters_per_second"],
-            moved=row["read_bytes"] + row["written_bytes"],
-            nvme_rate=rates["nvme_mixed_bytes_per_second"],
-            read_ahead=ahead if "optimizer_state" in on_nvme else 0,
-            copies=copies if "parameters" in on_nvme else 0,
-            gradients=copies if "gradients" in on_nvme else 0,
-        )
-        least = bound(settings["update"], found)
-        return {
-            "bound": least,
-            "efficiency": least / row["seconds"],
-            "bound_of": {**dataclasses.asdict(found), "nvme_seconds": found.nvme},
-        }
+def beside(
+    row: Mapping[str, Any],
+    torch_row: Mapping[str, Any],
+    rates: Mapping[str, Any],
+    *,
+    settings: Mapping[str, Any],
+    dtype: str,
+    params: int,
+) -> dict[str, Any]:
+    """Return the bound of a step whose `figures` are `row`, and how near it came.
+
+    Args:
+        torch_row: the same figures of plain torch in memory.
+        rates: what `Rates.measure` returned.
+        settings: of `infinity.Config`, as the run was given them.
+    """
+    told = {k: v for k, v in settings.items() if k == "read_ahead_memory"}
+    ahead = min(int(Config(**told).read_ahead_memory), 12 * params)
+    copies = params * parse_dtype(dtype).itemsize
+    on_nvme = {name for name, value in settings.items() if value == "nvme"}
+    in_torch = settings["optimizer_state"] == "device"
+    found = Measured(
+        forward=torch_row["forward"],
+        backward=torch_row["backward"],
+        adam=torch_row["step"] if in_torch else params / rates["adam_parameters_per_second"],
+        moved=row["read_bytes"] + row["written_bytes"],
+        nvme_rate=rates["nvme_mixed_bytes_per_second"],
+        read_ahead=ahead if "optimizer_state" in on_nvme else 0,
+        copies=copies if "parameters" in on_nvme else 0,
+        gradients=copies if "gradients" in on_nvme else 0,
+    )
+    least = bound(settings["update"], found)
+    return {
+        "bound": least,
+        "efficiency": least / row["seconds"],
+        "bound_of": {**dataclasses.asdict(found), "nvme_seconds": found.nvme},
+    }
 
 
 @contextlib.contextmanager
@@ -144,17 +135,15 @@ def rates(directory: str | None) -> Iterator[Rates]:
     Raises:
         DirectoryError: the directory is unfit, or has not the room.
     """
-    settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH)
+    found = None if directory is None else tuned(directory)
+    settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH) if found is None else Settings(**found._asdict())
     if directory is None:
         yield Rates(None, settings)
         return
-    if (found := tuned(directory)) is not None:
-        settings = Settings(**found._asdict())
     window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
     nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
     with Load(directory, nbytes, grain=settings.block_bytes, window=window) as load:
-        with load.ring(settings) as ring:  # what was never written is read without the drive
-            run_pass([(load, ring)], settings, Job("write"), 3600, limit=nbytes)
+        load.fill(settings)
         yield Rates(load, settings)
 
 
@@ -168,7 +157,7 @@ def probe_bytes(directory: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be measured. `burst`: steps of a turn; None: 4, or 1 where every update is ``sync``."""
+    """What is to be measured: `steps` in one go, after `warmup` others."""
 
     shape: GPTShape
     directory: str
@@ -178,15 +167,9 @@ class Request:
     device: str = "cpu"
     placements: tuple[str, ...] = tuple(PLACEMENTS)
     updates: tuple[str, ...] = UPDATES
-    rounds: int = 3
-    warmup: int = 1
-    burst: int | None = None
+    steps: int = 8
+    warmup: int = 2
     threads: int | None = None
-
-    @property
-    def steps(self) -> int:
-        """Steps of a turn."""
-        return self.burst or (1 if set(self.updates) == {"sync"} else 4)
 
     @property
     def on_nvme(self) -> bool:
@@ -216,13 +199,9 @@ def check_room(request: Request) -> None:
         free = gpus()[torch.device(request.device).index or 0].free
         rooms.append(("the device", plain + _HELD[0] * params + 2 * GiB, free))
     for where, need, have in rooms:
-        if need > have:
-            raise BudgetError(
-                f"the model does not fit {where} twice: in plain torch, and as the engine has it",
-                expected=f"about {format_size(need)}",
-                found=f"{format_size(have)} available",
-                cure="a smaller --preset",
-            )
+        check_memory(
+            "the model, in plain torch and as the engine has it,", need, have, "a smaller --preset", where
+        )
     check_directory(request.directory)
     if request.on_nvme:
         need = _ON_NVME * params + probe_bytes(request.directory)
@@ -230,6 +209,7 @@ def check_room(request: Request) -> None:
         check_space(request.directory, need, "this model", cure)
 
 
+@as_before()
 def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure every case; return everything as JSON has it. Seconds and bytes.
 
@@ -239,48 +219,37 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         BudgetError, DirectoryError: it does not fit; nothing was started.
     """
     check_room(request)
-    before = cpu_adam.threads(), torch.get_num_threads()
     if request.threads is not None:
         cpu_adam.set_threads(request.threads)
         torch.set_num_threads(request.threads)
     groups: dict[str, Any] = {}
-    try:
-        with scratch(request.directory) as folder, rates(folder if request.on_nvme else None) as measured:
-            plain = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
-            for placement in request.placements:
-                group = groups[placement] = {"placement": PLACEMENTS[placement]._asdict()}
-                group |= {"table": {}, "errors": {}, "samples": {}}
-                for update in request.updates:
-                    place = os.path.join(folder, f"{placement}-{update}")
-                    try:
-                        row, samples = _case(request, placement, update, place, plain, measured, tell)
-                    except (InfinityError, torch.OutOfMemoryError) as error:
-                        group["errors"][update] = {"error": str(error)}
-                    else:
-                        group["table"][update], group["samples"][update] = row, samples
-    finally:
-        cpu_adam.set_threads(before[0])
-        torch.set_num_threads(before[1])
+    with scratch(request.directory) as folder, rates(folder if request.on_nvme else None) as measured:
+        plain = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
+        for placement in request.placements:
+            group = groups[placement] = {"placement": PLACEMENTS[placement]._asdict()}
+            group |= {"table": {}, "errors": {}, "samples": {}}
+            for update in request.updates:
+                tell(f"{placement}, {update}")
+                place = os.path.join(folder, f"{placement}-{update}")
+                try:
+                    row, samples = _case(request, placement, update, place, plain, measured)
+                except (InfinityError, torch.OutOfMemoryError) as error:
+                    group["errors"][update] = {"error": str(error)}
+                else:
+                    group["table"][update], group["samples"][update] = row, samples
     shape = {name: getattr(request.shape, name) for name in ("layers", "width", "heads", "vocab", "context")}
+    told = ("tokens", "batch", "dtype", "device", "steps", "threads")
     return {
         "benchmark": "step",
         "model": {**shape, "parameters": parameters_of(request.shape)},
-        **{name: getattr(request, name) for name in ("tokens", "batch", "dtype", "device", "rounds")},
-        "warmup_rounds": request.warmup,
-        "burst": request.steps,
-        "threads": request.threads,
+        **{name: getattr(request, name) for name in told},
+        "warmup_steps": request.warmup,
         "placements": groups,
     }
 
 
 def _case(
-    request: Request,
-    placement: str,
-    update: str,
-    place: str,
-    plain: Stepper,
-    measured: Rates,
-    tell: Callable[[str], None],
+    request: Request, placement: str, update: str, place: str, plain: Stepper, measured: Rates
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures and the samples of one case, whose files are in `place`."""
     largest = max(sum(torch.Size(s).numel() for _, s in unit) for _, unit in units_of(request.shape))
@@ -291,27 +260,19 @@ def _case(
     os.mkdir(place)
     common = {"nvme": place, "device": request.device, "dtype": request.dtype, "threads": request.threads}
     ours = offloaded(request.build, **common, **settings)
-    samples: dict[str, list[Any]] = {"infinity": [], "torch": []}
-    measured.forget()
 
-    def loss_of(model: GPT) -> Any:
-        return model(data, data.roll(-1, 1)).loss
+    def turns(who: Stepper, **how: bool) -> list[dict[str, Any]]:
+        counts = [request.warmup, request.steps] if request.warmup else [request.steps]
+        return [who.turn(lambda model: model(data, data.roll(-1, 1)).loss, n, **how) for n in counts][-1:]
 
     try:
-        for turn in range(request.warmup + request.rounds):
-            tell(f"{placement}, {update}: round {turn + 1} of {request.warmup + request.rounds}")
-            taken = {
-                "infinity": ours.turn(loss_of, request.steps),
-                "torch": plain.turn(loss_of, request.steps, apart=True),
-            }
-            measured.measure(nvme="nvme" in PLACEMENTS[placement])
-            for name, each in taken.items() if turn >= request.warmup else ():
-                samples[name].append(each)
+        samples = {"infinity": turns(ours), "torch": turns(plain, apart=True)}
+        found = measured.measure(nvme="nvme" in PLACEMENTS[placement])
     finally:
         ours.close()
-    row, beside = (figures(turns, params) for turns in samples.values())
-    row |= {"memory": ours.memory(), "rates": measured.as_dict()}
-    row |= measured.beside(row, beside, settings=settings, dtype=request.dtype, params=params)
+    row, torch_row = (figures(each, params) for each in samples.values())
+    row |= {"memory": ours.memory(), "rates": found}
+    row |= beside(row, torch_row, found, settings=settings, dtype=request.dtype, params=params)
     return row, samples
 
 
@@ -319,34 +280,29 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a table for a person: a line for each placement and update mode."""
     title = (
         f"{result['model']['parameters']:,} parameters, {result['batch']} × {result['tokens']} tokens, "
-        f"{result['dtype']}, {result['device']}; "
-        f"medians of {result['rounds']} rounds of {result['burst']} steps"
+        f"{result['dtype']}, {result['device']}; medians of {result['steps']} steps"
     )
-    names = ("placement", "update", "s/step", "read", "written", "B/param", "bound", "efficiency", "memory")
-    table = table_of(*names, title=title, left=2)
-    said: list[tuple[str, str | None]] = []
+    names = ("s/step", "read", "written", "B/param", "drive", "bound", "efficiency", "memory")
+    table = table_of("placement", "update", *names, title=title, left=2)
+    failed = []
     for placement, group in result["placements"].items():
-        first = placement
         for name, row in group["table"].items():
+            drive = row["rates"]["nvme_mixed_bytes_per_second"]
             table.add_row(
-                *(first, name, f"{row['seconds']:.3f}"),
+                *(placement, name, f"{row['seconds']:.3f}"),
                 *(format_size(round(row[way])) for way in ("read_bytes", "written_bytes")),
-                *(f"{row['bytes_per_parameter']:.1f}", f"{row['bound']:.3f}", f"{row['efficiency']:.0%}"),
-                format_size(row["memory"]),
+                *(f"{row['bytes_per_parameter']:.1f}", "–" if drive is None else f"{gigabytes(drive)} GB/s"),
+                *(f"{row['bound']:.3f}", f"{row['efficiency']:.0%}", format_size(row["memory"])),
             )
-            first = ""
-            if (rate := row["rates"]["nvme_mixed_bytes_per_second"]) is not None:
-                text = f"{placement}, {name}: the drive's mixed rate was {rate / 1e9:.2f} GB/s"
-                said.append((text, None))
         for name, error in group["errors"].items():
-            table.add_row(first, name, "failed", style="red")
-            first = ""
-            said.append((f"{placement}: {name} failed: {error['error']}", "red"))
+            table.add_row(placement, name, "failed", style="red")
+            failed.append(f"{placement}: {name} failed: {error['error']}")
         table.add_section()
     console = wide_console()
     console.print(table)
-    for text, style in [(BOUNDS, None), *said]:
-        console.print(text, style=style, markup=False)
+    console.print(BOUNDS)
+    for text in failed:
+        console.print(text, style="red", markup=False)
 
 
 @click.command("step")
@@ -365,12 +321,16 @@ def show(result: Mapping[str, Any]) -> None:
     f"{', '.join(PLACEMENTS)}; may be given again. Default: all.",
 )
 @words_option("--update", "updates", UPDATES, f"{', '.join(UPDATES)}; may be given again. Default: all.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Rounds before.")
-@click.option("--burst", type=click.IntRange(min=1), help="Steps of a turn. Default: 4; for sync alone 1.")
+@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="In one go.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of torch and of the CPU's Adam.")
 @click.option("--output", metavar="FILE", help="A JSON file with every sample.")
 @json_option
+@removed_options(
+    *("--rounds", "--burst"),
+    expected="--steps N, which are measured in one go; benchmarks/whole_step.py has races in rounds",
+    cure="--steps 8",
+)
 def step_command(
     preset: str, device: str | None, directory: str, output: str | None, as_json: bool, **given: Any
 ) -> int:

@@ -4,9 +4,9 @@ step of theirs must take at least.
 [Note: the bound of a step] F, B: forward and backward of the same model in plain torch, all in memory. A:
 the update by the engine's kernel, or torch's optimizer where the state is on the device. N: the bytes that
 the step moved to and from NVMe, at the rate of the engine's own mixed reads and writes on that directory.
-All are measured in the run that they are compared with, in turns with it. H: the part of N that a backward
-can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the backward itself reads,
-gradients that it writes. C: copies that the forward itself reads, at most F.
+All are measured in the run that they are compared with, right after it or in turns with it. H: the part of
+N that a backward can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the
+backward itself reads, gradients that it writes. C: copies that the forward itself reads, at most F.
 
     sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
     overlap   B + max(F, N − H, A)           the update stands behind the next forward
@@ -19,6 +19,7 @@ had its own: the bound is low rather than high. efficiency = bound ÷ measured.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,37 +100,32 @@ class Stepper:
         wait: Callable[[], Any] = torch.cuda.synchronize if cuda and apart else (lambda: None)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        parts = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-        losses, intervals = [], []
-        moved = self.moved()
-        begin = last = time.perf_counter()
+        losses: list[float] = []
+        moved, marks = self.moved(), [time.perf_counter()]
+
+        def mark() -> None:
+            wait()
+            marks.append(time.perf_counter())
+
         for _ in range(count):
-            start = time.perf_counter()
             loss = loss_of(self.model)
-            wait()
-            after_forward = time.perf_counter()
+            mark()
             self.backward(loss)
-            wait()
-            after_backward = time.perf_counter()
+            mark()
             self.step()
-            wait()
             losses.append(loss.item())
-            end = time.perf_counter()
-            parts["forward"] += after_forward - start
-            parts["backward"] += after_backward - after_forward
-            parts["step"] += end - after_backward
-            intervals.append(end - last)
-            last = end
+            mark()
             del loss
         self.settle()
         if cuda:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - marks[0]
         read, written = ((b - a) / count for a, b in zip(moved, self.moved(), strict=True))
+        parts = [b - a for a, b in itertools.pairwise(marks)]
         return {
             "seconds": seconds / count,
-            "intervals": intervals,
-            **{name: value / count for name, value in parts.items()},
+            "intervals": [sum(parts[at : at + 3]) for at in range(0, len(parts), 3)],
+            **{name: sum(parts[at::3]) / count for at, name in enumerate(("forward", "backward", "step"))},
             "losses": losses,
             "read": read,
             "written": written,
