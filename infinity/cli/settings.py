@@ -25,7 +25,7 @@ from infinity.core.yaml_file import read_yaml
 VALIDATION: Final = 0.05
 #: The dtype of a built-in model, unless a run says otherwise.
 BUILT_IN_DTYPE: Final = "bf16"
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "wsd")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -80,9 +80,10 @@ class TrainSettings:
     sequence: int = _setting(256, "Tokens in a sequence.")
     accumulation: int = _setting(1, "Forwards and backwards per step.")
     lr: float = _setting(1e-3, "Highest learning rate.")
-    schedule: str = _setting("cosine", "constant or cosine.")
+    schedule: str = _setting("cosine", "constant, cosine or wsd (warmup-stable-decay).")
     warmup: int | None = _setting(None, "Steps in which the rate rises; default: a tenth, at most 100.")
-    min_lr: float = _setting(0.1, "What cosine ends at, as a share of --lr.")
+    decay_fraction: float = _setting(0.1, "wsd: share of the steps, at the end, in which the rate falls.")
+    min_lr: float = _setting(0.1, "What cosine and wsd end at, as a share of --lr.")
     weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.")
     beta1: float = _setting(0.9, "Of AdamW.")
     beta2: float = _setting(0.95, "Of AdamW.")
@@ -133,6 +134,8 @@ class TrainSettings:
                 _wrong("train", name, f"at least {low}, and finite", value)
         if self.schedule not in SCHEDULES:
             _unknown("schedule", self.schedule, SCHEDULES)
+        if not 0 <= self.decay_fraction <= 1:
+            _wrong("train", "decay_fraction", "a share of the steps, from 0 to 1", self.decay_fraction)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 _wrong("train", name, "a number from 0 to below 1", getattr(self, name))
@@ -149,13 +152,16 @@ class TrainSettings:
 
     def lr_factor(self, step: int) -> float:
         """Return what the learning rate is multiplied with in step `step` (from 0)."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
+        begin = self.warmup_steps
+        if step < begin:
+            return (step + 1) / begin
+        if self.schedule == "wsd":
+            begin = max(begin, self.steps - round(self.decay_fraction * self.steps))
+        if self.schedule == "constant" or step < begin:
             return 1.0
-        span = max(1, self.steps - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / span)
-        return self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        done = min(1.0, (step - begin) / max(1, self.steps - begin))
+        left = 1 - done if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_lr + (1 - self.min_lr) * left
 
 
 @dataclass(frozen=True)
