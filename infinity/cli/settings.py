@@ -65,6 +65,9 @@ class DataSettings:
         None, "A file, directory or glob; default: Python's standard library.", "--data"
     )
     validation: float = _setting(VALIDATION, "Share of the text that is kept for validation.")
+    eval_data: str | None = _setting(
+        None, "A held-out text to evaluate on; default: what --validation keeps."
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -91,6 +94,8 @@ class TrainSettings:
     recompute: bool = _setting(False, "Compute blocks again in the backward.", "--recompute/--no-recompute")
     sample_tokens: int = _setting(160, "Tokens of text to generate at the end.")
     prompt: str | None = _setting(None, "What that text begins with.")
+    eval_every: int | None = _setting(None, "Steps between evaluations; default: one at the end.")
+    eval_batches: int = _setting(4, "Batches of an evaluation, the same ones each time.")
     log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
     json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
     trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
@@ -127,7 +132,7 @@ class TrainSettings:
             if told and not self.save:
                 _wrong("train", name, "a run that saves (without --no-save)", told)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
-        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1}
+        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1, "eval_every": 1, "eval_batches": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
@@ -347,6 +352,13 @@ def run_of(values: Values) -> RunSettings:
         TrainSettings(**values["train"]),
         values["engine"],
     )
+    if run.train.eval_every is not None and not run.data.validation and run.data.eval_data is None:
+        raise ConfigError(
+            "there is no text to evaluate on",
+            expected="--eval-data, or a --validation above 0",
+            found=f"--eval-every {run.train.eval_every} alone",
+            cure="--eval-data FILE, or leave --eval-every out",
+        )
     if run.model.init_from is not None:
         clash = [k for k, v in values["model"].items() if k != "init_from" and v is not None]
         if clash:
