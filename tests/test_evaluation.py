@@ -1,8 +1,9 @@
-"""What `infinity train` says beside the loss: evaluations, which training does not notice."""
+"""What `infinity train` says beside the loss: evaluations, which training does not notice, and its MFU."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 from pathlib import Path
@@ -13,10 +14,12 @@ import safetensors.torch
 import torch
 
 from infinity.cli.data import Corpus, open_stream
+from infinity.cli.flops import most_tokens, peak_flops
 from infinity.cli.main import run
 from infinity.cli.model import GPT
 from infinity.cli.shape import shape_from
 from infinity.cli.training import Training
+from infinity.cli.workload import HuggingFace
 
 from .command_line import started, wait_for_line, words
 from .test_train_checkpoints import assert_equal, losses, result_of
@@ -173,6 +176,7 @@ def test_a_held_out_text_that_changes_is_told(
         (["--eval-data", ""], "the data has no name", "--eval-data"),
         (["--eval-data", "{short}"], "too short for its validation part", "a longer --eval-data"),
         (["--eval-data", "{log}", "--json-log", "{log}", "--overwrite"], "--json-log", "name another file"),
+        (["--peak-tflops", "0"], "peak_tflops", "--peak-tflops"),
         (["--decay-fraction", "1.5"], "decay_fraction", "--decay-fraction"),
     ],
 )
@@ -195,3 +199,63 @@ def test_what_cannot_be_used_is_said(
     assert cure in error["cure"]
     assert error["expected"]
     assert Path(paths["log"]).read_text() == "too short"
+
+
+# -- model FLOPs utilisation ------------------------------------------------------------------
+
+
+def test_mfu_is_in_the_log_where_the_peak_is_known(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    given = words(text, nvme, "--steps", "2", "--no-save", "--json-log", str(log), "--overwrite")
+    result = result_of(capsys, *given, "--peak-tflops", "0.5")
+    flops = 6 * result["parameters"] + 12 * 2 * 64 * 32
+    for step in map(json.loads, log.open()):
+        assert step["mfu"] == pytest.approx(step["tokens_per_second"] * flops / 0.5e12)
+    result_of(capsys, *given)
+    assert not any("mfu" in json.loads(line) for line in log.open()), "of a CPU nobody knows it"
+
+
+def test_mfu_is_palms() -> None:
+    """Its training of 540 billion parameters: 238.3 thousand tokens/s on 6144 chips are 46.2 %."""
+    most = most_tokens(6144 * 275e12, 540_350_000_000, 118 * 48 * 256, 2048)
+    assert 238.3e3 / most == pytest.approx(0.462, abs=0.0005)
+    assert math.isnan(most_tokens(1e12, 1, None, 1))
+    assert math.isnan(most_tokens(math.nan, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("A100-SXM4-40GB", 312),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks_are_known_by_the_whole_name(
+    name: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = torch.device("cuda", 0)
+    wanted = math.nan if tflops is None else tflops * 1e12
+    assert peak_flops(device, "bf16", 2) == pytest.approx(wanted, nan_ok=True)
+    assert math.isnan(peak_flops(device, "fp32", 1))
+    assert math.isnan(peak_flops(device, "bf16", 3)), "ranks share a device"
+    assert math.isnan(peak_flops(torch.device("cpu"), "bf16", 1))
+
+
+def test_what_a_token_takes_of_other_models(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, MixtralConfig
+
+    size: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaConfig(**size, head_dim=32).save_pretrained(tmp_path / "llama")
+    LlamaConfig(**size).save_pretrained(tmp_path / "expert")  # a path is no key
+    MixtralConfig(**size).save_pretrained(tmp_path / "mixtral")
+    found = {name: HuggingFace(str(tmp_path / name), 32).attention for name in ("llama", "expert", "mixtral")}
+    assert found == {"llama": 3 * 4 * 32, "expert": 3 * 64, "mixtral": None}

@@ -154,6 +154,8 @@ def step_text(record: Mapping[str, Any]) -> str:
         f"grad norm {record['grad_norm']:.3f}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
+    if "mfu" in record:
+        parts.append(f"mfu {record['mfu']:.1%}")
     if "eval_loss" in record:
         parts.append(f"eval loss {record['eval_loss']:.4f}")
     if record.get("skipped"):

@@ -21,6 +21,8 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
+from .options import FIGURE, is_figure
+
 #: The share of the text, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
 #: The dtype of a built-in model, unless a run says otherwise.
@@ -98,6 +100,9 @@ class TrainSettings:
     eval_batches: int = _setting(4, "Batches of an evaluation, the same ones each time.")
     log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
     json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
+    peak_tflops: float | None = _setting(
+        None, "TFLOP/s of one device by its data sheet, for mfu in the log; known of A100, H100 and H200."
+    )
     trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
     output: str | None = _setting(
         None,
@@ -141,6 +146,8 @@ class TrainSettings:
             _unknown("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.decay_fraction <= 1:
             _wrong("train", "decay_fraction", "a share of the steps, from 0 to 1", self.decay_fraction)
+        if self.peak_tflops is not None and not is_figure(self.peak_tflops):
+            _wrong("train", "peak_tflops", FIGURE, self.peak_tflops)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 _wrong("train", name, "a number from 0 to below 1", getattr(self, name))

@@ -130,7 +130,7 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
         written = format_size(plan.traffic.nvme_written)
         report.line(f"planned{among}: {tiers}; NVMe per step: {written} written")
         model, optimizer = _build(run, config, workload, job.at.rank)
-        training = Training(run, workload, corpus, model, optimizer, report, root, job)
+        training = Training(run, workload, corpus, plan.active, model, optimizer, report, root, job)
         try:
             training.check_descriptors()
             if train.resume:

@@ -34,6 +34,7 @@ from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
+from .flops import most_tokens, peak_flops
 from .job import Job
 from .measure import Peak
 from .output import anew, changes, check_steps, without_index
@@ -73,6 +74,7 @@ class Training(Run):
         settings: RunSettings,
         workload: Workload,
         corpus: Corpus,
+        active: int,
         model: nn.Module,
         optimizer: OffloadOptimizer,
         report: Reporter,
@@ -100,6 +102,11 @@ class Training(Run):
         self._evaluating = 0.0  # seconds
         self.device = self.engine.device.torch_device
         self.tokens_per_step = train.tokens_per_step * job.at.world
+        peak = peak_flops(self.device, workload.dtype(self.engine.config), job.at.local_world)
+        if train.peak_tflops is not None:
+            peak = train.peak_tflops * 1e12
+        [peaks] = job.sums([peak])  # devices may differ
+        self._most_tokens = most_tokens(peaks, active, workload.attention, train.sequence)
         self.job.last_words = self._last_words
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
 
@@ -313,11 +320,13 @@ class Training(Run):
             "tokens": self.tokens_per_step * (step + 1),
             "seconds": seconds,
             "update_seconds": now["time_metrics/update(s)"],
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": (rate := self.tokens_per_step / seconds),
             "memory": memory,
             **moved,
             "skipped": now["skipped_steps"] > start["skipped_steps"],
         }
+        if not math.isnan(self._most_tokens):
+            record["mfu"] = rate / self._most_tokens
         if self._is_evaluated(step + 1):
             record["eval_loss"] = self._evaluate()
         self.validation = record.get("eval_loss", math.nan)
