@@ -449,3 +449,18 @@ def test_learning_rates() -> None:
     assert rates[100] == pytest.approx(0.1)
     constant = TrainSettings(steps=100, warmup=0, schedule="constant")
     assert {constant.lr_factor(s) for s in range(100)} == {1.0}
+
+
+def test_a_rate_that_is_stable_and_then_decays() -> None:
+    wsd = TrainSettings(steps=100, warmup=10, schedule="wsd", decay_fraction=0.2, min_lr=0.1)
+    rates = [wsd.lr_factor(s) for s in range(101)]
+    assert rates[:10] == pytest.approx([s / 10 for s in range(1, 11)])
+    assert set(rates[9:81]) == {1.0}
+    assert rates[80:] == pytest.approx([1 - 0.9 * s / 20 for s in range(21)])
+    longer = TrainSettings(steps=200, warmup=10, schedule="wsd", decay_fraction=0.2)
+    assert rates[:81] == [longer.lr_factor(s) for s in range(81)]
+    whole = TrainSettings(steps=100, warmup=10, schedule="wsd", decay_fraction=1)
+    assert [whole.lr_factor(s) for s in (9, 10)] == [1.0, 1.0]
+    assert whole.lr_factor(55) == pytest.approx(0.55)
+    none = TrainSettings(steps=100, warmup=0, schedule="wsd", decay_fraction=0)
+    assert {none.lr_factor(s) for s in range(100)} == {1.0}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.main import run
-from infinity.cli.settings import TrainSettings
+from infinity.cli.output import changes
+from infinity.cli.settings import RunSettings, TrainSettings
 from infinity.storage.checkpoints import find
 
 from .command_line import TEXT, small_drive, started, wait_for_line, words
@@ -42,6 +43,33 @@ def test_a_run_that_is_given_more_steps_has_the_rate_of_the_new_schedule(
     assert f"changed: the learning rate of step 5, 0.0001 → {rates[0]:.6g}\n" in said
     assert "changed: the text, " in said
     assert "--output" not in "".join(re.findall("changed: .*", said))
+
+
+def test_a_stable_rate_goes_on_and_decays_where_it_would_have(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the stable part with more steps, too, without a change of the rate."""
+    schedule = ["--schedule", "wsd", "--warmup", "1", "--decay-fraction", "0.5"]
+    root, log = str(tmp_path / "out"), tmp_path / "log.jsonl"
+    more = [*schedule, "--steps", "6", "--save-every", "1", "--keep-last", "9", "--json-log", str(log)]
+
+    def rates() -> list[float]:
+        return [json.loads(line)["lr"] for line in log.open()]
+
+    assert run(["train", *words(text, nvme, *more, "--output", root)]) == 0
+    whole = rates()
+    assert whole == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3, 7e-4, 4e-4])
+    shutil.rmtree(f"{root}/step-6")  # in the decay
+    assert run(["train", "--resume", "--output", root]) == 0
+    assert rates() == whole
+    for step in (4, 5, 6):
+        shutil.rmtree(f"{root}/step-{step}")
+    assert run(["train", "--resume", "--output", root, "--decay-fraction", "0.2"]) == 2
+    assert "a run that goes on cannot change its decay_fraction" in capsys.readouterr().err
+    assert run(["train", "--resume", "--output", root, "--steps", "10"]) == 0
+    assert rates()[:6] == [1e-3] * 6
+    assert rates()[6:] == pytest.approx([1e-3 * (1 - 0.9 * s / 5) for s in (1, 2, 3, 4)])
+    assert "the learning rate of step" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_its_index_is_named_when_it_is_left_out(
@@ -169,3 +197,7 @@ def test_directories_that_vanish_during_a_run_are_told(text: str, nvme: str, tmp
     assert child.returncode == 75, err
     assert f"{root} has vanished" not in out, "once"
     assert find(root).step > 3
+
+
+def test_a_setting_that_an_older_version_did_not_have_is_no_change() -> None:
+    assert changes(RunSettings.default(), {"data": None, "train": {"steps": 5}}) == ["--steps 5 → 100"]

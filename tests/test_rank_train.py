@@ -53,7 +53,8 @@ def test_ranks_train_on_the_batches_of_one(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = [tmp_path / f"{n}.jsonl" for n in (1, 2)]
-    more = "--accumulation", "2", "--max-grad-norm", "1", "--no-save", "--sample-tokens", "4"
+    more = ["--accumulation", "2", "--max-grad-norm", "1", "--no-save", "--sample-tokens", "4"]
+    more += ["--eval-every", "2", "--peak-tflops", "1"]
     alone = common(text, nvme, *more, "--json-log", str(logs[0]), "--json", batch=4)
     assert run(["train", *alone]) == 0
     wanted = json.loads(capsys.readouterr().out)
@@ -69,6 +70,11 @@ def test_ranks_train_on_the_batches_of_one(
     for name in ("step", "tokens", "lr"):
         assert [s[name] for s in ours] == [s[name] for s in theirs]
     assert found["validation_loss"] == pytest.approx(wanted["validation_loss"], rel=1e-5)
+    for log in (ours, theirs):
+        assert [s["step"] for s in log if "eval_loss" in s] == [2, 4]
+    assert ours[1]["eval_loss"] == pytest.approx(theirs[1]["eval_loss"], rel=1e-5)
+    two, one = (log[0]["mfu"] / log[0]["tokens_per_second"] for log in (ours, theirs))
+    assert two == pytest.approx(one / 2), "the peak is that of two devices"
     state = [s["memory"]["nvme"] for s in (ours[0], theirs[0])]
     assert state[0] == pytest.approx(state[1], rel=0.2)  # of both, with their padding
     [planned] = [r for r in found["planned_and_measured"] if r["what"] == "nvme"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fnmatch
+import functools
 import glob
 import hashlib
 import itertools
@@ -35,9 +36,9 @@ _HEAD: Final = 8192
 Tokens = npt.NDArray[np.integer[Any]]
 
 
-def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
+def find_files(source: str | os.PathLike[str] | None, option: str = "--data") -> list[Path]:
     """Return the text files of `source`: a file, a directory (searched whole, hidden files and checkpoints
-    left out), a glob, or None for the sources of Python's standard library.
+    left out), a glob, or None for the sources of Python's standard library. `option` names it, for messages.
 
     The order does not follow the names, so that the end of the stream is no one part of it.
 
@@ -54,7 +55,7 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
                 "the data has no name",
                 expected="a file, a directory or a glob",
                 found="''",
-                cure="name one with --data, or leave --data out for Python's standard library",
+                cure=f"name one with {option}, or leave {option} out",
             )
         path = Path(name)
         if path.is_file():
@@ -76,7 +77,7 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
                 f"there is no data at {name!r}",
                 expected="a file, a directory or a glob",
                 found="not a regular file" if path.exists() else "nothing",
-                cure="check --data; leave it out for Python's standard library",
+                cure=f"check {option}, or leave it out",
             )
     texts = [p for p in found if p.stat().st_size and not _is_binary(p)]
     if not texts:
@@ -84,7 +85,7 @@ def find_files(source: str | os.PathLike[str] | None) -> list[Path]:
             f"there is no text in {os.fspath(source) if source is not None else 'the standard library'!r}",
             expected="text files that are not empty",
             found=f"{len(found)} files, all empty or binary" if found else "no files",
-            cure="name a file, a directory or a glob with text: --data 'texts/**/*.txt'",
+            cure=f"name a file, a directory or a glob with text: {option} 'texts/**/*.txt'",
         )
 
     def mixed(path: Path) -> tuple[bytes, str]:
@@ -122,7 +123,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
         f"{str(path)!r} cannot be read",
         expected="a readable file",
         found=os.strerror(error.errno or 0),
-        cure="change its permissions, or leave it out of --data",
+        cure="change its permissions, or leave it out of the text",
     )
 
 
@@ -239,27 +240,44 @@ class Corpus:
         sequence: tokens of a window.
         seed: chooses which windows make a batch.
         validation: share of the stream, at its end, that is never trained on.
+        held_out: the stream of the validation part. That share of `stream` is not trained on all the same.
 
     Raises:
         DataError: a part is too short for a single window.
     """
 
     def __init__(
-        self, stream: Stream, sequence: int, *, seed: int = 0, validation: float = VALIDATION
+        self,
+        stream: Stream,
+        sequence: int,
+        *,
+        seed: int = 0,
+        validation: float = VALIDATION,
+        held_out: Stream | None = None,
     ) -> None:
-        self.stream = stream
+        self.stream, self.held_out = stream, held_out
         self.sequence = sequence
         self.seed = seed
         split = stream.length - int(stream.length * validation)
-        self._parts = {"train": (0, split), "validation": (split, stream.length)}
-        for name, (begin, end) in self._parts.items():
-            if (name == "train" or validation > 0) and end - begin < sequence + 1:
+        self._parts: dict[str, tuple[Stream, int, int]] = {"train": (stream, 0, split)}
+        if held_out is not None:
+            self._parts["validation"] = held_out, 0, held_out.length
+        elif validation > 0:
+            self._parts["validation"] = stream, split, stream.length
+        for name, (source, begin, end) in self._parts.items():
+            if end - begin < sequence + 1:
+                own = "more --data, a shorter --sequence, or another --validation (0: none)"
                 raise DataError(
                     f"the text is too short for its {name} part",
                     expected=f"at least {sequence + 1} tokens (a sequence and the token after it)",
-                    found=f"{end - begin} of {stream.length} tokens",
-                    cure="more --data, a shorter --sequence, or another --validation (0: none)",
+                    found=f"{end - begin} of {source.length} tokens",
+                    cure=own if source is stream else "a longer --eval-data, or a shorter --sequence",
                 )
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is text that is not trained on."""
+        return "validation" in self._parts
 
     def batch(
         self, size: int, step: int, micro: int = 0, *, part: str = "train", rank: int = 0, world: int = 1
@@ -269,40 +287,53 @@ class Corpus:
         The same arguments give the same batch, whatever was asked for before. With several ranks it is the
         `rank`-th part of the one that a single rank has with `world` times the size.
         """
-        begin, end = self._parts[part]
+        stream, begin, end = self._parts[part]
         key = [self.seed, step, micro, list(self._parts).index(part)]
         starts = np.random.default_rng(key).integers(begin, end - self.sequence, size=size * world)
         starts = starts[rank * size : (rank + 1) * size]
-        rows = np.stack([self.stream.read(int(s), self.sequence + 1) for s in starts]).astype(np.int64)
+        rows = np.stack([stream.read(int(s), self.sequence + 1) for s in starts]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def fingerprint(self) -> str:
-        """Return what tells this text from another: its length, and a hash of tokens from all over it."""
-        found = hashlib.blake2b(digest_size=8)
-        for start in np.linspace(0, self.stream.length, 64, endpoint=False).astype(np.int64):
-            count = min(4096, self.stream.length - int(start))
-            found.update(self.stream.read(int(start), count).astype("<u4").tobytes())
-        return f"{self.stream.length} tokens, {found.hexdigest()}"
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """What tells the text from others, and the held-out one; of when this was asked for first."""
+        held_out = None if self.held_out is None else _fingerprint(self.held_out)
+        return {"text": _fingerprint(self.stream), "held-out text": held_out}
 
     def describe(self) -> str:
         """Return one line for a person."""
-        files = len(getattr(self.stream, "files", ()))
-        kind = (
-            format_size(self.stream.length) if self.stream.vocab == 256 else f"{self.stream.length:,} tokens"
-        )
-        return f"{kind} of text in {files} file{'s' if files != 1 else ''}"
+        held_out = "" if self.held_out is None else f"; evaluated on {_describe(self.held_out)}"
+        return f"{_describe(self.stream)}{held_out}"
+
+
+def _fingerprint(stream: Stream) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for start in np.linspace(0, stream.length, 64, endpoint=False).astype(np.int64):
+        count = min(4096, stream.length - int(start))
+        found.update(stream.read(int(start), count).astype("<u4").tobytes())
+    return f"{stream.length} tokens, {found.hexdigest()}"
+
+
+def _describe(stream: Stream) -> str:
+    files = len(stream.files)
+    kind = format_size(stream.length) if stream.vocab == 256 else f"{stream.length:,} tokens"
+    return f"{kind} of text in {files} file{'s' if files != 1 else ''}"
 
 
 def open_stream(
-    source: str | os.PathLike[str] | None, tokenizer: Any = None, *, directory: str | None = None
+    source: str | os.PathLike[str] | None,
+    tokenizer: Any = None,
+    *,
+    directory: str | None = None,
+    option: str = "--data",
 ) -> Stream:
     """Return the stream of `source` (see `find_files`): bytes, or a Hugging Face tokenizer's tokens.
 
     Raises:
         DataError: there is no text, or it cannot be read.
     """
-    files = find_files(source)
+    files = find_files(source, option)
     if tokenizer is None:
         return ByteStream(files)
 

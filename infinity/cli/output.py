@@ -36,7 +36,10 @@ if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
 _RUNS: Final = "runs"
 _STEP: Final = re.compile(r"step-\d{1,15}")
 #: What every step depends on, beside the model, the text and the rate: a run that goes on has it as it began.
-_FIXED: Final = ("batch", "sequence", "accumulation", "seed", "schedule", "warmup_steps", "min_lr")
+_FIXED: Final = (
+    *("batch", "sequence", "accumulation", "seed"),
+    *("schedule", "warmup_steps", "decay_fraction", "min_lr"),
+)
 _OF_ADAM: Final = ("weight_decay", "beta1", "beta2")
 #: What belongs to one process.
 _OWN: Final = ("output", "resume", "trace", "overwrite")
@@ -266,9 +269,11 @@ def _check_goes_on(run: RunSettings, saved: RunSettings, found: Found) -> None:
 def changes(run: RunSettings, before: Mapping[str, Any]) -> list[str]:
     """Return what a run that goes on does in another way, as options. `before`: as `as_dict` has it."""
     now = json.loads(json.dumps(run.as_dict()))
+    usual = RunSettings.default().as_dict()  # of settings that there were not when it was saved
+    before = {section: {**usual[section], **(before.get(section) or {})} for section in usual}
     found = []
     for option in OPTIONS:
-        old, new = ((each.get(option.section) or {}).get(option.name) for each in (before, now))
+        old, new = (each[option.section].get(option.name) for each in (before, now))
         if old != new and (option.section != "train" or option.name not in (*_OWN, "json_log", "warmup")):
             flag = option.flags.split("/")[0]
             found.append(f"{flag} {'default' if old is None else old} → {'default' if new is None else new}")

@@ -94,12 +94,15 @@ class Reporter:
         """Show one step; return the streams that take no more since the last one, and why."""
         new = self._newly_lost()
         text = step_text(record)
+        line = f"step {record['step']}/{self._total}  {text}"
         self._text = "\n".join([text, *details(record).values()])
         if self._live is not None:
             self._progress.update(self._task, completed=record["step"])
             self._live.update(Group(self._progress, Text(self._text)))
-        elif record["step"] % self._every == 0 or record["step"] in (1, self._total):
-            self.line(f"step {record['step']}/{self._total}  {text}")
+            if "eval_loss" in record:  # stays, above the bar
+                self.line(line)
+        elif record["step"] % self._every == 0 or record["step"] in (1, self._total) or "eval_loss" in record:
+            self.line(line)
             for name, value in details(record).items():
                 if self._details.get(name) != value:  # what does not change is not repeated
                     self._details[name] = value
@@ -151,6 +154,10 @@ def step_text(record: Mapping[str, Any]) -> str:
         f"grad norm {record['grad_norm']:.3f}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
+    if "mfu" in record:
+        parts.append(f"mfu {record['mfu']:.1%}")
+    if "eval_loss" in record:
+        parts.append(f"eval loss {record['eval_loss']:.4f}")
     if record.get("skipped"):
         parts.append("skipped (overflow)")
     return "  ".join(parts)

@@ -21,11 +21,13 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
+from .options import FIGURE, is_figure
+
 #: The share of the text, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
 #: The dtype of a built-in model, unless a run says otherwise.
 BUILT_IN_DTYPE: Final = "bf16"
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "wsd")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -65,6 +67,9 @@ class DataSettings:
         None, "A file, directory or glob; default: Python's standard library.", "--data"
     )
     validation: float = _setting(VALIDATION, "Share of the text that is kept for validation.")
+    eval_data: str | None = _setting(
+        None, "A held-out text to evaluate on; default: what --validation keeps."
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -80,9 +85,10 @@ class TrainSettings:
     sequence: int = _setting(256, "Tokens in a sequence.")
     accumulation: int = _setting(1, "Forwards and backwards per step.")
     lr: float = _setting(1e-3, "Highest learning rate.")
-    schedule: str = _setting("cosine", "constant or cosine.")
+    schedule: str = _setting("cosine", "constant, cosine or wsd (warmup-stable-decay).")
     warmup: int | None = _setting(None, "Steps in which the rate rises; default: a tenth, at most 100.")
-    min_lr: float = _setting(0.1, "What cosine ends at, as a share of --lr.")
+    decay_fraction: float = _setting(0.1, "wsd: share of the steps, at the end, in which the rate falls.")
+    min_lr: float = _setting(0.1, "What cosine and wsd end at, as a share of --lr.")
     weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.")
     beta1: float = _setting(0.9, "Of AdamW.")
     beta2: float = _setting(0.95, "Of AdamW.")
@@ -90,8 +96,13 @@ class TrainSettings:
     recompute: bool = _setting(False, "Compute blocks again in the backward.", "--recompute/--no-recompute")
     sample_tokens: int = _setting(160, "Tokens of text to generate at the end.")
     prompt: str | None = _setting(None, "What that text begins with.")
+    eval_every: int | None = _setting(None, "Steps between evaluations; default: one at the end.")
+    eval_batches: int = _setting(4, "Batches of an evaluation, the same ones each time.")
     log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
     json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
+    peak_tflops: float | None = _setting(
+        None, "TFLOP/s of one device by its data sheet, for mfu in the log; known of A100, H100 and H200."
+    )
     trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
     output: str | None = _setting(
         None,
@@ -126,13 +137,17 @@ class TrainSettings:
             if told and not self.save:
                 _wrong("train", name, "a run that saves (without --no-save)", told)
         least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
-        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1}
+        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1, "eval_every": 1, "eval_batches": 1}
         for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 _wrong("train", name, f"at least {low}, and finite", value)
         if self.schedule not in SCHEDULES:
             _unknown("schedule", self.schedule, SCHEDULES)
+        if not 0 <= self.decay_fraction <= 1:
+            _wrong("train", "decay_fraction", "a share of the steps, from 0 to 1", self.decay_fraction)
+        if self.peak_tflops is not None and not is_figure(self.peak_tflops):
+            _wrong("train", "peak_tflops", FIGURE, self.peak_tflops)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 _wrong("train", name, "a number from 0 to below 1", getattr(self, name))
@@ -149,13 +164,16 @@ class TrainSettings:
 
     def lr_factor(self, step: int) -> float:
         """Return what the learning rate is multiplied with in step `step` (from 0)."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
+        begin = self.warmup_steps
+        if step < begin:
+            return (step + 1) / begin
+        if self.schedule == "wsd":
+            begin = max(begin, self.steps - round(self.decay_fraction * self.steps))
+        if self.schedule == "constant" or step < begin:
             return 1.0
-        span = max(1, self.steps - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / span)
-        return self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        done = min(1.0, (step - begin) / max(1, self.steps - begin))
+        left = 1 - done if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_lr + (1 - self.min_lr) * left
 
 
 @dataclass(frozen=True)
@@ -341,6 +359,13 @@ def run_of(values: Values) -> RunSettings:
         TrainSettings(**values["train"]),
         values["engine"],
     )
+    if run.train.eval_every is not None and not run.data.validation and run.data.eval_data is None:
+        raise ConfigError(
+            "there is no text to evaluate on",
+            expected="--eval-data, or a --validation above 0",
+            found=f"--eval-every {run.train.eval_every} alone",
+            cure="--eval-data FILE, or leave --eval-every out",
+        )
     if run.model.init_from is not None:
         clash = [k for k, v in values["model"].items() if k != "init_from" and v is not None]
         if clash:

@@ -66,7 +66,7 @@ def train_command(config_file: str | None, as_json: bool, given: Mapping[str, An
 def _of_all(run: RunSettings) -> dict[str, Any]:
     """Return the settings that all ranks have to have: not where their files are, or what the first one keeps
     of the run."""
-    own = {*OWN, "path", "init_from", "output", "json_log", "trace", "overwrite"}
+    own = {*OWN, "path", "eval_data", "init_from", "output", "json_log", "trace", "overwrite"}
     said = ((f"{section}.{name}", v) for section, of_it in run.as_dict().items() for name, v in of_it.items())
     return {name: value for name, value in said if name.partition(".")[2] not in own}
 
@@ -97,10 +97,15 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
             found=stream.vocab,
             cure="use the tokenizer that belongs to the model",
         )
-    corpus = Corpus(stream, train.sequence, seed=train.seed, validation=run.data.validation)
+    source, held_out = run.data.eval_data, None
+    if source is not None:
+        held_out = open_stream(source, workload.tokenizer, directory=scratch, option="--eval-data")
+    corpus = Corpus(
+        stream, train.sequence, seed=train.seed, validation=run.data.validation, held_out=held_out
+    )
     if case.place is not None and train.output is not None and not train.resume:
         check_unused(case.place)
-    job.check_same("the settings of a run", {**_of_all(run), "text": corpus.fingerprint()})
+    job.check_same("the settings of a run", {**_of_all(run), **corpus.fingerprints})
     job.wait("the plan")  # so that all find room as it is before any of them takes it
     plan = Case(run, planning=False, at=job.at).plan()  # with the tokens on the drive, where there are some
     plan.check()
@@ -125,7 +130,7 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
         written = format_size(plan.traffic.nvme_written)
         report.line(f"planned{among}: {tiers}; NVMe per step: {written} written")
         model, optimizer = _build(run, config, workload, job.at.rank)
-        training = Training(run, workload, corpus, model, optimizer, report, root, job)
+        training = Training(run, workload, corpus, plan.active, model, optimizer, report, root, job)
         try:
             training.check_descriptors()
             if train.resume:
@@ -185,6 +190,8 @@ def _check_files(run: RunSettings) -> None:
     outputs = logs + traces
     if any(path is not None for _, path, _ in outputs):
         inputs: list[str | Path] = list(find_files(run.data.path))
+        if run.data.eval_data is not None:
+            inputs += find_files(run.data.eval_data, "--eval-data")
         model = run.model.init_from
         if model is not None and os.path.isdir(model):
             inputs += [entry.path for entry in os.scandir(model)]

@@ -13,7 +13,7 @@ import resource
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from infinity.api.checkpoint import writing_ring
 from infinity.api.claimed import going_on
 from infinity.api.load import load
 from infinity.api.metrics import metrics
+from infinity.api.random_state import random_state, set_random_state
 from infinity.api.run import Run
 from infinity.api.save import save
 from infinity.core.errors import BackendError, ConfigError, DataError, InfinityError
@@ -33,6 +34,7 @@ from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
+from .flops import most_tokens, peak_flops
 from .job import Job
 from .measure import Peak
 from .output import anew, changes, check_steps, without_index
@@ -40,7 +42,6 @@ from .progress import Reporter
 from .settings import RunSettings
 from .workload import Workload, generate
 
-_VALIDATION_BATCHES = 4
 _PROMPT = "def "
 _DESCRIPTORS = 12  # that a save has open at once at most, beside its ring
 _DIVERGED = " [no more: the model's outputs are not finite numbers]"
@@ -63,7 +64,7 @@ class Training(Run):
     Attributes:
         losses: of all steps, those of the runs before too.
         complete: whether it has come to its end.
-        moved: bytes of all steps, without those of saves.
+        moved: bytes of all steps, without those of saves and evaluations.
     """
 
     _log_option = "--json-log"
@@ -73,6 +74,7 @@ class Training(Run):
         settings: RunSettings,
         workload: Workload,
         corpus: Corpus,
+        active: int,
         model: nn.Module,
         optimizer: OffloadOptimizer,
         report: Reporter,
@@ -96,9 +98,15 @@ class Training(Run):
         self.seconds = 0.0
         self.moved: dict[str, int] = {}
         self.complete = False
-        self._by_saves: Counter[str] = Counter()  # bytes
+        self._beside: Counter[str] = Counter()  # bytes, of no step
+        self._evaluating = 0.0  # seconds
         self.device = self.engine.device.torch_device
         self.tokens_per_step = train.tokens_per_step * job.at.world
+        peak = peak_flops(self.device, workload.dtype(self.engine.config), job.at.local_world)
+        if train.peak_tflops is not None:
+            peak = train.peak_tflops * 1e12
+        [peaks] = job.sums([peak])  # devices may differ
+        self._most_tokens = most_tokens(peaks, active, workload.attention, train.sequence)
         self.job.last_words = self._last_words
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, train.lr_factor)
 
@@ -134,7 +142,7 @@ class Training(Run):
             given = load(self.optimizer, found.path, state={"scheduler": self.scheduler, "train": None})
         told = given["train"]["run"]
         moved = self.settings.data.path != told["data"]["path"]
-        text = self.corpus.fingerprint()
+        text = self.corpus.fingerprints["text"]
         if given["train"]["text"] != text and not moved:
             raise DataError(
                 "the text is not the one that the run began with, so its batches would be others",
@@ -155,8 +163,10 @@ class Training(Run):
             self.report.line(f"changed: {change}")
         if before is not None:
             self.report.line(f"changed: the learning rate of step {self.begin + 1}, {before}")
-        if given["train"]["text"] != text:
-            self.report.line(f"changed: the text, {given['train']['text']} → {text}")
+        for name, found_now in self.corpus.fingerprints.items():
+            was = given["train"].get(name)
+            if was != found_now and None not in (was, found_now):
+                self.report.line(f"changed: the {name}, {was} → {found_now}")
 
     def _set_rate(self) -> str | None:
         """Set the rate of the next step, by the schedule of now; return how it differs, if it does: that of
@@ -202,24 +212,30 @@ class Training(Run):
                 "run": self.settings.as_dict(),
                 "id": self.id,
                 "ranks": self.job.at.world,
-                "text": self.corpus.fingerprint(),
+                **self.corpus.fingerprints,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             },
         }
         if self.workload.tokenizer is not None:
             state["tokenizer"] = self.workload.tokenizer
+        with self._apart():
+            self.saved = save(
+                self.optimizer,
+                self.root,
+                state=state,
+                keep_last=self.train.keep_last,
+                progress=self.report.saving,
+            )
+        self.kept = self.step
+        self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What moves in the block is no step's."""
         self.engine.states.quiesce()  # the update under way is the step's
         before = metrics(self.optimizer)
-        self.saved = save(
-            self.optimizer,
-            self.root,
-            state=state,
-            keep_last=self.train.keep_last,
-            progress=self.report.saving,
-        )
-        self.kept = self.step
-        self._by_saves.update(_bytes(metrics(self.optimizer), before))
-        self.report.line(f"saved {self.saved} in {time.perf_counter() - began:.1f} s")
+        yield
+        self._beside.update(_bytes(metrics(self.optimizer), before))
 
     def _command(self) -> str:
         assert self.root is not None
@@ -257,7 +273,7 @@ class Training(Run):
         return self.workload.loss(self.model, tokens.to(self.device), targets.to(self.device))
 
     def loop(self) -> None:
-        """Train, and validate."""
+        """Train, and evaluate."""
         start = metrics(self.optimizer)
         began = time.perf_counter()
         try:
@@ -272,20 +288,8 @@ class Training(Run):
         # The update that may still be under way behind the last step: its bytes count.
         self.engine.states.quiesce()
         moved = _bytes(metrics(self.optimizer), start)
-        self.moved = {way: nbytes - self._by_saves[way] for way, nbytes in moved.items()}
-        self.seconds = time.perf_counter() - began
-        if (
-            self.settings.data.validation and not self.stopped and not self.lost
-        ):  # the mean loss of batches that were not trained on
-            self.model.eval()
-            with torch.no_grad():
-                losses = [
-                    self._loss(self.train.batch, index, part="validation").item()
-                    for index in range(_VALIDATION_BATCHES)
-                ]
-            self.model.train()
-            [total] = self.job.sums([sum(losses) / len(losses)])
-            self.validation = total / self.job.at.world
+        self.moved = {way: nbytes - self._beside[way] for way, nbytes in moved.items()}
+        self.seconds = time.perf_counter() - began - self._evaluating
         self.complete = True
 
     def _make(self, step: int) -> None:
@@ -308,7 +312,7 @@ class Training(Run):
             total, memory, moved = self._of_all(total, memory, moved)
         self.losses.append(total)
         seconds = time.perf_counter() - began
-        record = {
+        record: dict[str, Any] = {
             "step": step + 1,
             "loss": total,
             "grad_norm": now["grad_norm"],
@@ -316,13 +320,38 @@ class Training(Run):
             "tokens": self.tokens_per_step * (step + 1),
             "seconds": seconds,
             "update_seconds": now["time_metrics/update(s)"],
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": (rate := self.tokens_per_step / seconds),
             "memory": memory,
             **moved,
             "skipped": now["skipped_steps"] > start["skipped_steps"],
         }
+        if not math.isnan(self._most_tokens):
+            record["mfu"] = rate / self._most_tokens
+        if self._is_evaluated(step + 1):
+            record["eval_loss"] = self._evaluate()
+        self.validation = record.get("eval_loss", math.nan)
         lost = self.report.step(record)
         self.log(**record, **({"output_lost": lost} if lost else {}))
+
+    def _is_evaluated(self, steps: int) -> bool:
+        """Return whether the step that is over after `steps` steps is."""
+        train = self.train
+        due = steps == train.steps or (train.eval_every is not None and steps % train.eval_every == 0)
+        return due and self.corpus.validates
+
+    def _evaluate(self) -> float:
+        """Return the mean loss of text that is not trained on, of the same batches each time. What is trained
+        does not depend on it: a model that draws random numbers even now takes none of those of training."""
+        began, drawn = time.perf_counter(), random_state(self.device)
+        with self._apart(), torch.no_grad():
+            self.model.eval()
+            batches = range(self.train.eval_batches)
+            losses = [self._loss(self.train.batch, index, part="validation").item() for index in batches]
+            self.model.train()
+        set_random_state(drawn, self.device)
+        [total] = self.job.sums([sum(losses) / len(losses)])
+        self._evaluating += time.perf_counter() - began
+        return total / self.job.at.world
 
     def _of_all(
         self, loss: float, memory: dict[str, int], moved: dict[str, int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ class Workload(abc.ABC):
     tokenizer: Any = None  # of Hugging Face; None: tokens are bytes
     vocab: int
     context: int
+    attention: int | None = None  # layers × heads × width of a head; None: what a token passes is not known
     _call: Mapping[str, Any] = MappingProxyType({})  # what a forward is told besides the tokens
 
     @abc.abstractmethod
@@ -93,6 +95,7 @@ class BuiltIn(Workload):
         _check_context(shape.context, sequence)
         self.shape = shape
         self.vocab, self.context = shape.vocab, shape.context
+        self.attention = shape.layers * shape.width
         self.name = f"GPT, {shape.layers} blocks × {shape.width} wide, {shape.heads} heads"
 
     def planned(self, config: Config) -> Model:
@@ -160,6 +163,9 @@ class HuggingFace(Workload):
             self._dimensions = (int(text.num_hidden_layers), int(text.hidden_size))
             self._heads = int(text.num_attention_heads)
             self._hidden = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
+                width = getattr(text, "head_dim", None) or self._dimensions[1] // self._heads
+                self.attention = self._dimensions[0] * self._heads * int(width)
             self.vocab = int(text.vocab_size)
             self.context = int(getattr(text, "max_position_embeddings", None) or sequence)
             has_tokenizer = any(path.glob("tokenizer*")) or (path / "vocab.json").is_file()
