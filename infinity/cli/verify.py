@@ -369,15 +369,13 @@ def show(result: dict[str, Any]) -> None:
     wrong = [case for case in cases if not case["same"]]
     lines = [(f"{case['case']}: {case['problem']}", "bold red") for case in wrong]
     for dtype, found in result["torch"].items():
-        text = (
-            f"torch's AdamW, {dtype}: losses within {found['losses']:.1e}; {found['differing']} elements of "
-        )
-        text += f"parameters beyond 1e-5, {found['own']} between torch's own two implementations"
+        text = f"torch's AdamW, {dtype}: losses within {found['losses']:.1e}"
+        if dtype == "fp32":  # else a rounding of a copy makes many elements differ
+            text += f"; {found['differing']} elements of parameters beyond 1e-5, {found['own']} between "
+            text += "torch's own two implementations"
         lines.append((text, "" if found["same"] else "bold red"))
-    text = (
-        f"{len(cases) - len(wrong)} of {len(cases)} cases gave the same bits in {result['seconds']:.0f} s: "
-    )
-    text += f"{len(PLACEMENTS)} placements, update modes {', '.join(UPDATES)}, {', '.join(DTYPES)}, "
+    text = f"{len(cases) - len(wrong)} of {len(cases)} cases gave the same bits in {result['seconds']:.0f} s"
+    text += f": {len(PLACEMENTS)} placements, update modes {', '.join(UPDATES)}, {', '.join(DTYPES)}, "
     text += f"instruction sets {', '.join(result['isas'])}, I/O backends {', '.join(result['backends'])}, "
     lines.append((f"{text}on {result['device']}", "bold red" if wrong else "green"))
     text = "This machine does not give the results that it should. If it is the same each time, report it "
