@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
-from infinity.cli.verify_run import tensors_of
+from infinity.cli.verify import tensors_of
 from infinity.core.config import UPDATES
 from infinity.core.sizes import NORM_BLOCK, Tier
 

@@ -20,7 +20,7 @@ from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
 from infinity.cli.shape import GPTShape
 from infinity.cli.shown import show_error
-from infinity.core.config import _OLD_NAMES
+from infinity.core.config import _OLD_NAMES, UPDATES
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
@@ -123,6 +123,40 @@ def test_train_and_plan_take_the_same_options(capsys: pytest.CaptureFixture[str]
         text = capsys.readouterr().out
         for option in OPTIONS:
             assert option.flags.split("/")[0] in text
+
+
+def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {(option.section, option.name): option for option in OPTIONS}
+    assert all(option.help for option in OPTIONS)
+    assert options["engine", "update"].kind.metavar == "|".join(UPDATES)
+    assert options["train", "schedule"].kind.metavar == "constant|cosine"
+    assert options["engine", "block_bytes"].kind.metavar == "SIZE"
+    assert options["engine", "gradients"].kind.metavar == "PLACE"
+    assert options["train", "resume"].flags == "--resume/--no-resume"
+    assert [name for (_, name), option in options.items() if option.kind.many] == ["nvme", "units"]
+    run(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--activation-memory SIZE Bytes of host memory for --activations host;" in said
+    assert "--read-ahead-memory SIZE Bytes of host memory into which" in said
+    assert "as far as --host-memory leaves room. [1.00 GiB]" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("--update", "overlp", "--update overlap"),
+        ("--aio-backend", "threds", "--aio-backend threads"),
+        ("--activations", "nvme", "--activations device"),
+        ("--schedule", "cosin", "did you mean 'cosine'?"),
+        ("--mlp", "glu", "--mlp gelu"),
+    ],
+)
+def test_a_choice_that_is_none(
+    option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--json", *SMALL, option, value]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["found"], error["cure"]) == (repr(value), cure)
 
 
 def test_unknown_things_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:

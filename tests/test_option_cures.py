@@ -8,7 +8,7 @@ import os
 import pytest
 
 from infinity.cli.main import run
-from infinity.cli.option_words import in_options
+from infinity.cli.settings import in_options
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 

@@ -15,8 +15,17 @@ from click.testing import CliRunner
 
 from infinity.cli import verify as verify_module
 from infinity.cli.commands import verify_command
-from infinity.cli.verify import DTYPES, HOST, NVME, PLACEMENTS, cases_of, reference_of
-from infinity.cli.verify_run import Difference, Trace, compare
+from infinity.cli.verify import (
+    DTYPES,
+    HOST,
+    NVME,
+    PLACEMENTS,
+    Difference,
+    Trace,
+    cases_of,
+    compare,
+    reference_of,
+)
 from infinity.core.config import UPDATES
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.hardware import cpu_adam
@@ -26,16 +35,9 @@ BACKENDS = ("libaio", "threads")
 
 
 def trace(**changes: Any) -> Trace:
-    weight = torch.tensor([1.0, -0.0, float("nan")])
-    return Trace(
-        **{
-            "losses": [2.0, 1.0],
-            "norms": [3.0, float("nan")],
-            "scales": [1.0, 1.0],
-            "tensors": {("master", "w"): weight},
-            **changes,
-        }
-    )
+    told = {"losses": [2.0, 1.0], "norms": [3.0, float("nan")], "scales": [1.0, 1.0], **changes}
+    tensors = told.pop("tensors", {("master", "w"): torch.tensor([1.0, -0.0, float("nan")])})
+    return Trace([*zip(*told.values(), strict=True)], tensors)
 
 
 def test_bits_are_compared_not_values() -> None:
@@ -58,16 +60,17 @@ def test_the_cases_cover_what_could_change_a_bit() -> None:
         for dtype in ("fp32", "bf16"):
             for place in PLACEMENTS:
                 assert f"{place}, {update}, {dtype}" in names
-    assert {case.dtype for case in cases} == set(DTYPES)
+    assert {case.settings["dtype"] for case in cases} == set(DTYPES)
     assert {case.isa for case in cases} == {None, *isas[:-1]}
     assert {case.settings.get("aio_backend") for case in cases} == {None, *BACKENDS}
     for number, case in enumerate(cases):  # what it is compared with comes first
         wanted = reference_of(case)
         assert wanted.name in names[: number + 1]
         assert wanted.settings["parameters"] == "host"
-        assert wanted.update == ("delayed" if case.update == "delayed" else "sync")
-        assert wanted.accumulation == case.accumulation
-        assert bool(case.accumulation) == (case.update == "backward" or "behind" in case.name)
+        assert wanted.settings["update"] == ("delayed" if case.settings["update"] == "delayed" else "sync")
+        assert wanted.settings.get("accumulation") == case.settings.get("accumulation")
+        behind = case.settings["update"] == "backward" or "behind" in case.name
+        assert bool(case.settings.get("accumulation")) == behind
 
 
 def some(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -121,7 +124,7 @@ WRONG = """
 import sys
 import torch
 from infinity.hardware import cpu_adam
-from infinity.cli import main as cli, verify, verify_run
+from infinity.cli import main as cli, verify
 
 names = ("all on host, sync, bf16", "all on NVMe, sync, bf16", "state on NVMe, sync, bf16")
 every = verify.cases_of
@@ -138,8 +141,8 @@ def update(master, exp_avg, exp_avg_sq, grad, out, segments):
         now["flip"] = False
         master.view(torch.int32)[5] ^= 1
 
-train, real = verify_run.train, cpu_adam.adamw_update_segments
-verify.train = verify_run.train = noting
+train, real = verify.train, cpu_adam.adamw_update_segments
+verify.train = noting
 cpu_adam.adamw_update_segments = update
 sys.exit(cli.run(["verify", "--device", "cpu", "--nvme", sys.argv[1], *sys.argv[2:]]))
 """

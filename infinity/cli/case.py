@@ -376,10 +376,10 @@ def command(run: RunSettings) -> str:
         value = said[option.section].get(option.name)
         if value is None or value == _defaults()[option.section, option.name]:
             continue
-        if option.kind == "flag":
+        if isinstance(value, bool):
             yes, _, no = option.flags.partition("/")
             words.append(yes if value else no)
             continue
-        for one in value if option.kind in ("dirs", "names") else (value,):
+        for one in value if option.kind.many else (value,):
             words += [option.flags, shlex.quote(str(placement_text(one)))]
     return " ".join(words)

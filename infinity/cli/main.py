@@ -111,7 +111,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except InfinityError as error:
         if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
-            importlib.import_module("infinity.cli.option_words").say_in_options(error)
+            importlib.import_module("infinity.cli.settings").say_in_options(error)
         name_limit(error)
         show_error(error)
         if "--json" in arguments:

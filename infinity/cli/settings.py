@@ -9,31 +9,59 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from types import SimpleNamespace
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
 
-from infinity.core.config import Config, unknown_setting
-from infinity.core.errors import ConfigError
+from infinity.core.config import Config, Directories, Size, Tiers, unknown_setting
+from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
 from .options import FIGURE, is_figure
+from .shape import MLP, Positions
 
 #: The share of the text, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
 #: The dtype of a built-in model, unless a run says otherwise.
 BUILT_IN_DTYPE: Final = "bf16"
-SCHEDULES = ("constant", "cosine", "wsd")
+Schedule: TypeAlias = Literal["constant", "cosine", "wsd"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _setting(default: Any, text: str, flag: str | None = None) -> Any:
-    """A field with what `--help` says of it, and its option where that is not the name with dashes."""
-    return field(default=default, metadata={"option": (text, flag)})
+def _setting(
+    default: Any, text: str, flag: str | None = None, *, least: int | None = None, below: float = math.inf
+) -> Any:
+    """A field, with what `--help` says of it, its option where name and type do not say it, and its range."""
+    return field(default=default, metadata={"help": text, "flag": flag, "range": (least, below)})
+
+
+def _check_ranges(section: str, settings: Any) -> None:
+    """Raise `ConfigError` where a value is out of the range of its field."""
+    for each in dataclasses.fields(settings):
+        value, (least, below) = getattr(settings, each.name), each.metadata["range"]
+        if value is not None and least is not None and not least <= value < below:
+            share = f"a share, from {least} to below {below}"
+            expected = share if below < math.inf else f"at least {least}, and finite"
+            _wrong(section, each.name, expected, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +78,8 @@ class ModelSettings:
     heads: int | None = _setting(None, "Attention heads.")
     vocab: int | None = _setting(None, "Size of the vocabulary (bytes need 256).")
     context: int | None = _setting(None, "Longest sequence that the model can take.")
-    mlp: str | None = _setting(None, "gelu or swiglu.")
-    positions: str | None = _setting(None, "rotary or learned.")
+    mlp: MLP | None = _setting(None, "Activation of the MLP.")
+    positions: Positions | None = _setting(None, "How a token's position is encoded.")
     tied: bool | None = _setting(None, "Use the embedding as the head.", "--tied/--untied")
     kv_heads: int | None = _setting(None, "Heads of keys and values; default: as many as heads.")
     inner: int | None = _setting(None, "Width of the MLP; default: four times the width, SwiGLU 8/3 times.")
@@ -66,39 +94,44 @@ class DataSettings:
     path: str | None = _setting(
         None, "A file, directory or glob; default: Python's standard library.", "--data"
     )
-    validation: float = _setting(VALIDATION, "Share of the text that is kept for validation.")
+    validation: float = _setting(
+        VALIDATION, "Share of the text that is kept for validation.", least=0, below=1
+    )
     eval_data: str | None = _setting(
         None, "A held-out text to evaluate on; default: what --validation keeps."
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.validation < 1:
-            _wrong("data", "validation", "a share of the text, from 0 to below 1", self.validation)
+        _check_ranges("data", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """How to train. Sizes in tokens and sequences; `warmup` None: a tenth of the steps, at most 100."""
 
-    steps: int = _setting(100, "Optimizer steps.")
-    batch: int = _setting(8, "Sequences in one forward.")
-    sequence: int = _setting(256, "Tokens in a sequence.")
-    accumulation: int = _setting(1, "Forwards and backwards per step.")
-    lr: float = _setting(1e-3, "Highest learning rate.")
-    schedule: str = _setting("cosine", "constant, cosine or wsd (warmup-stable-decay).")
-    warmup: int | None = _setting(None, "Steps in which the rate rises; default: a tenth, at most 100.")
+    steps: int = _setting(100, "Optimizer steps.", least=1)
+    batch: int = _setting(8, "Sequences in one forward.", least=1)
+    sequence: int = _setting(256, "Tokens in a sequence.", least=1)
+    accumulation: int = _setting(1, "Forwards and backwards per step.", least=1)
+    lr: float = _setting(1e-3, "Highest learning rate.", least=0)
+    schedule: Schedule = _setting(
+        "cosine", "How the rate goes on behind the warmup; wsd: stable, then it decays."
+    )
+    warmup: int | None = _setting(
+        None, "Steps in which the rate rises; default: a tenth, at most 100.", least=0
+    )
     decay_fraction: float = _setting(0.1, "wsd: share of the steps, at the end, in which the rate falls.")
-    min_lr: float = _setting(0.1, "What cosine and wsd end at, as a share of --lr.")
-    weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.")
-    beta1: float = _setting(0.9, "Of AdamW.")
-    beta2: float = _setting(0.95, "Of AdamW.")
-    seed: int = _setting(0, "Of the weights and of the batches.")
-    recompute: bool = _setting(False, "Compute blocks again in the backward.", "--recompute/--no-recompute")
-    sample_tokens: int = _setting(160, "Tokens of text to generate at the end.")
+    min_lr: float = _setting(0.1, "What cosine and wsd end at, as a share of --lr.", least=0)
+    weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.", least=0)
+    beta1: float = _setting(0.9, "Of AdamW.", least=0, below=1)
+    beta2: float = _setting(0.95, "Of AdamW.", least=0, below=1)
+    seed: int = _setting(0, "Of the weights and of the batches.", least=0)
+    recompute: bool = _setting(False, "Compute blocks again in the backward.")
+    sample_tokens: int = _setting(160, "Tokens of text to generate at the end.", least=0)
     prompt: str | None = _setting(None, "What that text begins with.")
-    eval_every: int | None = _setting(None, "Steps between evaluations; default: one at the end.")
-    eval_batches: int = _setting(4, "Batches of an evaluation, the same ones each time.")
-    log_every: int = _setting(1, "Steps between lines, where there is no terminal.")
+    eval_every: int | None = _setting(None, "Steps between evaluations; default: one at the end.", least=1)
+    eval_batches: int = _setting(4, "Batches of an evaluation, the same ones each time.", least=1)
+    log_every: int = _setting(1, "Steps between lines, where there is no terminal.", least=1)
     json_log: str | None = _setting(None, "A file that gets one JSON object per step.")
     peak_tflops: float | None = _setting(
         None, "TFLOP/s of one device by its data sheet, for mfu in the log; known of A100, H100 and H200."
@@ -108,18 +141,17 @@ class TrainSettings:
         None,
         "A directory for checkpoints; default: a new one in runs/, in the first directory of --nvme or here.",
     )
-    save: bool = _setting(True, "Keep what is trained, at least at the end.", "--save/--no-save")
-    save_every: int | None = _setting(None, "Steps between checkpoints; default: one at the end.")
-    save_minutes: float | None = _setting(None, "Minutes between checkpoints; SIGUSR1 asks for one, too.")
-    keep_last: int = _setting(2, "Checkpoints that are kept; older ones are removed.")
-    resume: bool = _setting(
-        False, "Go on from the newest checkpoint in --output, bit for bit.", "--resume/--no-resume"
+    save: bool = _setting(True, "Keep what is trained, at least at the end.")
+    save_every: int | None = _setting(None, "Steps between checkpoints; default: one at the end.", least=1)
+    save_minutes: float | None = _setting(
+        None, "Minutes between checkpoints; SIGUSR1 asks for one, too.", least=0
     )
-    overwrite: bool = _setting(
-        False, "Replace these two files if an earlier run wrote them.", "--overwrite/--no-overwrite"
-    )
+    keep_last: int = _setting(2, "Checkpoints that are kept; older ones are removed.", least=1)
+    resume: bool = _setting(False, "Go on from the newest checkpoint in --output, bit for bit.")
+    overwrite: bool = _setting(False, "Replace these two files if an earlier run wrote them.")
 
     def __post_init__(self) -> None:
+        _check_ranges("train", self)
         try:
             (self.prompt or "").encode()
         except UnicodeEncodeError:
@@ -128,29 +160,15 @@ class TrainSettings:
             _wrong("train", "seed", "at least 0, and below 2^64", self.seed)
         if self.output == "":
             _wrong("train", "output", "a directory", self.output)
-        for name, told in {
-            "output": self.output,
-            "save_every": self.save_every,
-            "save_minutes": self.save_minutes,
-            "resume": self.resume,
-        }.items():
-            if told and not self.save:
-                _wrong("train", name, "a run that saves (without --no-save)", told)
-        least = {"steps": 1, "batch": 1, "sequence": 1, "accumulation": 1, "sample_tokens": 0, "log_every": 1}
-        least |= {"save_every": 1, "save_minutes": 0, "keep_last": 1, "eval_every": 1, "eval_batches": 1}
-        for name, low in {**least, "seed": 0, "lr": 0, "weight_decay": 0, "warmup": 0, "min_lr": 0}.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:
-                _wrong("train", name, f"at least {low}, and finite", value)
-        if self.schedule not in SCHEDULES:
-            _unknown("schedule", self.schedule, SCHEDULES)
+        for name in ("output", "save_every", "save_minutes", "resume"):
+            if getattr(self, name) and not self.save:
+                _wrong("train", name, "a run that saves (without --no-save)", getattr(self, name))
+        if self.schedule not in get_args(Schedule):
+            _unknown("schedule", self.schedule, get_args(Schedule))
         if not 0 <= self.decay_fraction <= 1:
             _wrong("train", "decay_fraction", "a share of the steps, from 0 to 1", self.decay_fraction)
         if self.peak_tflops is not None and not is_figure(self.peak_tflops):
             _wrong("train", "peak_tflops", FIGURE, self.peak_tflops)
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                _wrong("train", name, "a number from 0 to below 1", getattr(self, name))
 
     @property
     def warmup_steps(self) -> int:
@@ -211,95 +229,202 @@ class RunSettings:
         }
 
 
+# ---- options ----
+
+
+def parse_placement(value: Any) -> Any:
+    """Return ``"host:0.3,nvme:0.7"`` as a mapping; anything else as it is (`Config` checks it).
+
+    Raises:
+        ConfigError: a share is not a number.
+    """
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    try:
+        shares = [part.partition(":") for part in value.split(",")]
+        return {tier.strip(): float(share) for tier, _, share in shares}
+    except ValueError as error:
+        raise ConfigError(
+            f"the placement {value!r} cannot be read",
+            expected="a tier, or shares that sum to 1: host:0.3,nvme:0.7",
+            found=str(error),
+            cure="host:0.3,nvme:0.7",
+        ) from None
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)  # YAML reads 3e-4 as text
+
+
+class Kind(NamedTuple):
+    """What the type of a field means to its option, and to a YAML file."""
+
+    read: Callable[[Any], Any]  # raises ValueError or TypeError for a value that is none
+    expected: str = ""
+    type: Any = click.STRING
+    metavar: str | None = None
+    note: str = ""  # what `--help` adds
+    many: bool = False  # whether the option may be given again
+
+
+_LIST: Final = Kind(lambda v: [v] if isinstance(v, str) else v, note=" May be given again.", many=True)
+#: By the type of a field; any may be None.
+_KINDS: Final[dict[Any, Kind]] = {
+    int | None: Kind(partial(_exactly, int), "an integer", click.INT),
+    float | None: Kind(_number, "a number", click.FLOAT),
+    bool | None: Kind(partial(_exactly, bool), "true or false", None),
+    str | None: Kind(str),
+    Size | None: Kind(lambda v: v, metavar="SIZE"),
+    Tiers | None: Kind(
+        parse_placement,
+        metavar="PLACE",
+        note=" One of device, host, nvme; or shares such as host:0.3,nvme:0.7.",
+    ),
+    Directories | None: _LIST._replace(metavar="DIR"),
+    Sequence[str] | None: _LIST._replace(metavar="NAME"),
+}
+
+
+def _kind_of(hint: Any) -> Kind:
+    for part in get_args(hint | None):
+        if get_origin(part) is Literal:
+            return _KINDS[str | None]._replace(metavar="|".join(get_args(part)))
+    return _KINDS[hint | None]
+
+
 class Option(NamedTuple):
-    """One setting: its section and name, its kind, and what `--help` says."""
+    """One setting: its section and name, its kind, its option on the command line, and what `--help` says."""
 
     section: str
     name: str
-    kind: str  # int, float, str, flag, size, place, dirs or names
+    kind: Kind
+    flags: str
     help: str
-    flag: str | None = None  # where it is not the name with dashes
 
     @property
-    def flags(self) -> str:
-        """The option on the command line."""
-        return self.flag or "--" + self.name.replace("_", "-")
+    def variable(self) -> str:
+        """The parameter of a command."""
+        return "data_path" if self.flags == "--data" else self.name
 
 
-_PLACE = "device, host, nvme, or shares such as host:0.3,nvme:0.7."
-_ENGINE: Final = (
-    Option("engine", "device", "str", "cpu, cuda or cuda:N."),
-    Option(
-        "engine", "dtype", "str", "fp32, bf16 or fp16. Without it bf16, of --init-from the checkpoint's own."
-    ),
-    Option("engine", "parameters", "place", f"Where parameters are: {_PLACE}"),
-    Option("engine", "optimizer_state", "place", "Where fp32 masters and moments are."),
-    Option("engine", "gradients", "place", "Where gradients wait for the update."),
-    Option("engine", "activations", "str", "Where inputs of checkpointed blocks wait: device or host."),
-    Option("engine", "activation_memory", "size", "What these may take of host memory."),
-    Option("engine", "nvme", "dirs", "A directory on an NVMe drive; may be given again.", "--nvme"),
-    Option("engine", "device_memory", "size", "What the engine may place on the device."),
-    Option("engine", "host_memory", "size", "What the engine may take of host memory."),
-    Option("engine", "prefetch_memory", "size", "What units loaded ahead may take on the device."),
-    Option(
-        "engine",
-        "update",
-        "str",
-        "overlap, sync, delayed or backward (in the backward itself; nothing can be clipped).",
-    ),
-    Option("engine", "delay_warmup_steps", "int", "Steps before updates are delayed."),
-    Option("engine", "read_ahead_memory", "size", "Host memory for state read during the backward."),
-    Option("engine", "max_grad_norm", "float", "Clip the global norm of the gradients to this."),
-    Option("engine", "units", "names", "A module or class that is a unit; may be given again.", "--unit"),
-    Option(
-        "engine",
-        "chunk_elements",
-        "int",
-        "Elements of a chunk, a multiple of 65,536; default: 2 Mi with anything on NVMe, else 4 Mi.",
-    ),
-    Option("engine", "update_depth", "int", "Chunks in the update at once."),
-    Option("engine", "block_bytes", "size", "Largest single I/O request."),
-    Option("engine", "queue_depth", "int", "Requests in the kernel at once, per directory."),
-    Option("engine", "aio_backend", "str", "auto, libaio, syscall, uring or threads."),
-    Option("engine", "io_deadline", "float", "Seconds after which a transfer is an error."),
-    Option("engine", "threads", "int", "Threads of the CPU's Adam."),
-    Option("engine", "loss_scale", "float", "fp16: the first loss scale."),
-    Option("engine", "zero_stage", "int", "What several ranks share out, 0 to 3 (ZeRO)."),
-    Option("engine", "rank_timeout", "float", "Seconds that a rank waits for others."),
+_SECTIONS: Final[dict[str, Any]] = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "train": TrainSettings,
+    "engine": Config,
+}
+#: Settings of the engine that are no options: a file can have them. `train` has its own accumulation.
+_NO_OPTIONS: Final = (
+    *("output_dtype", "loss_scale_window", "check_edits", "accumulation", "independent_replicas"),
+    "placements",
 )
-_SECTIONS: dict[str, Any] = {"model": ModelSettings, "data": DataSettings, "train": TrainSettings}
-_KINDS: Final = {"int": "int", "float": "float", "str": "str", "bool": "flag"}
-OPTIONS: tuple[Option, ...] = (
-    *(
-        Option(section, f.name, _KINDS[f.type.split()[0]], *f.metadata["option"])
-        for section, kind in _SECTIONS.items()
-        for f in dataclasses.fields(kind)
-    ),
-    *_ENGINE,
+#: Of the engine's settings, what commands call or say otherwise.
+_SAID: Final[dict[str, dict[str, str]]] = {
+    "units": {"flag": "--unit"},
+    "dtype": {"default": f"{BUILT_IN_DTYPE}; with --init-from the checkpoint's own"},
+}
+
+
+def _described() -> dict[str, str]:
+    """Return the first sentence of what `Config` says of each setting."""
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(Config.__doc__ or ""), re.M)
+    return {name: _plain(re.split(r"\.(?:\s|$)", text)[0] + ".") for name, text in found}
+
+
+def _plain(text: str) -> str:
+    words = re.sub(r"[`\"]", "", text).replace("None:", "default:").replace("is None", "is unset").split()
+    if text.split()[0].rstrip(",:").isalpha():  # neither "cpu" nor fp16
+        words[0] = words[0][0].upper() + words[0][1:]
+    return " ".join(words)
+
+
+def _options(section: str, described: Mapping[str, str]) -> Iterator[Option]:
+    hints = get_type_hints(_SECTIONS[section], localns={"torch": SimpleNamespace(dtype=str)})
+    for each in dataclasses.fields(_SECTIONS[section]):
+        if section == "engine" and each.name in _NO_OPTIONS:
+            continue
+        kind, name = _kind_of(hints[each.name]), each.name.replace("_", "-")
+        said = _SAID.get(each.name, {}) if section == "engine" else each.metadata
+        flags = f"--{name}/--no-{name}" if kind.type is None else f"--{name}"
+        default: Any = said.get("default", each.default)
+        if kind.metavar == "SIZE" and default is not None:
+            default = format_size(default)
+        shown = "" if default is None or kind.type is None else f" [{default}]"
+        text = said.get("help") or described.get(each.name, "")
+        yield Option(section, each.name, kind, said.get("flag") or flags, text + kind.note + shown)
+
+
+OPTIONS: Final = tuple(option for section in _SECTIONS for option in _options(section, _described()))
+
+
+# ---- errors in the words of the command line: ``--nvme DIR`` where a program writes ``nvme="..."`` ----
+
+_OF_ENGINE: Final = {option.name: option for option in OPTIONS if option.section == "engine"}
+_NAMES: Final = "|".join(sorted(_OF_ENGINE, key=len, reverse=True))
+_VALUE: Final = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|[\w.+-]+|"
+#: ``name=value``; ``the setting name``; or a name that is no English word.
+_SETTING: Final = re.compile(
+    rf"(?<![\w./-])(?:(?:the )?setting (?P<called>{_NAMES})\b|(?P<name>{_NAMES})=(?P<value>{_VALUE})"
+    rf"|(?P<alone>{'|'.join(name for name in _OF_ENGINE if '_' in name)})\b(?!=))"
 )
+
+
+def in_options(text: str) -> str:
+    """Return `text` with each setting of the engine named as an option."""
+    return _SETTING.sub(_as_option, text)
+
+
+def say_in_options(error: InfinityError) -> None:
+    """Have an error name settings as options."""
+    for part in ("what", "expected", "found", "cure"):
+        text = getattr(error, part)
+        if isinstance(text, str):
+            setattr(error, part, in_options(text))
+
+
+def _as_option(match: re.Match[str]) -> str:
+    option = _OF_ENGINE[match["called"] or match["name"] or match["alone"]]
+    value = match["value"]
+    if value == "None":
+        return f"no {option.flags}"
+    if option.kind.metavar == "DIR" and value is not None:
+        return f"{option.flags} DIR"
+    return f"{option.flags} {_as_argument(option, value)}" if value else option.flags
+
+
+def _as_argument(option: Option, value: str) -> str:
+    if value.startswith("{"):
+        return re.sub(r"[\s\"'{}]", "", value)
+    if option.kind.metavar == "NAME":
+        return re.sub(r"[\s\"'\[\]]", "", value).strip(".") or "NAME"
+    return value.strip("\"'")
 
 
 def run_options(function: F, options: Sequence[Option] = OPTIONS) -> F:
     """Decorate a command with `--config` and `options`, all of them unset by default."""
-    types: dict[str, Any] = {"int": click.INT, "float": click.FLOAT, "flag": None}
     for option in reversed(options):
-        text = option.help + _default_text(option)
-        if option.kind == "flag":
-            decorate = click.option(option.flags, _variable(option), default=None, help=text)
-        else:
-            decorate = click.option(
-                option.flags,
-                _variable(option),
-                type=types.get(option.kind, click.STRING),
-                metavar={"place": "PLACE", "dirs": "DIR", "size": "SIZE"}.get(option.kind),
-                multiple=option.kind in ("dirs", "names"),
-                default=None,
-                help=text,
-            )
-        function = decorate(function)
-    return click.option("--config", "config_file", metavar="FILE", help="A YAML file; options win over it.")(
-        function
+        kind = option.kind
+        function = click.option(
+            option.flags,
+            option.variable,
+            type=kind.type,
+            metavar=kind.metavar,
+            multiple=kind.many,
+            default=None,
+            help=in_options(option.help),
+        )(function)
+    option_of_file = click.option(
+        "--config", "config_file", metavar="FILE", help="A YAML file; options win over it."
     )
+    return option_of_file(function)
 
 
 class RunCommand(click.Command):
@@ -307,17 +432,19 @@ class RunCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under the headings of the sections."""
-        section = {_variable(o): o.section for o in OPTIONS}
-        rows: dict[str, list[tuple[str, str]]] = {}
+        section = {o.variable: o.section for o in OPTIONS}
+        rows: dict[str, list[tuple[str, str]]] = {name: [] for name in (*_SECTIONS, "options")}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                rows.setdefault(section.get(param.name or "", "options"), []).append(record)
-        for name in ("model", "data", "train", "engine", "options"):
-            if name in rows:
+                rows[section.get(param.name or "", "options")].append(record)
+        for name, records in rows.items():
+            if records:
                 with formatter.section(name.capitalize()):
-                    formatter.write_dl(rows[name])
+                    formatter.write_dl(records)
 
+
+# ---- what is told ----
 
 Values: TypeAlias = dict[str, dict[str, Any]]
 
@@ -331,19 +458,21 @@ def read_values(config_file: str | None, given: Mapping[str, Any]) -> Values:
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or wrong.
     """
-    values: Values = {"model": {}, "data": {}, "train": {}, "engine": {}}
+    values: Values = {section: {} for section in _SECTIONS}
     if config_file is not None:
-        for section, content in _load(config_file).items():
-            values[section].update(content)
+        values.update(_load(config_file))
     for option in OPTIONS:
-        value = given.get(_variable(option))
-        if value is None or value == ():
-            continue
-        values[option.section][option.name] = list(value) if isinstance(value, tuple) else value
-    for option in OPTIONS:
-        settings = values[option.section]
-        if option.name in settings:
-            settings[option.name] = _coerce(option, settings[option.name])
+        settings, value = values[option.section], given.get(option.variable)
+        if value not in (None, ()):
+            settings[option.name] = list(value) if isinstance(value, tuple) else value
+        value = settings.get(option.name)
+        if value is not None:
+            try:
+                settings[option.name] = option.kind.read(value)
+            except ConfigError:
+                raise
+            except (TypeError, ValueError, OverflowError):
+                _wrong(option.section, option.name, option.kind.expected, value)
     return values
 
 
@@ -378,103 +507,36 @@ def run_of(values: Values) -> RunSettings:
     return run
 
 
-def parse_placement(value: Any) -> Any:
-    """Return ``"host:0.3,nvme:0.7"`` as a mapping; anything else as it is (`Config` checks it).
-
-    Raises:
-        ConfigError: a share is not a number.
-    """
-    if not isinstance(value, str) or ":" not in value:
-        return value
-    shares: dict[str, float] = {}
-    for part in value.split(","):
-        tier, _, share = part.partition(":")
-        try:
-            shares[tier.strip()] = float(share)
-        except ValueError:
-            raise ConfigError(
-                f"the placement {value!r} cannot be read",
-                expected="a tier, or shares that sum to 1: host:0.3,nvme:0.7",
-                found=repr(part),
-                cure="host:0.3,nvme:0.7",
-            ) from None
-    return shares
+def _names_in(section: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(_SECTIONS[section]) if field.init]
 
 
-def _load(path: str) -> dict[str, dict[str, Any]]:
+def _load(path: str) -> Values:
     expected = "a YAML file with the sections model, data, train and engine"
     content = read_yaml(path, expected=expected, cure="name a readable YAML file") or {}
-    known = [*_SECTIONS, "engine"]
-    result: dict[str, dict[str, Any]] = {}
+    result: Values = {section: {} for section in _SECTIONS}
     for name, section in content.items() if isinstance(content, dict) else [(type(content).__name__, {})]:
-        if name not in known:
-            _check_no_setting(path, str(name))
-            _unknown(f"section of {path!r}", str(name), known)
+        if name not in _SECTIONS:
+            of = next((each for each in _SECTIONS if name in _names_in(each)), None)
+            if of is None:
+                _unknown(f"section of {path!r}", str(name), _SECTIONS)
+            raise ConfigError(
+                f"a setting outside of the sections of {path!r}",
+                expected=f"the sections {', '.join(_SECTIONS)}, with settings below them",
+                found=f"'{of}.{name}' beside them",
+                cure=f"move that line below a line `{of}:`, and indent it",
+            )
         if not isinstance(section or {}, dict):
             _wrong(path, name, "lines of `name: value`", section)
         result[name] = dict(section or {})
-        fields = dataclasses.fields(_SECTIONS.get(name, Config))
-        names = [f.name for f in fields if f.init]
         for key in result[name]:
-            if key not in names:
-                raise unknown_setting(f"{name}.{key}", [f"{name}.{each}" for each in names], f"in {path!r}")
+            if key not in _names_in(name):
+                known = [f"{name}.{each}" for each in _names_in(name)]
+                raise unknown_setting(f"{name}.{key}", known, f"in {path!r}")
     return result
 
 
-def _check_no_setting(path: str, name: str) -> None:
-    """Raise `ConfigError` where a setting stands beside the sections."""
-    for section, kind in {**_SECTIONS, "engine": Config}.items():
-        if name in [field.name for field in dataclasses.fields(kind) if field.init]:
-            raise ConfigError(
-                f"a setting outside of the sections of {path!r}",
-                expected=f"the sections {', '.join([*_SECTIONS, 'engine'])}, with settings below them",
-                found=f"'{section}.{name}' beside them",
-                cure=f"move that line below a line `{section}:`, and indent it",
-            )
-
-
-def _coerce(option: Option, value: Any) -> Any:
-    """Return a value from YAML or the command line as the kind that the option wants."""
-    if value is None:
-        return None
-    if option.kind == "place":
-        return parse_placement(value)
-    if option.kind in ("dirs", "names"):
-        return [value] if isinstance(value, str) else value
-    wanted = {"int": "an integer", "float": "a number", "flag": "true or false", "str": "text"}
-    right = True
-    if option.kind == "int":
-        right = isinstance(value, int) and not isinstance(value, bool)
-    elif option.kind == "float":
-        try:
-            value = value if isinstance(value, bool) else float(value)  # YAML reads 3e-4 as text
-        except (TypeError, ValueError, OverflowError):
-            right = False
-        right = right and not isinstance(value, bool)
-    elif option.kind == "flag":
-        right = isinstance(value, bool)
-    elif option.kind == "str":
-        value = str(value)
-    if not right:
-        _wrong(option.section, option.name, wanted[option.kind], value)
-    return value
-
-
-def _variable(option: Option) -> str:
-    return "data_path" if option.section == "data" and option.name == "path" else option.name
-
-
-def _default_text(option: Option) -> str:
-    fields = {f.name: f.default for f in dataclasses.fields(_SECTIONS.get(option.section, Config))}
-    default = fields[option.name]
-    if default is None or default is dataclasses.MISSING:
-        return ""
-    if isinstance(default, bool):
-        return ""
-    return f" [{format_size(default) if option.kind == 'size' else default}]"
-
-
-def _wrong(section: str, name: str, expected: str, found: object) -> None:
+def _wrong(section: str, name: str, expected: str, found: object) -> NoReturn:
     flags = [o.flags.split("/")[0] for o in OPTIONS if (o.section, o.name) == (section, name)]
     raise ConfigError(
         f"{name} in {section!r} cannot be used",
@@ -484,7 +546,7 @@ def _wrong(section: str, name: str, expected: str, found: object) -> None:
     )
 
 
-def _unknown(what: str, found: str, known: Any) -> None:
+def _unknown(what: str, found: str, known: Iterable[str]) -> NoReturn:
     close = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
     raise ConfigError(
         f"unknown {what}",

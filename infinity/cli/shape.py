@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ceil_to
 
-MLPS = ("gelu", "swiglu")
-POSITIONS = ("rotary", "learned")
-
+MLP: TypeAlias = Literal["gelu", "swiglu"]
+Positions: TypeAlias = Literal["rotary", "learned"]
 
 #: The largest dimension; the most layers and experts, for a plan looks at each and is to answer at once.
 MOST: Final = (1 << 30, 10_000)
@@ -42,8 +41,8 @@ class GPTShape:
     heads: int
     vocab: int = 256
     context: int = 1024
-    mlp: str = "gelu"
-    positions: str = "rotary"
+    mlp: MLP = "gelu"
+    positions: Positions = "rotary"
     tied: bool = False
     kv_heads: int | None = None
     inner: int | None = None
@@ -64,7 +63,7 @@ class GPTShape:
                     found=repr(value),
                     cure=f"--{name} {256 if name in ('vocab', 'context') else 8}",
                 )
-        for name, known in (("mlp", MLPS), ("positions", POSITIONS)):
+        for name, known in (("mlp", get_args(MLP)), ("positions", get_args(Positions))):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"the model's {name} is unknown",

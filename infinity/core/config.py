@@ -8,8 +8,8 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from .errors import ConfigError
 from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_precision, parse_size, torch_dtype
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 Placement = Mapping[Tier, float]
-_PLACED = ("parameters", "optimizer_state", "gradients")
-_ACTIVATIONS = ("device", "host")
-_SIZES = (
-    *("device_memory", "host_memory", "prefetch_memory", "read_ahead_memory", "activation_memory"),
-    "block_bytes",
-)
-UPDATES = ("overlap", "sync", "delayed", "backward")
+#: What a user may give for a size, a placement and directories. The command line knows them by these types.
+Size: TypeAlias = int | str
+Tiers: TypeAlias = str | Mapping[str, float]
+Directories: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Update: TypeAlias = Literal["overlap", "sync", "delayed", "backward"]
+AIOBackend: TypeAlias = Literal["auto", "libaio", "syscall", "uring", "threads"]
+Activations: TypeAlias = Literal["device", "host"]
+UPDATES = get_args(Update)
+_CHOICES: Final = {"Update": Update, "AIOBackend": AIOBackend, "Activations": Activations}
+_CALLED: Final = {"update": "update mode", "aio_backend": "I/O backend"}
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
 #: Seconds that one request to a drive may take.
@@ -36,9 +39,13 @@ MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
 _DEADLINES = 1e-9, 1e9
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
-AIO_BACKENDS = ("auto", "libaio", "syscall", "uring", "threads")
 #: Names that settings had once, and those of today; None: the setting was removed.
 _OLD_NAMES: Final[Mapping[str, str | None]] = {"durable": None}
+
+
+def _whole(default: Any, least: int, most: int | None = None, *, multiple: int = 1) -> Any:
+    """A field for an integer, and which ones may be given."""
+    return field(default=default, metadata={"whole": (least, most, multiple)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +86,10 @@ class Config:
         max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
         units: names of module classes, or of modules as in `named_modules()`, that are to be
             units; None: found by themselves.
-        update: ``"overlap"``: `step()` returns when it has the gradients, their norm and the
+        update: where the update runs: behind the next forward (``"overlap"``), in `step()` (``"sync"``),
+            beside the next forward and backward, which changes the result (``"delayed"``), or in the last
+            backward of a step, where nothing can be clipped (``"backward"``).
+            ``"overlap"``: `step()` returns when it has the gradients, their norm and the
             scalars; units are updated behind the next forward, each before it is used.
             ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
             ``"delayed"``: after `delay_warmup_steps`, forward and backward run beside the update of
@@ -96,7 +106,8 @@ class Config:
         prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
             `device_memory` leaves, or half of that where `device_memory` is None and the device has a
             memory of its own: the other half is for activations.
-        chunk_elements: elements of a chunk, a multiple of 65,536; None: as `elements_per_chunk` says.
+        chunk_elements: elements of a chunk, a multiple of 65,536; None: 2 Mi with anything on NVMe, else
+            4 Mi.
         update_depth: chunks in the update pipeline at once (read, update, write).
         read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
             runs, as far as `host_memory` leaves room.
@@ -130,35 +141,35 @@ class Config:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
 
-    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    nvme: Directories | None = None
     device: str | None = None
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
-    parameters: str | Mapping[str, float] = "device"
-    optimizer_state: str | Mapping[str, float] = "host"
-    gradients: str | Mapping[str, float] | None = None
-    activations: str = "device"
-    activation_memory: int | str | None = None
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+    parameters: Tiers = "device"
+    optimizer_state: Tiers = "host"
+    gradients: Tiers | None = None
+    activations: Activations = "device"
+    activation_memory: Size | None = None
     dtype: str | torch.dtype | None = None
     output_dtype: str | torch.dtype | None = "auto"
     max_grad_norm: float | None = None
     units: Sequence[str] | None = None
-    update: str = "overlap"
-    delay_warmup_steps: int = 40
+    update: Update = "overlap"
+    delay_warmup_steps: int = _whole(40, 0)
     loss_scale: float = 65536.0
-    loss_scale_window: int = 2000
-    prefetch_memory: int | str | None = None
-    chunk_elements: int | None = None
-    update_depth: int = 3
-    read_ahead_memory: int | str = GiB
-    block_bytes: int | str | None = None
-    queue_depth: int | None = None
-    aio_backend: str = "auto"
+    loss_scale_window: int = _whole(2000, 1)
+    prefetch_memory: Size | None = None
+    chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)
+    update_depth: int = _whole(3, 1)
+    read_ahead_memory: Size = GiB
+    block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)
+    queue_depth: int | None = _whole(None, 1, MOST_QUEUE_DEPTH)
+    aio_backend: AIOBackend = "auto"
     io_deadline: float = IO_DEADLINE
-    threads: int | None = None
+    threads: int | None = _whole(None, 1)
     check_edits: bool = False
-    zero_stage: int = 3
-    accumulation: int | None = None
+    zero_stage: int = _whole(3, 0, 3)
+    accumulation: int | None = _whole(None, 1)
     rank_timeout: float = 600.0
     independent_replicas: bool = False
     #: parsed placements, by the name of the kind of state
@@ -174,16 +185,16 @@ class Config:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "nvme", _directories(self.nvme))
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None or name == "read_ahead_memory":
-                put(self, name, parse_size(value, name))
+        for each in fields(self):
+            value: Any = getattr(self, each.name, None)
+            if each.type == "Size" or (each.type == "Size | None" and value is not None):
+                put(self, each.name, parse_size(value, each.name))
         if self.dtype is not None:
             put(self, "dtype", parse_precision(self.dtype))
         if self.output_dtype not in (None, "auto"):
             put(self, "output_dtype", parse_precision(self.output_dtype, "output_dtype"))
         unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
-        given = {n: getattr(self, n) for n in _PLACED}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("Tiers")}
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
         put(self, "placements", {n: _placement(n, v) for n, v in given.items()})
         if self.units is not None:
@@ -191,7 +202,7 @@ class Config:
         self._check()
 
     def _check(self) -> None:
-        on_nvme = [n for n in _PLACED if self.placements[n].get(Tier.NVME)]
+        on_nvme = [n for n, tiers in self.placements.items() if tiers.get(Tier.NVME)]
         if on_nvme and not self.nvme:
             raise ConfigError(
                 f"{on_nvme[0]} is placed on NVMe, but no directory is named",
@@ -206,20 +217,10 @@ class Config:
                 found=f"gradients={self.gradients!r}",
                 cure="zero_stage=2, or leave gradients out",
             )
-        if self.update not in UPDATES:
-            raise ConfigError(
-                "this update mode is not available",
-                expected=", ".join(UPDATES),
-                found=repr(self.update),
-                cure=f'update="{_suggest(str(self.update), UPDATES) or "overlap"}"',
-            )
+        for each in fields(self):
+            self._check_type(each)
         if self.update == "backward":
             self._check_behind()
-        for name in ("check_edits", "independent_replicas"):
-            if not isinstance(getattr(self, name), bool):
-                self._wrong(name, "True or False", getattr(self, name), f"{name}=False")
-        if self.activations not in _ACTIVATIONS:
-            self._wrong("activations", " or ".join(_ACTIVATIONS), self.activations, 'activations="host"')
         if self.activation_memory is not None and self.activations != "host":
             raise ConfigError(
                 "activation_memory is given, but activations stay on the device",
@@ -234,47 +235,36 @@ class Config:
                 found=repr(self.device),
                 cure='device="cuda"',
             )
-        if self.aio_backend not in AIO_BACKENDS:
-            raise ConfigError(
-                "unknown I/O backend",
-                expected=", ".join(AIO_BACKENDS),
-                found=repr(self.aio_backend),
-                cure=f'aio_backend="{_suggest(str(self.aio_backend), AIO_BACKENDS) or "auto"}"',
-            )
-        self._number("max_grad_norm", self.max_grad_norm, positive=True, optional=True)
-        self._number("io_deadline", self.io_deadline, positive=True)
-        self._number("rank_timeout", self.rank_timeout, positive=True)
         if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
             wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
             self._wrong("io_deadline", wanted, self.io_deadline, f"io_deadline={IO_DEADLINE}")
-        self._number("loss_scale", self.loss_scale, positive=True)
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
-        for name, least, multiple, most in (
-            ("chunk_elements", NORM_BLOCK, NORM_BLOCK, None),
-            ("update_depth", 1, 1, None),
-            ("block_bytes", 4096, 4096, MOST_BLOCK_BYTES),
-            ("queue_depth", 1, 1, MOST_QUEUE_DEPTH),
-            ("loss_scale_window", 1, 1, None),
-            ("threads", 1, 1, None),
-            ("delay_warmup_steps", 0, 1, None),
-            ("zero_stage", 0, 1, 3),
-            ("accumulation", 1, 1, None),
-        ):
-            value = getattr(self, name)
-            if value is None and type(self).__dataclass_fields__[name].default is None:
-                continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not least <= value <= (value if most is None else most)
-                or value % multiple
-            ):
+
+    def _check_type(self, each: Field[Any]) -> None:
+        """Check that a choice, a flag, a number or an integer is one that its field can hold."""
+        name, value, kind = each.name, getattr(self, each.name), str(each.type)
+        if value is None and kind.endswith(" | None"):
+            return
+        if kind in _CHOICES and value not in (known := get_args(_CHOICES[kind])):
+            raise ConfigError(
+                f"unknown {_CALLED.get(name, name)}",
+                expected=", ".join(known),
+                found=repr(value),
+                cure=f'{name}="{_suggest(str(value), known) or known[0]}"',
+            )
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if kind == "bool" and not isinstance(value, bool):
+            self._wrong(name, "True or False", value, f"{name}=False")
+        if kind.startswith("float") and not (number and value > 0):
+            self._wrong(name, "a number > 0" + (" or None" if kind != "float" else ""), value, f"{name}=1.0")
+        if "whole" in each.metadata:
+            least, most, multiple = each.metadata["whole"]
+            within = number and isinstance(value, int) and least <= value <= (value if most is None else most)
+            if not within or value % multiple:
                 wanted = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
                 wanted += f", a multiple of {multiple}" if multiple > 1 else ""
-                default = type(self).__dataclass_fields__[name].default
-                if name == "accumulation" and self.update == "backward":
-                    default = 1
+                default = 1 if name == "accumulation" and self.update == "backward" else each.default
                 self._wrong(name, wanted, value, f"{name}={default}")
 
     def _check_behind(self) -> None:
@@ -306,12 +296,6 @@ class Config:
                     found=found,
                     cure=f'{cure}, or update="overlap"',
                 )
-
-    def _number(self, name: str, value: Any, *, positive: bool, optional: bool = False) -> None:
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            self._wrong(name, "a number > 0" + (" or None" if optional else ""), value, f"{name}=1.0")
 
     @staticmethod
     def _wrong(name: str, expected: str, found: object, cure: str) -> None:
