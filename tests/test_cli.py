@@ -129,7 +129,7 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     options = {(option.section, option.name): option for option in OPTIONS}
     assert all(option.help for option in OPTIONS)
     assert options["engine", "update"].kind.metavar == "|".join(UPDATES)
-    assert options["train", "schedule"].kind.metavar == "constant|cosine"
+    assert options["train", "schedule"].kind.metavar == "constant|cosine|wsd"
     assert options["engine", "block_bytes"].kind.metavar == "SIZE"
     assert options["engine", "gradients"].kind.metavar == "PLACE"
     assert options["train", "resume"].flags == "--resume/--no-resume"
