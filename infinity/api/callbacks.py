@@ -1,4 +1,4 @@
-"""Callbacks that have transformers' Trainer and Lightning end as `Run` does: saved, with exit code 75."""
+"""Callbacks that make transformers' Trainer and Lightning stop as `Run` does: saved, with exit code 75."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from .wanted import Wanted
 def trainer_callback(*, save_minutes: float | None = None) -> Any:
     """Return a callback for ``transformers.Trainer(callbacks=[…])``, whose model or optimizer is wrapped.
 
-    SIGTERM and SIGHUP have Trainer save after the step under way, and stop; then SystemExit(75) is raised,
-    "try again later": ``train(resume_from_checkpoint=True)`` goes on. SIGUSR1, and the clock every
-    `save_minutes` minutes, have it save and go on. It saves as it always does, into its ``output_dir``. A
-    second SIGTERM ends it now, as Ctrl-C does. With several ranks, what one of them is told counts for all.
+    After a SIGTERM or SIGHUP, Trainer finishes the current step, saves and stops. Then the callback raises
+    SystemExit(75), "try again later"; ``train(resume_from_checkpoint=True)`` resumes the run. After a
+    SIGUSR1, and every `save_minutes` minutes, Trainer saves and goes on. It saves as usual, into its
+    ``output_dir``. A second SIGTERM ends it now, as Ctrl-C does. With several ranks, a signal to one rank
+    counts for all.
 
-    Signals that are ignored, or that somebody else handles, stay so. Where ``train`` raises, the handlers
-    stay until the next ``train`` of this callback has ended.
+    If the program ignores a signal or handles it itself, the callback leaves that signal alone. If ``train``
+    raises, the handlers stay until the next ``train`` with this callback has ended.
 
     Raises:
-        DataError: transformers is not installed, or broken.
+        DataError: transformers is not installed, or the installation is broken.
     """
     [base] = optional("transformers", "hf", "TrainerCallback")
 
@@ -54,16 +55,18 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
 def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | None = None) -> Any:
     """Return a callback for ``lightning.Trainer(callbacks=[…])``, whose `LightningModule` is wrapped.
 
-    SIGTERM and SIGHUP have it save the file `path` after the step under way, by ``trainer.save_checkpoint``,
-    and stop; then SystemExit(75) is raised, "try again later": ``fit(ckpt_path=path)`` goes on. SIGUSR1, and
-    the clock every `save_minutes` minutes, have it save and go on. A second SIGTERM ends it now, as Ctrl-C
-    does. With several ranks, what one of them is told counts for all.
+    After a SIGTERM or SIGHUP, Lightning finishes the current step, saves the file `path` by
+    ``trainer.save_checkpoint``, and stops. Then the callback raises SystemExit(75), "try again later";
+    ``fit(ckpt_path=path)`` resumes the run. After a SIGUSR1, and every `save_minutes` minutes, Lightning
+    saves and goes on. A second SIGTERM ends it now, as Ctrl-C does. With several ranks, a signal to one rank
+    counts for all.
 
-    Signals that are ignored, or that somebody else handles, stay so, but for Lightning's own handler of
-    SIGTERM, which ends a run without a save: this one takes its place while the run lasts.
+    If the program ignores a signal or handles it itself, the callback leaves that signal alone. The exception
+    is Lightning's own handler of SIGTERM, which ends a run without a save: the callback replaces it for the
+    run.
 
     Raises:
-        DataError: lightning is not installed, or broken.
+        DataError: lightning is not installed, or the installation is broken.
     """
     [base] = optional("lightning.pytorch", None, "Callback")
 

@@ -98,7 +98,8 @@ def settle(engine: Engine) -> None:
         names = [u.layout.name for u in engine.units if u.writers]
         if names:  # what a block has changed counts when it ends
             raise ParameterError(
-                f"the parameters of unit {names[0]!r} are about to be saved or copied while they are edited",
+                f"a `gathered` block is editing the parameters of unit {names[0]!r}: they cannot be saved or "
+                "copied now",
                 expected="`infinity.save`, `export` and `copy_to` outside of `gathered(write=True)` blocks",
                 found="a block that is still open",
                 cure="leave `with infinity.gathered(...)` first",
@@ -133,7 +134,7 @@ def check_shared(path: str, rank: int) -> None:
             f"{os.path.dirname(path)} is not one directory for all ranks",
             path=path,
             expected="a directory on a file system that all nodes share",
-            found=f"rank {rank} does not see what rank 0 has made there",
+            found=f"rank {rank} does not see the directory that rank 0 has created there",
             cure="name a directory that all nodes share",
         )
 
@@ -141,9 +142,9 @@ def check_shared(path: str, rank: int) -> None:
 def wrong_index(path: str, error: Exception) -> CorruptionError:
     """Return the error of a checkpoint whose index lacks what it must have."""
     return CorruptionError(
-        f"the index of {path} is not one that any version of infinity has written",
+        f"the index of {path} is not one that any version of infinity writes",
         path=path,
-        expected="its checksums, parameters, groups, counts and state",
+        expected="an index with checksums, parameters, groups, counts and state",
         found=repr(error),
         cure="load another checkpoint",
     )
@@ -158,8 +159,8 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     name = os.fsdecode(path)
     if not name:
         raise ConfigError(
-            f"the directory of {example} has no name",
-            expected="a directory",
+            f"the path of the {example} directory is empty",
+            expected="a path",
             found=repr(path),
             cure=f'"{example}"',
         )

@@ -72,12 +72,12 @@ def going_on(root: str) -> Iterator[None]:
             damaged, away = names
             older = [f for f in list_checkpoints(root, damaged=False) if f.path != damaged]
             error.cure = (
-                "bring it again from where it was copied; or set it aside, "
+                "copy it again from its source; or move it aside, "
                 f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
             )
             error.cure += (
-                f"the run goes on from {older[-1].path}, after {older[-1].step} steps"
+                f"the run resumes from {older[-1].path}, after {older[-1].step} steps"
                 if older
-                else "begin anew, without resuming: there is no other checkpoint"
+                else "start a new run, without resuming: there is no other checkpoint"
             )
         raise

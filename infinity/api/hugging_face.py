@@ -61,8 +61,8 @@ def read_config(directory: str) -> Any:
     library = library_of(config) if isinstance(config, dict) else "transformers"
     if library == "timm":
         raise DataError(
-            f"the model in {directory!r} is one of timm",
-            expected="one of transformers or diffusers, or a model that was built",
+            f"the model in {directory!r} is a timm model",
+            expected="a model of transformers or diffusers, or a model that you built",
             found=f"the architecture {config['architecture']!r}",
             cure=f"infinity.inference(timm.create_model({'local-dir:' + directory!r}), config, "
             f"weights={directory!r})",
@@ -78,7 +78,7 @@ def read_config(directory: str) -> Any:
             f"the model in {directory!r} is quantized",
             expected="parameters in a floating-point dtype",
             found="a quantization_config",
-            cure="take the model as it was before that, or save it dequantized",
+            cure="use the model from before the quantization, or save it dequantized",
         )
     return config
 
@@ -240,7 +240,7 @@ def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[
             raise DataError(
                 f"there are no weights in {directory!r}",
                 expected="model.safetensors (of diffusers: diffusion_pytorch_model.safetensors), or "
-                "model.safetensors.index.json and the files that it names: nothing is ever unpickled",
+                "model.safetensors.index.json and the files that it names: infinity never unpickles anything",
                 found=", ".join(others[:_SHOWN]) or "none",
                 cure="save the model with save_pretrained(safe_serialization=True)",
             )
@@ -428,8 +428,8 @@ def class_of(directory: str, config: Any) -> Any:
             return auto._model_mapping[type(config)]
     raise DataError(
         f"transformers does not have the model in {directory!r}",
-        expected="a class of transformers as `architectures`, in config.json; code in the directory is never "
-        "executed",
+        expected="a class of transformers as `architectures`, in config.json; infinity never executes code "
+        "from the directory",
         found=", ".join(names) or "none",
         cure="update transformers; or build the model yourself: infinity.inference(model, config)",
     )
@@ -442,8 +442,8 @@ def _class_of_diffusers(directory: str, config: Mapping[str, Any]) -> Any:
         return found
     raise DataError(
         f"diffusers does not have the model in {directory!r}",
-        expected="a model of diffusers as `_class_name`, in config.json; code in the directory is never "
-        "executed",
+        expected="a model of diffusers as `_class_name`, in config.json; infinity never executes code from "
+        "the directory",
         found=repr(name),
         cure="update diffusers; or build the model yourself: infinity.inference(model, config, weights=…)",
     )
@@ -488,8 +488,8 @@ def other_shape(directory: str, name: str, expected: Sequence[int], found: objec
 
 def _wrong_index(index: str, expected: str, found: str) -> DataError:
     return DataError(
-        f"{index} is no index of safetensors files",
+        f"{index} is not an index of safetensors files",
         expected=expected,
         found=found,
-        cure="bring the directory again from where it was copied",
+        cure="copy the directory again from its source",
     )

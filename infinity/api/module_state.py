@@ -59,9 +59,9 @@ class Values:
             if not all(p in self.engine.params for p in sharded):
                 raise ParameterError(
                     "the module has parameters of several wrapped models",
-                    expected="one of them",
-                    found="a module around two",
-                    cure="export each of them",
+                    expected="a module with parameters of one wrapped model",
+                    found="a module around two wrapped models",
+                    cure="export each of them separately",
                 )
 
     @property

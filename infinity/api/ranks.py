@@ -47,7 +47,7 @@ def check_stage(world: int, config: Config) -> None:
     away = [tier for tier, share in shares.items() if share and tier is not Tier.DEVICE]
     if world > 1 and config.zero_stage < 3 and away:
         raise ConfigError(
-            f"stage {config.zero_stage} keeps parameters on the device from their first use in a step on",
+            f"ZeRO stage {config.zero_stage} keeps parameters on the device after their first use in a step",
             expected='parameters="device"',
             found=f"some on {away[0]}",
             cure='parameters="device", or zero_stage=3',
@@ -108,7 +108,7 @@ def check_source(comm: Comm, source: int) -> None:
     """Raise `ConfigError` unless `source` is one of the ranks."""
     if not 0 <= source < comm.world:
         raise ConfigError(
-            "`gathered` names a rank that is not there",
+            "`gathered` names a rank that does not exist",
             expected=f"a rank from 0 to {comm.world - 1}",
             found=f"source={source!r}",
             cure="source=0",

@@ -100,7 +100,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             return
         if keep_vars:
             raise ReleasedParameterError(
-                "state_dict(keep_vars=True) of a model whose parameters are released",
+                "state_dict(keep_vars=True) cannot return parameters that are released",
                 expected="keep_vars=False",
                 found="keep_vars=True",
                 cure="call it inside `with infinity.gathered(model):`, or without keep_vars",

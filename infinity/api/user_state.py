@@ -37,7 +37,7 @@ def check_named(state: Any) -> None:
     """Raise `StateDictError` unless `state`, of `save` or `load`, has its values by name."""
     if state is not None and not isinstance(state, Mapping):
         raise StateDictError(
-            "`state` has no names for what is in it",
+            "`state` does not map names to values",
             expected="a dict: name → value, or an object with a `state_dict`",
             found=f"{type(state).__module__}.{type(state).__qualname__}",
             cure='state={"scheduler": scheduler}',
@@ -135,7 +135,7 @@ def _refused(where: str, found: str) -> StateDictError:
         f"{where} cannot be saved",
         expected=f"{_KINDS}objects with a `state_dict` of these",
         found=found,
-        cure="put the values that you need of it into `state`, or give it a `state_dict` and a "
+        cure="put the values that you need from it into `state`, or give it a `state_dict` and a "
         "`load_state_dict`",
     )
 
@@ -183,7 +183,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
         return _LISTS[kind](decode(inner, tensors, path))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
-            f"the checkpoint {path} has a value that no version of infinity has saved",
+            f"the checkpoint {path} has a value that no version of infinity saves",
             path=path,
             expected=f"one of {', '.join(sorted([*_TENSORS, *_LISTS]))}",
             found=f"{kind}",

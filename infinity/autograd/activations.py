@@ -151,7 +151,7 @@ class Activations:
         if not self.seen and not self._warned:
             self._warned = True
             warnings.warn(
-                'activations="host" had nothing to do: no layer was recomputed, so every activation '
+                'activations="host" has no effect: the model recomputes no layer, so every activation '
                 "stays on the device. Recompute layers with torch.utils.checkpoint.checkpoint or, for "
                 "Hugging Face models, model.gradient_checkpointing_enable().",
                 RuntimeWarning,
@@ -186,7 +186,7 @@ class Activations:
         if self._closed:
             raise ClosedError(
                 "a backward after close()",
-                expected="an open engine, which has the inputs of checkpointed layers",
+                expected="an open engine, which holds the inputs of checkpointed layers",
                 found="a closed one",
                 cure="call backward before close()",
             )
@@ -300,7 +300,7 @@ class Activations:
             self._warned = True
             warnings.warn(
                 f"an input of a checkpointed layer, {format_size(nbytes)}, stays on the device: the "
-                f"{format_size(self._heap.nbytes)} of host memory for activations are taken "
+                f"{format_size(self._heap.nbytes)} of host memory for activations are full "
                 f"({format_size(self._heap.in_use)} in use). Raise Config(activation_memory=...), or "
                 "host_memory. metrics() counts such inputs as activations/kept.",
                 RuntimeWarning,

@@ -49,9 +49,9 @@ from .guests import Guests
 CLOSED: Final = "close() was called"
 UNWRAPPED: Final = "unwrap() was called"
 _AFTER: Final = {
-    CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
+    CLOSED: "build the model again, load a saved state and wrap it; to keep a model, call "
     "`infinity.unwrap(model)` in place of close()",
-    UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
+    UNWRAPPED: "use it as a plain model; or wrap the model again, and use the model that `wrap` returns",
 }
 
 
@@ -174,10 +174,10 @@ class Phases:
             self.note_lost()
         if self.partly:
             raise ParameterError(
-                "a part of the parameters and their state may be of another step, or of a checkpoint",
-                expected="that what changes them comes to its end",
+                "some parameters and their state may be from another step, or from a checkpoint",
+                expected="a complete step or load",
                 found=self.partly,
-                cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
+                cure="load a whole checkpoint, with `infinity.load`; or build the model again",
             )
         if backward:
             self._updates.go_on()
@@ -209,11 +209,11 @@ class Phases:
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
             raise ParameterError(
-                "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model",
-                expected="a forward outside of it: it keeps what torch's operators are about to change, and "
-                "does not see what an update or the end of a `gathered` block does",
+                "torch.autograd.graph.allow_mutation_on_saved_tensors() does not support a wrapped model",
+                expected="a forward outside of it: it saves tensors before torch's operators change them, "
+                "and does not see the changes of an update or of the end of a `gathered` block",
                 found="a forward inside of it",
-                cure="clone() what is changed before its backward",
+                cure="clone() tensors that you change before their backward",
             )
         self.newest = not training
         self._has_graph = torch.is_grad_enabled()

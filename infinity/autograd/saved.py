@@ -199,11 +199,11 @@ def _unpack(packed: Any) -> torch.Tensor:
 def autocast_error(where: str, device_type: str) -> PrecisionError:
     """Return the error of a forward under torch.autocast."""
     return PrecisionError(
-        "torch.autocast over offloaded parameters",
+        "torch.autocast does not support offloaded parameters",
         expected=f"{where} outside of torch.autocast",
         found=f"autocast({device_type!r}) is on: it keeps its own copies of the weights",
-        cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave mixed '
-        "precision off",
+        cure='set the compute dtype with Config(dtype="bf16"); turn mixed precision off in accelerate or in '
+        "the Trainer",
     )
 
 

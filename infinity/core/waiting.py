@@ -54,10 +54,10 @@ class Bell:
         """
         if os.getpid() != self._pid and not until():
             raise ClosedError(
-                "a wait for what the parent of this process does",
+                "this process cannot wait for work of its parent process",
                 expected="a call in the process that wrapped the model",
                 found=f"process {os.getpid()}, a fork of process {self._pid}",
-                cure="wrap a model of its own in this process; or fork where nothing is under way, after "
+                cure="wrap a separate model in this process; or fork while the engine is idle, after "
                 "`infinity.flush`",
             )
         if locks.checking:

@@ -55,15 +55,16 @@ def check_alike(comm: Comm, names: Sequence[str], changes: Sequence[Change]) -> 
                 f"{name!r} is frozen on some ranks, and not on others",
                 expected="the same `requires_grad` on all ranks",
                 found=found,
-                cure=f"call `requires_grad_()` of {name!r} on all ranks alike",
+                cure=f"make the same `requires_grad_()` calls for {name!r} on all ranks",
             )
         raise DivergenceError(
-            f"the gradient of {name!r} was changed on some ranks, and not on others",
-            expected="zero_grad(), `p.grad = None`, and what else is done to gradients behind a backward, on "
-            "all ranks alike",
+            f"some ranks have changed the gradient of {name!r}, and others have not",
+            expected="after a backward, the same changes of gradients on all ranks: zero_grad(), "
+            "`p.grad = None` and others",
             found=found,
-            cure="have all ranks decide it together, as by an all_reduce of whether a batch is skipped; a "
-            "rank whose batch does not count multiplies its loss by 0. To go on: `zero_grad()` on all ranks",
+            cure="let all ranks decide together, for example by an all_reduce, whether to skip a batch; or "
+            "multiply the loss by 0 on the rank with the bad batch. To go on, call `zero_grad()` on all "
+            "ranks",
         )
     raise AssertionError("what differs has no name")
 

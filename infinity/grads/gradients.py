@@ -137,10 +137,10 @@ class Gradients:
             grad.check(sharded)
         elif grad is not None:
             raise GradientError(
-                f"{sharded.name!r} was given a gradient, and there are several ranks",
+                f"with several ranks, you cannot assign a gradient to {sharded.name!r}",
                 expected="the gradient that a backward made, or None",
                 found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
-                cure="set `p.grad = None` again; add what you want to the loss, and call its backward",
+                cure="set `p.grad = None` again; add a term to the loss instead, and call its backward",
             )
 
     def _take_over(self, sharded: ShardedParam, factor: float, *, made: bool = False) -> None:
@@ -153,8 +153,8 @@ class Gradients:
                     f"the gradient of {sharded.name!r} is sparse",
                     expected="dense gradients",
                     found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
-                    cure="make it with sparse=False; one of your own, with p.grad.to_dense(). This one goes "
-                    "with `optimizer.zero_grad()`",
+                    cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
+                    "`optimizer.zero_grad()` drops this one",
                 )
             buffer = self._buffer_for(sharded)
             buffer.put(sharded.index, grad)
@@ -212,11 +212,13 @@ class Gradients:
         """Raise `GradientError` if a parameter was updated already, with the gradient that is to change."""
         if sharded.unit in self.used:
             raise GradientError(
-                f"the gradient of {sharded.name!r} changes, and the parameter was updated with it already",
+                f"the gradient of {sharded.name!r} changes after the update has used it",
                 expected='with update="backward", one gradient of each parameter in the last backward, which '
                 "stays as it is until `step()`",
-                found="another gradient in that backward" if in_backward() else "a change behind it",
-                cure='make the change before that backward; or leave it to update="overlap"',
+                found="another gradient in that backward"
+                if in_backward()
+                else "a change after that backward",
+                cure='make the change before that backward; or use update="overlap"',
             )
 
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
@@ -526,9 +528,9 @@ class Gradients:
         first = grads[0].sharded.name
         if in_backward() and self._comm.world > 1:
             raise GradientError(
-                f"the gradient of {first!r} is not added up yet",
-                expected="a look at gradients behind the backward, where there are several ranks",
-                found=f"one inside of it, on rank {self._comm.rank}",
+                f"the gradient of {first!r} is not reduced over the ranks yet",
+                expected="with several ranks, reads of gradients after the backward",
+                found=f"a read inside the backward, on rank {self._comm.rank}",
                 cure="read it when the backward has returned",
             )
         apart = [g for g in grads if not self.units[g.sharded.unit].keepers]
@@ -536,10 +538,10 @@ class Gradients:
         if nbytes > self._spare:
             raise GradientError(
                 f"the whole gradient of {first!r} does not fit the host memory that is left",
-                expected=f"{format_size(nbytes)} ({nbytes} bytes), to be read as one tensor",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes), to read it as one tensor",
                 found=f"{format_size(self._spare)} ({self._spare} bytes) left of host_memory",
-                cure="read it inside `with infinity.gathered(p):`, or `infinity.gradient(p)`, which take "
-                "memory beside the budget; or raise host_memory",
+                cure="read it inside `with infinity.gathered(p):`, or by `infinity.gradient(p)`, which use "
+                "memory outside the budget; or raise host_memory",
             )
         return [self.full(g).to(g.device, g.dtype) for g in grads]
 

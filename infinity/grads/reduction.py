@@ -97,7 +97,7 @@ def _together(
                 f"ranks do not agree on whether {spec.name!r} has a gradient already",
                 expected="zero_grad() and `p.grad = None` at the same point of the program on all ranks",
                 found=", ".join(f"rank {r}: {_said(code)}" for r, code in enumerate(said)),
-                cure="call `optimizer.zero_grad()` on all ranks alike",
+                cure="call `optimizer.zero_grad()` at the same point on all ranks",
             )
         factor = arrivals[index].factor if index in arrivals else 1.0
         together[index] = Arrival(_ADDED not in kinds, factor, zero=kinds == {_ZERO})

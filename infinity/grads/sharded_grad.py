@@ -119,9 +119,9 @@ class _Shown(torch.Tensor):
         raise GradientError(
             f"the gradient of {found[0].of.sharded.name!r} is in shards",
             expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
-            "tensor, zero_(), metadata, or what only reads it",
+            "tensor, zero_(), metadata, or an operator that only reads it",
             found=str(func),
-            cure="edit the values of `g = infinity.gradient(p)`, and put them there with "
+            cure="edit the values of `g = infinity.gradient(p)`, and assign them with "
             "`p.grad = g.to(p.device, p.dtype)`",
         )
 
@@ -146,7 +146,7 @@ class _Shown(torch.Tensor):
             f"the gradient of {self.of.sharded.name!r} is in shards and has no memory to share",
             expected="`infinity.gradient(parameter)`",
             found="an exchange of memory by DLPack",
-            cure="share what `infinity.gradient(parameter)` returns",
+            cure="share the tensor that `infinity.gradient(parameter)` returns",
         )
 
     def __format__(self, spec: str) -> str:
@@ -202,18 +202,18 @@ class ShardedGrad(_Shown):
         name = self.sharded.name
         if owner is not None and owner is not self.sharded:
             raise GradientError(
-                f"the gradient of {name!r} was put on {owner.name!r}",
+                f"the gradient of {name!r} was assigned to {owner.name!r}",
                 expected="a tensor, or the parameter's own gradient",
                 found="a view of another parameter's shards",
-                cure="put its values there: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
+                cure="assign its values: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
             )
         if not self.source.holds(self):
             raise GradientError(
-                f"this gradient of {name!r} is gone: it was kept, but is a view of shards that hold another "
-                "one now, or none",
+                f"this gradient of {name!r} is gone: the program kept a view of shards that now hold another "
+                "gradient, or none",
                 expected="the gradient that the last backward left in `p.grad`",
-                found="one from before `p.grad = None` or zero_grad()",
-                cure="keep the values, `g = infinity.gradient(p)`, before it is dropped; "
+                found="a gradient from before `p.grad = None` or zero_grad()",
+                cure="keep the values, `g = infinity.gradient(p)`, before you drop the gradient; "
                 "put them back with `p.grad = g.to(p.device, p.dtype)`",
             )
 
@@ -226,7 +226,8 @@ class ShardedGrad(_Shown):
             f"the gradient of {self.sharded.name!r} is in shards and cannot be shared",
             expected="a model without gradients",
             found="share_memory_()",
-            cure="call optimizer.zero_grad() first; share what `infinity.gradient(parameter)` returns",
+            cure="call optimizer.zero_grad() first; share the tensor that `infinity.gradient(parameter)` "
+            "returns",
         )
 
 
@@ -265,8 +266,8 @@ def _check_graph(func: Any, found: Sequence[_Shown]) -> None:
         return
     raise GradientError(
         f"the gradient of {graphs[0].sharded.name!r} was made with create_graph=True, and has no graph here",
-        expected="a look at its values inside `with torch.no_grad():`",
-        found=f"{func} where grad mode is on",
+        expected="reads of its values inside `with torch.no_grad():`",
+        found=f"{func} while grad mode is on",
         cure="for gradients with a graph write `torch.autograd.grad(loss, parameters, create_graph=True)`",
     )
 

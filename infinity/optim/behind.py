@@ -92,9 +92,10 @@ class Behind:
         if self.pending:
             raise GradientError(
                 "a backward between the last backward of a step and `step()`",
-                expected="`step()`: accumulation counts every backward, those of `torch.autograd.grad`, too",
+                expected="`step()`: accumulation counts every backward, also those of `torch.autograd.grad`",
                 found="a further backward",
-                cure="call `step()` first; or say how many there are with Config(accumulation=…), or train "
+                cure="call `step()` first; or set the number of backwards with Config(accumulation=…), or "
+                "train "
                 'with update="overlap"',
             )
 
@@ -230,13 +231,13 @@ class Behind:
     def _early(self, what: str, where: str) -> GradientError:
         return GradientError(
             f"{what} before the `step()` whose update has begun in its last backward",
-            expected='with update="backward", `step()` behind the last backward of a step, as '
-            f"accumulation={self._gradients.accumulation} says; each backward counts since the last step or "
-            "`zero_grad()`, those that raised and those of `torch.autograd.grad`, too",
+            expected='with update="backward", `step()` right after the last backward of a step, of '
+            f"accumulation={self._gradients.accumulation}; each backward counts since the last step or "
+            "`zero_grad()`, also one that raised, and one of `torch.autograd.grad`",
             found=f"{what} {where} that backward",
-            cure="call `step()` first, behind that backward"
+            cure="call `step()` first, after that backward"
             if where == "behind"
-            else 'make it behind `step()`, or train with update="overlap"',
+            else 'move it after `step()`, or train with update="overlap"',
         )
 
     def check_options(self) -> None:
@@ -256,7 +257,7 @@ class Behind:
             f"the param group of {changed.name!r} has changed since the last backward began",
             expected=f"{name} as the update had it: {then}",
             found=here,
-            cure="put it back and call `step()` again; change param groups behind `step()`, as schedulers do",
+            cure="restore it and call `step()` again; change param groups after `step()`, as schedulers do",
         )
 
     def changed(self) -> InfinityError | None:
@@ -286,7 +287,7 @@ class Behind:
     @staticmethod
     def _wrong_gradient(sharded: ShardedParam, found: str) -> GradientError:
         return GradientError(
-            f"the gradient of {sharded.name!r} is not the one that its update had",
+            f"the gradient of {sharded.name!r} is not the one that its update used",
             expected='with update="backward", gradients as the last backward has left them',
             found=found,
             cure=_LOAD,

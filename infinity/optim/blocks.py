@@ -95,10 +95,10 @@ class Blocks:
         self._edits.drop(block, index)
         unit = self._residency.units[index]
         lost = ParameterChangedError(
-            f"the edits of unit {unit.layout.name!r} in a `gathered` block cannot be kept",
-            expected="an end of the block that takes them over, or a second attempt that does",
-            found=f"two that failed, the last with {type(error).__name__}: {error}",
-            cure="see to what failed, and edit again; or load a checkpoint, with `infinity.load`",
+            f"the edits of unit {unit.layout.name!r} in a `gathered` block are lost",
+            expected="an end of the block, or a second attempt, that takes the edits over",
+            found=f"two attempts that failed, the last with {type(error).__name__}: {error}",
+            cure="fix the cause of the failure, and edit again; or load a checkpoint, with `infinity.load`",
         )
         lost.__cause__ = error
         return lost

@@ -114,8 +114,9 @@ class Edits:
             residency.drop_copies(u for u in self._tiers.units if u.layout.name in found)
             raise ParameterChangedError(
                 f"parameters of unit {min(found)!r} were edited on another rank",
-                expected="edits inside a `gathered` block, where this stage keeps slices of what is edited",
-                found="an edit of that rank's copy alone",
+                expected="edits inside a `gathered` block: in this ZeRO stage each rank keeps slices of the "
+                "parameters",
+                found="an edit on that rank only",
                 cure="edit inside `with infinity.gathered(params, write=True, source=0):` on all ranks",
             )
 
@@ -196,9 +197,9 @@ class Edits:
             first = unit.params[min(refused)]
             refused.clear()
             raise ParameterChangedError(
-                f"the parameter {first.name!r} was given data that do not fit it",
+                f"the parameter {first.name!r} got data that do not fit it",
                 expected=f"shape {first.spec.shape}",
-                found="another shape; the parameter has the values that it had",
+                found="another shape; the parameter keeps its previous values",
                 cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
                 "`infinity.unwrap(model)`, change it, and wrap it again",
             )
@@ -225,8 +226,9 @@ class Edits:
                     return found, ParameterChangedError(
                         f"the parameter {unit.params[index].name!r} was edited on rank {rank} alone, in a "
                         f"block that keeps the edits of rank {source}",
-                        expected=f"edits that rank {source} makes, too: all ranks have its values",
-                        found=f"other values on rank {rank}; they are gone, and those of rank {source} stay",
+                        expected=f"edits that rank {source} makes, too: all ranks take its values",
+                        found=f"other values on rank {rank}; they are lost, and the values of rank {source} "
+                        "stay",
                         cure=f"edit on rank {source}, or `gathered(params, write=True, source={rank})`",
                     )
         return found, None

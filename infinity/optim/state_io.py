@@ -498,6 +498,6 @@ def _no_room(nbytes: int, room: int) -> BudgetError:
         "a state dict does not fit the host memory that is left",
         expected=f"{format_size(nbytes)} ({nbytes} bytes)",
         found=f"{format_size(room)} ({room} bytes) left of host_memory",
-        cure="`infinity.export(model, path)` writes the model to files, `infinity.save(optimizer, path)` the "
-        "whole run, whatever the size; or raise host_memory",
+        cure="write the model to files with `infinity.export(model, path)`, or the whole run with "
+        "`infinity.save(optimizer, path)`, which work at any size; or raise host_memory",
     )

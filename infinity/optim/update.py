@@ -37,7 +37,7 @@ from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
 
 #: What helps where an update that cannot go on has changed something.
 LOST: Final = (
-    "build the model anew and load the last checkpoint (`infinity.load`), with more memory: free some, or "
+    "build the model again and load the last checkpoint (`infinity.load`), with more memory: free some, or "
     "lower host_memory, device_memory or chunk_elements"
 )
 
@@ -207,10 +207,10 @@ class Updater:
         if task is not None:
             if self._feed.is_open and in_backward():
                 raise GradientError(
-                    "parameters or their state are looked at in the last backward of a step",
-                    expected='with update="backward", such looks behind `step()`',
-                    found="one in a hook or a function of that backward, which updates them",
-                    cure='look behind `step()`, or train with update="overlap"',
+                    "the program reads parameters or their state in the last backward of a step",
+                    expected='with update="backward", such reads after `step()`',
+                    found="a read in a hook or a function of that backward, which updates them",
+                    cure='read them after `step()`, or train with update="overlap"',
                 )
             wait = self._recorder.waits()
             while True:
@@ -319,8 +319,8 @@ class Updater:
             f"{what} has no memory; {len(left)} chunks wait, and nothing is lost",
             expected="memory for the update of one chunk",
             found=found,
-            cure="free memory, then make the same call again: the update goes on where it stopped, and a "
-            "`step()` that raised this is finished by the next `step()`",
+            cure="free memory, then make the same call again: the update goes on where it stopped, and the "
+            "next `step()` finishes a `step()` that raised this",
         )
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:

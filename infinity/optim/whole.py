@@ -70,7 +70,7 @@ def agree_on_step(
             told = comm.exchange("the options of a step, which differ", options)
             raise DivergenceError(
                 "the ranks make a step with different options",
-                expected="the same in the param groups of all ranks",
+                expected="the same options in the param groups of all ranks",
                 found=differences([json.loads(each) for each in told]),
                 cure="set the options of param groups, and step schedulers, in the same way on every rank",
             )
@@ -93,10 +93,10 @@ def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Seque
     if any(each != values[0] for each in values):
         raise DivergenceError(
             "ranks have edited parameters outside of a `gathered` block, and not all in the same way",
-            expected="the same values on all ranks, as each has a copy",
-            found=f"CRC-32 of what was edited: {differences(values)}",
-            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: that rank's values "
-            "count then",
+            expected="the same values on all ranks, because each has a replica",
+            found=f"CRC-32 of the edited values: {differences(values)}",
+            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: then all ranks take "
+            "the values of that rank",
         )
     return {name for each in told for name in each[1]}
 
@@ -122,8 +122,8 @@ def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None
                 f"ranks load different values of {name!r}",
                 expected="the same state dict on all ranks",
                 found="; ".join(f"rank {rank}: CRC-32 {crc}" for rank, crc in enumerate(crcs)),
-                cure="load one file on all; or edit inside `infinity.gathered(…, write=True, source=0)`, "
-                "where that rank's values count",
+                cure="load the same file on all ranks; or edit inside "
+                "`infinity.gathered(…, write=True, source=0)`, which takes the values of that rank",
             )
 
 

@@ -241,7 +241,7 @@ def _own_precision(name: str, param: nn.Parameter, trains: bool) -> str:
         )
     if trains and param.dtype is torch.float16:
         raise PrecisionError(
-            f"the parameter {name!r} is fp16, in which gradients of an unscaled loss vanish",
+            f"the parameter {name!r} is fp16, and fp16 gradients of an unscaled loss underflow",
             expected='Config(dtype="fp16"), with which `optimizer.scale(loss).backward()` scales the loss',
             found="dtype=None, and a parameter that is torch.float16",
             cure='Config(dtype="fp16") and `optimizer.scale(loss).backward()`; or Config(dtype="bf16")',

@@ -80,12 +80,12 @@ class Given:
             return
         self.forget(edited)
         error = ParameterChangedError(
-            f"a copy of the parameter {edited[0].name!r} was edited, which a state dict gave out; the "
-            "parameter has the values that it had",
+            f"the program edited a copy of the parameter {edited[0].name!r} from a state dict; the parameter "
+            "itself has not changed",
             expected="edits of parameters themselves",
             found=f"an in-place edit of tensors of `state_dict()`, of {len(edited)} parameters",
-            cure="edit inside `with infinity.gathered(params, write=True):`, or give what was edited to "
-            "`load_state_dict`; clone() what is to be edited and not to change the model",
+            cure="edit inside `with infinity.gathered(params, write=True):`, or pass the edited tensors to "
+            "`load_state_dict`; clone() tensors whose edits are not for the model",
         )
         if not self._staged:
             raise error

@@ -80,10 +80,11 @@ _CURE = (
 def traced_error(found: str) -> ParameterError:
     """Return the error of what records a forward of a wrapped model."""
     return ParameterError(
-        "a wrapped model cannot be recorded: its parameters come and go, and in a recorded forward they stay",
+        "a wrapped model cannot be recorded: the engine loads and releases its parameters, and a recorded "
+        "forward cannot do that",
         expected="a plain model",
         found=found,
-        cure="record what `infinity.unwrap(model)` returns, or a model that is built anew and has loaded "
+        cure="record the model that `infinity.unwrap(model)` returns, or a newly built model that has loaded "
         "`model.state_dict()`",
     )
 
@@ -119,7 +120,7 @@ class ReleasedParameter(nn.Parameter):
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
-            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released one",
+            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released parameter",
             cure=_CURE,
         )
 
@@ -131,7 +132,7 @@ class ReleasedParameter(nn.Parameter):
             f"the parameter {name_of(self)!r} cannot be copied",
             expected="a parameter that belongs to no engine",
             found="deepcopy of a released parameter",
-            cure="copy the model before `wrap`, and later its newest values into that copy, "
+            cure="copy the model before `wrap`, and later copy its newest values into that copy, "
             "`infinity.copy_to(model, plain)`; or copy its `state_dict()`",
         )
 
@@ -268,7 +269,7 @@ def _unchanged(param: ReleasedParameter, dtype: Any, device: Any, found: str, co
         f"the parameter {name_of(param)!r} cannot be moved, cast or copied by {found} after `wrap`",
         expected=f"{param.dtype} on {param.device}",
         found=found,
-        cure="choose dtype and device in Config, before `wrap`; `infinity.unwrap(model)` makes it a plain "
+        cure="set dtype and device in Config, before `wrap`; `infinity.unwrap(model)` turns it into a plain "
         "model again",
     )
 
@@ -435,14 +436,14 @@ class ShardedParam:
         if not wrong and (storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage)):
             return
         raise ParameterChangedError(
-            f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
+            f"the parameter {self.name!r} was cast, moved or got other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
             found=f"{param.dtype}, shape {tuple(param.shape)}" if wrong else "other storage",
             cure="`infinity.unwrap(model)`, resize it, and wrap it again"
             if tuple(param.shape) != self.spec.shape
-            else "`with infinity.gathered(params, write=True): pass` keeps the values that it has now, as "
-            f"{self.spec.dtype}; edit inside such a block from then on. `infinity.unwrap(model)` works after "
-            "one, to cast it and wrap it again",
+            else "`with infinity.gathered(params, write=True): pass` keeps its current values, as "
+            f"{self.spec.dtype}; edit inside such a block from then on. After such a block, "
+            "`infinity.unwrap(model)` works, to cast the model and wrap it again",
         )
 
 

@@ -229,8 +229,8 @@ class Residency:
             # What is placed on the device has its update in the block, unless that is delayed.
             if unit.keepers and (self.has_two_versions or not unit.on_device):
                 raise ParameterError(
-                    f"the parameters of unit {unit.layout.name!r} are about to change inside a "
-                    "`gathered` block",
+                    f"a call would change the parameters of unit {unit.layout.name!r} inside a `gathered` "
+                    "block",
                     expected="step() and load_state_dict() outside the block",
                     found="a block that is still open",
                     cure="leave `with infinity.gathered(...)` first",
@@ -374,10 +374,10 @@ class Residency:
             return  # there is but one
         if (unit.users | unit.keepers) - {user}:
             raise ParameterError(
-                f"two versions of unit {unit.layout.name!r} are wanted at once",
+                f"the program needs two versions of unit {unit.layout.name!r} at once",
                 expected="a training forward or backward outside of `gathered` blocks, which show the "
                 "newest parameters",
-                found="one inside such a block, with delayed updates",
+                found="a training forward or backward inside such a block, with delayed updates",
                 cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
             )
         if unit.on_device:

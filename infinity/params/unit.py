@@ -164,8 +164,9 @@ class ParamUnit(UnitMemory):
         warnings.warn(
             f"{format_size(self.layout.gathered_nbytes)} of unit {self.layout.name!r} stay on the device: "
             "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
-            "array, a view that a module returned). They count as yours, beside device_memory, until it "
-            "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
+            "array, a view that a module returned). Until the program drops these references, this memory "
+            "comes on top of device_memory; keep a clone() instead. metrics() counts such units as "
+            "memory/held_units.",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -175,8 +176,8 @@ class ParamUnit(UnitMemory):
         warnings.warn(
             f"unit {self.layout.name!r} needs {format_size(self.layout.gathered_nbytes)} on the device while "
             f"other units are in use: {format_size(needed)} instead of the planned {format_size(planned)}; "
-            "more units are used at once than the model's structure shows. Name larger units with "
-            "Config(units=[...]) to have this planned.",
+            "the model uses more units at once than its structure shows. Name larger units with "
+            "Config(units=[...]), so that the plan includes this.",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -358,7 +359,7 @@ class ParamUnit(UnitMemory):
             self._forget_edits()
             raise ParameterChangedError(
                 f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
-                expected="parameters that only the optimizer changes" if self._trains else "values that stay",
+                expected="parameters that only the optimizer changes" if self._trains else "read-only values",
                 found="an in-place edit",
                 cure=_CURES[self._trains],
             )

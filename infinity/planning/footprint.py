@@ -161,7 +161,7 @@ class Demand:
         if short[0] is Tier.DEVICE and self.working:
             named += f" (the largest unit is {self.largest[0]!r}, {format_size(self.largest[1])})"
         raise BudgetError(
-            f"the run does not fit the {short[0]} memory that it was given",
+            f"the run does not fit the {short[0]} memory that it may use",
             expected=f"{short[0]}_memory of at least {format_size(needed)} ({needed} bytes): {named}",
             found=f"{format_size(given)} ({given} bytes)"
             + (f" for each of {ranks} ranks" if (ranks := getattr(budget, f"{short[0]}_ranks")) > 1 else ""),

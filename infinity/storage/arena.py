@@ -224,10 +224,10 @@ class Arena:
         elif alignment is not None and (alignment > ALIGNMENT or ALIGNMENT % alignment):
             os.close(fd)
             raise self._error(
-                "needs an alignment that the format does not have",
+                "needs an alignment that the format does not support",
                 errno.EINVAL,
                 expected=f"direct I/O in multiples of at most {ALIGNMENT} bytes",
-                found=f"{alignment} bytes",
+                found=f"an alignment of {alignment} bytes",
                 cure="name a directory on another file system",
             )
         return fd
@@ -250,7 +250,7 @@ class Arena:
             # posix_fallocate would write every block instead, which can take an hour.
             warnings.warn(
                 f"{self.directory}: the file system cannot reserve space (fallocate); "
-                "the disk may turn out to be full during the run",
+                "the disk may become full during the run",
                 stacklevel=4,
             )
         elif number:
@@ -258,7 +258,7 @@ class Arena:
         if not self.direct:
             warnings.warn(
                 f"{self.directory}: the file system has no direct I/O (O_DIRECT); transfers go "
-                "through the page cache, which takes host memory outside the budget",
+                "through the page cache, which uses host memory outside the budget",
                 stacklevel=4,
             )
 
@@ -298,8 +298,8 @@ class Arena:
         return self._error(
             "is in use by another run",
             errno.EWOULDBLOCK,
-            expected=f"{self.path} to be locked by nobody",
-            found="a lock that another process, or another model of this one, holds",
+            expected=f"no lock on {self.path}",
+            found="a lock that another process, or another model of this process, holds",
             cure="wait for that run to end, `infinity.close` that model, or name another directory",
         )
 
@@ -310,7 +310,7 @@ class Arena:
             mode = 0
         kind = "a symbolic link" if stat.S_ISLNK(mode) else found or "something else"
         return self._error(
-            "holds something else where the arena belongs",
+            "has another file in the place of the arena",
             number,
             expected=f"{path}: {expected}",
             found=kind,
@@ -340,7 +340,7 @@ class Arena:
             )
         if error.errno in (errno.EACCES, errno.EPERM):
             return self._error(
-                "is closed to this user",
+                "does not let this user write",
                 error.errno,
                 expected=f"permission to write for user {os.geteuid()}",
                 found=str(error.strerror),
@@ -400,11 +400,11 @@ class Arena:
                 self._unlink()
             except OSError as error:
                 raise self._error(
-                    "does not let go of the arena",
+                    "does not allow the removal of the arena",
                     error.errno or 0,
-                    expected=f"{self.path} to be removed",
+                    expected=f"the removal of {self.path}",
                     found=str(error.strerror),
-                    cure=f"see what became of the file system (dmesg), then remove {self.path}",
+                    cure=f"check the file system (dmesg), then remove {self.path}",
                 ) from error
             finally:
                 self.file.close()

@@ -93,10 +93,10 @@ def find(path: str) -> Found:
         raise DirectoryError(
             f"no checkpoint in {path}",
             path=path,
-            expected=f"a directory with {INDEX}, or one with such directories, step-<n>",
+            expected=f"a directory with {INDEX}, or a directory of such directories, step-<n>",
             found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
-            cure="name the directory that `infinity.save` was given; one that was being written when its run "
-            "was killed is no checkpoint",
+            cure="name the directory that you passed to `infinity.save`; an incomplete directory of a run "
+            "that was killed is not a checkpoint",
         )
     return found[-1]
 
@@ -146,7 +146,7 @@ def check_root(path: str) -> None:
     """Raise `DirectoryError` if `path` is a checkpoint: none is ever made inside of another."""
     if _has_index(path):
         raise DirectoryError(
-            f"{path} is a checkpoint, in which no others are saved",
+            f"{path} is a checkpoint, and cannot contain other checkpoints",
             path=path,
             expected="a directory of checkpoints, or a new one",
             found=INDEX,
@@ -221,12 +221,12 @@ def _read(path: str, index_name: str = INDEX) -> Found:
 
     def wrong(expected: str, found: object) -> CorruptionError:
         return CorruptionError(
-            f"{name} is no index of a checkpoint that can be read",
+            f"{name} is not a readable index of a checkpoint",
             path=name,
             expected=expected,
             found=found,
-            cure="load another checkpoint of that directory by its name, or bring this one again from where "
-            "it was copied",
+            cure="load another checkpoint of that directory by its name, or copy this one again from its "
+            "source",
         )
 
     try:
@@ -437,9 +437,9 @@ class Save:
 def warn_apart(path: str, count: int) -> None:
     """Warn, once, that `path` is on `count` file systems."""
     warnings.warn(
-        f"{path} is not one directory for all ranks, but {count}, as where nodes share no file system. In "
-        "each of them a checkpoint has what its ranks have; they load it from there. Others need the files "
-        "of all in one directory.",
+        f"{path} is not one directory for all ranks, but {count} directories: the nodes share no file system "
+        "there. Each directory holds the part of a checkpoint that its ranks have; the same ranks load it "
+        "from there. For every other use, copy the files of all into one directory.",
         RuntimeWarning,
         stacklevel=1,
     )

@@ -56,7 +56,7 @@ class Folder:
                     f"{self.path} is not empty",
                     errno=errno.ENOTEMPTY,
                     path=self.path,
-                    expected="a new directory, or an empty one: nothing that is there is ever replaced",
+                    expected="a new directory, or an empty one: infinity never replaces files that exist",
                     found=", ".join(there[:8]) + " …" * (len(there) > 8),
                     cure="name another directory, or remove this one first",
                 )
@@ -229,8 +229,8 @@ def _lock(opened: Descriptor, path: str, what: str) -> None:
                 errno=error.errno,
                 path=path,
                 expected=f"one process at a time that writes a {what} into a directory",
-                found="one that holds its lock",
-                cure="wait for it, or give each a directory of its own",
+                found="another process that holds the lock of the directory",
+                cure="wait for that process, or use a separate directory for each",
             ) from error
 
 

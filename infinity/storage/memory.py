@@ -82,7 +82,7 @@ class HostMapping:
                 "the system refused host memory",
                 expected=f"{format_size(nbytes)} ({nbytes} bytes)",
                 found=os.strerror(error.errno),
-                cure=f"free as much memory, or let this process have {-(-nbytes // 1024)} KiB more "
+                cure=f"free that much memory, or allow this process {-(-nbytes // 1024)} KiB more "
                 "(`ulimit -v`, or the memory limit of its cgroup)",
             ) from error
 

@@ -348,11 +348,11 @@ class PinnedPool:
                 left = POLL if timeout is None else start + timeout - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(
-                        f"no lease of the quota {quota!r} came home in {timeout} s",
+                        f"no lease of the quota {quota!r} was returned in {timeout} s",
                         expected=f"a free buffer of {format_size(share.buffer_nbytes)}",
                         found=f"{share.in_use} of {share.buffers} buffers lent, "
                         f"{share.quarantined} in quarantine",
-                        cure="give the quota more buffers (host_memory), or look for a slow drive",
+                        cure="give the quota more buffers (raise host_memory), or look for a slow drive",
                     )
                 reclaimed = [reclaim(min(left, _HELP)) for reclaim in tuple(self._reclaimers)]
                 with self._lock:
@@ -429,7 +429,7 @@ class PinnedPool:
             raise StorageError(
                 f"the quota {quota.name!r} has no buffer left",
                 expected=f"{quota.buffers} buffers",
-                found=f"{quota.quarantined} in quarantine, after transfers that never ended",
+                found=f"{quota.quarantined} in quarantine, after transfers that never completed",
                 cure="replace the drive that does not answer, then start again",
             )
         quota.take_returned()
@@ -445,9 +445,9 @@ class PinnedPool:
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ClosedError(
-                "pinned memory belongs to the process that made it",
+                "pinned memory belongs to the process that created it",
                 found=f"process {os.getpid()}, a child of {self._pid}",
-                cure="make a new engine in the child",
+                cure="create a new engine in the child",
             )
 
     def stats(self) -> dict[str, QuotaStats]:

@@ -79,7 +79,7 @@ class StepLog:
                     head = b""
             if head:
                 raise DataError(
-                    f"{path!r} is no log of a run, and would be lost",
+                    f"{path!r} is not the log of a run, and this run would overwrite it",
                     expected="a log, or a new file",
                     found=f"a file that begins with {head!r}",
                     cure=f"change {self._option}",

@@ -270,13 +270,13 @@ class Transfer:
         if found == expected:
             return None
         return CorruptionError(
-            f"{self.path} is not what it was when it was first read",
+            f"{self.path} has changed since it was first read",
             path=self.path,
             offset=self.extent.offset,
             nbytes=self.nbytes,
             expected=f"CRC32C {expected:08x} for {self.nbytes} bytes at offset {self.extent.offset}",
             found=f"{found:08x}",
-            cure="leave the files of a model as they are while it is used, and check the drive (smartctl, "
+            cure="do not change the files of a model while you use it, and check the drive (smartctl, "
             "dmesg); start again",
         )
 
@@ -296,7 +296,7 @@ class Transfer:
                     nbytes=size,
                     expected=f"CRC32C {expected:08x} for {size} bytes at offset {at} of {self.path}",
                     found=f"{found:08x}",
-                    cure="check the drive (smartctl, dmesg); start again from a saved state",
+                    cure="check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
             address += size
             at += size
