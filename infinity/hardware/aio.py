@@ -196,7 +196,7 @@ class Ring:
         if error == -numbers.EINVAL:
             raise ValueError(f"out of range: {offset=}, {address=:#x}, {nbytes=}, {priority=}")
         raise TransferError(
-            f"{self._label} takes no more transfers",
+            f"{self._label} accepts no more transfers",
             errno=-error,
             path=file.path,
             offset=offset,

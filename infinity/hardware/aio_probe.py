@@ -99,7 +99,7 @@ def _scratch(path: str) -> DirectFile:
             raise
     except OSError as error:
         raise DirectoryError(
-            f"no file can be made in {path}",
+            f"cannot create a file in {path}",
             errno=error.errno,
             path=path,
             expected="a writable directory",
@@ -209,7 +209,7 @@ def choose_backend(backend: str, path: str | None) -> tuple[str, str]:
                 f"the I/O backend {wanted!r} does not work here ({by})",
                 expected="a backend that works",
                 found=verdict,
-                cure="auto takes the best that works",
+                cure="use auto, which takes the best backend that works",
             )
         chosen, reason = wanted, f"asked for by {by}"
     else:

@@ -144,7 +144,7 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
         found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
         raise ConfigError(
             "the mesh has to be a DeviceMesh of one dimension",
-            expected="a mesh of all ranks of the job; shards that are replicated come later",
+            expected="a mesh of all ranks of the job; infinity does not support replicated shards yet",
             found=found,
             cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`',
         )
@@ -157,11 +157,11 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
     ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
     if len(ranks) < world and not independent:
         raise ConfigError(
-            "the mesh does not have all ranks of the job: the others would train copies of the model that "
+            "the mesh does not have all ranks of the job: the others would train replicas of the model that "
             "nothing keeps in step with this one",
-            expected=f"a mesh of {world} ranks; shards that are replicated come later",
-            found=f"one of {len(ranks)}: {', '.join(map(str, ranks))}",
-            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a model of its own '
+            expected=f"a mesh of {world} ranks; infinity does not support replicated shards yet",
+            found=f"a mesh of {len(ranks)} ranks: {', '.join(map(str, ranks))}",
+            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a separate model '
             "on each such mesh, Config(independent_replicas=True)",
         )
     return group
@@ -179,10 +179,10 @@ def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
     if owner != mine:
         name = "checkpoints" if saved else path
         raise ConfigError(
-            f"{path} is where another replica of the job " + ("is saved" if saved else "has its arenas"),
-            expected="a path of its own for each replica, with Config(independent_replicas=True)",
-            found=f"that of ranks {owner}, on ranks {mine}",
-            cure=f"name it with the number of the replica, as {name}/0 and {name}/1",
+            f"another replica of the job {'saves or exports to' if saved else 'has its arenas in'} {path}",
+            expected="a separate path for each replica, with Config(independent_replicas=True)",
+            found=f"the path of ranks {owner}, on ranks {mine}",
+            cure=f"put the number of the replica into the path, as in {name}/0 and {name}/1",
         )
 
 
@@ -210,7 +210,7 @@ def _group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
         raise RankError(
             f"the process group of {launch.world} ranks cannot be initialised",
             found=str(error).partition("\n")[0],  # what follows are frames of C++
-            cure=f"see that all ranks run and reach rank 0 at {at}",
+            cure=f"make sure that all ranks run and reach rank 0 at {at}",
         ) from error
     _made_here = dist.group.WORLD
     return _made_here
@@ -233,7 +233,7 @@ def _meeting(launch: Launch, seconds: float) -> Any:
                 raise RankError(
                     f"rank 0 has not come within {seconds:g} s to connect",
                     found=f"{launch.address}:{launch.port}: {error}",
-                    cure="see that rank 0 runs, and that MASTER_ADDR names its machine on all ranks",
+                    cure="make sure that rank 0 runs, and that MASTER_ADDR names its machine on all ranks",
                 ) from error
         time.sleep(0.05)
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -583,7 +583,7 @@ class Ranks(Comm):
         if self._closed:
             raise ClosedError(
                 "the ranks' connection was closed, or this process is a fork of a rank",
-                cure="make a new engine on every rank",
+                cure="create a new engine on every rank",
             )
         self.check()
         if self._error is not None:

@@ -101,7 +101,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not said.isdecimal():
         raise ConfigError(
             f"{name} is not a number",
-            expected="what torchrun or srun sets",
+            expected="the number that torchrun or srun sets",
             found=repr(said),
             cure="start every rank with torchrun or srun",
         )

@@ -128,7 +128,7 @@ def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) ->
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         raise DirectoryError(
-            "the settings cannot be kept",
+            "cannot write the settings file",
             errno=error.errno,
             path=str(file),
             expected="a file that this user may write",

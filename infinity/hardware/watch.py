@@ -187,7 +187,7 @@ class Watch:
         return RankError(
             f"{what}: {who} within {timeout:g} s",
             found="; ".join(other) or None,
-            cure="look at what those ranks do; if they are only slow, a longer timeout",
+            cure="check what those ranks do; if they are only slow, raise the timeout",
         )
 
     def ended(self, what: str) -> RankError:
@@ -513,7 +513,7 @@ def not_come(ranks: list[int], timeout: float) -> RankError:
     have = "has" if len(ranks) == 1 else "have"
     return RankError(
         f"{named(ranks)} {have} not come within {timeout:g} s to connect",
-        cure="look at the output of those ranks; every rank has to make its engine",
+        cure="check the output of those ranks; every rank has to call `wrap`",
     )
 
 
@@ -542,7 +542,7 @@ def check_early(store: Store, ranks: Sequence[int]) -> None:
             store.add(_HEARD, 1)
             raise RankError(
                 f"rank {said['rank']} {said['why']}",
-                cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
+                cure=f"fix the cause that ended rank {said['rank']}; all ranks have to come to `wrap`",
             )
 
 
@@ -556,7 +556,7 @@ def gone_early(error: BaseException) -> RankError:
     return RankError(
         "rank 0 is gone: it ended before all ranks had come to `wrap`",
         found=str(error).partition("\n")[0],
-        cure="look at the output of rank 0, and of torchrun",
+        cure="check the output of rank 0, and of torchrun",
     )
 
 
@@ -601,7 +601,7 @@ def diverged(said: Sequence[str]) -> DivergenceError:
     return DivergenceError(
         "ranks do different things",
         found=by_rank(said),
-        cure="run the same code in the same order on every rank; what differs may differ in data only",
+        cure="run the same code in the same order on every rank; only the data may differ",
     )
 
 
