@@ -1,14 +1,15 @@
-"""The units' memory on the device, within a number of bytes: what is loaded next, and what goes for it.
+"""The units' memory on the device, within a number of bytes: which unit to load next, and which to evict.
 
-A unit that nobody uses stays while there is room; when room is needed, the one whose next use is farthest
-away goes first: [Note: load and gather]. One whose memory somebody else holds stays as long as that lasts,
-over the budget if need be: [Note: held units].
+A unit that is not in use stays while there is room. When the engine needs room, it evicts the unit whose next
+use is farthest away first: [Note: load and gather]. A held unit stays as long as it is held, over the budget
+if necessary: [Note: held units].
 
-[Note: worth the wait] What is loaded ahead may take the place of a unit that comes later, but what is used
-until then and comes again later still would be the better one to go. Cycle after cycle, whoever does not wait
-for it loads a model whole of which a part could have stayed. So it is waited for, but not until a drive has
-nothing to do: a unit before which fewer bytes are used than it has itself takes what there is (P. Cao et al.,
-"A study of integrated prefetching and caching strategies", 1995: it is between their two).
+[Note: worth the wait] A prefetched unit may take the place of a unit whose next use is later. But a unit that
+is used until then, and whose next use is later still, would be the better victim. A cache that never waits
+for it loads a whole model in each cycle, although a part could have stayed. So the cache waits for the better
+victim, but not until a drive has nothing to do: if fewer bytes are used before a unit than the unit has
+itself, it takes the room that there is (P. Cao et al., "A study of integrated prefetching and caching
+strategies", 1995: this is between their two strategies).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What state dicts give out: a storage of its own for each tensor, and which copies were edited.
 
-torch's parameters have a storage each, and what saves models tells tied ones by that (safetensors,
-accelerate, `torch.save`). A unit's parameters lie in one storage; so what is given out of it is an alias
-through DLPack, which has a storage over exactly its bytes and keeps the unit's for as long as it lives.
+In torch each parameter has a storage of its own, and libraries that save models (safetensors, accelerate,
+`torch.save`) recognise tied parameters by it. A unit's parameters share one storage. So a state dict gets an
+alias through DLPack, which has a storage over exactly its bytes and keeps the unit's storage for as long as
+it lives.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Given:
                 copy.version = copy.now
 
     def check(self) -> None:
-        """Tell of edits that torch counts since the last look; also of copies that are gone since.
+        """Check for edits that torch counts since the last check, also of copies that are gone since.
 
         Raises:
-            ParameterChangedError: there are. On a device that is not the host it is a warning.
+            ParameterChangedError: there is an edit. On a device that is not the host this is a warning.
         """
         if not self._copies:
             return

@@ -1,4 +1,4 @@
-"""Who uses which unit, and in which version: claims, and what changes the values under them."""
+"""The uses of units: claims, the versions that they use, and the changes of values under them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .updates import Updates
 
 
 class Residency:
-    """The claims on units. A unit that somebody uses is UNSHARDED; what nobody uses is the cache's.
+    """The claims on units. A unit in use is UNSHARDED; units that are not in use belong to the cache.
 
-    `in_order`: units are gathered in the order of their numbers, those before the one that is needed first
-    (ZeRO's stage 1): then ranks may use different ones, as long as all come to the same `gather_all`.
-    `ahead`: while one is used, the next is gathered ([Note: behind compute]); then all ranks use the same.
+    `in_order`: the engine gathers units in the order of their numbers, first those before the needed one
+    (ZeRO stage 1). Then ranks may use different units, as long as all come to the same `gather_all`. `ahead`:
+    while a unit is in use, the engine gathers the next one ([Note: behind compute]); then all ranks use the
+    same units.
 
     Attributes:
         hits: units that were loaded, or being loaded, when they were needed.

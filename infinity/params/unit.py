@@ -9,12 +9,12 @@ UNSHARDED.
 
 What is written last is what says that the rest was done: an error may end each of them between any two lines.
 
-[Note: held units] Whoever has an alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a
-module returned, a graph that saved it without our hooks) still refers to the unit's memory. Before the
-memory goes the owners of the storage and of the parameters are counted; were there more than when the
-unit was bound, somebody else is among them. Then the memory stays, and new values are written into it, so
-that an alias shows what it shows in torch. Raw addresses (`data_ptr()`, CUDA graphs, IPC) cannot be
-counted.
+[Note: held units] An alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a module
+returned, a graph that saved it without the engine's hooks) still refers to the unit's memory. Before the
+engine frees the memory it counts the owners of the storage and of the parameters. If there are more than
+when the unit was bound, code outside of the engine is among them. Then the memory stays, and the engine
+writes new values into it, so that an alias shows what it shows in torch. The engine cannot count raw
+addresses (`data_ptr()`, CUDA graphs, IPC).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .unit_memory import UnitMemory
 class UnitState(enum.Enum):
     """Where the parameters of a unit are.
 
-    SHARDED: their storage is empty. LOADING: it is being filled. LOADED: this rank's slice is there (the
-    whole, with one rank). GATHERED: the whole is there, and nobody uses it. UNSHARDED: usable.
+    SHARDED: their storage is empty. LOADING: a load is filling it. LOADED: this rank's slice is there (with
+    one rank, the whole unit). GATHERED: the whole unit is there, and not in use. UNSHARDED: usable.
     """
 
     SHARDED = "sharded"
@@ -73,7 +73,7 @@ class ParamUnit(UnitMemory):
     """The parameters of one unit and their storage on the device.
 
     Args:
-        on_device: placed on the device: the copy's place is the storage.
+        on_device: placed on the device: the storage holds the compute parameters.
         kept_apart, in_place: this rank's shard is placed on the device: see `UnitMemory`.
         persistent: not released after use; what is placed on the device always is.
         look: an edit that torch does not count is an error.

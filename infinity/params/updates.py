@@ -1,12 +1,13 @@
-"""Which updates are under way behind the user's back, and how to wait for them.
+"""Which updates run in the background, and how to wait for them.
 
-The update runs on one worker thread, in the order of the forward. Whoever needs a unit waits for
-that unit; whoever needs everything waits for everything. A failure wakes every waiter and is
-raised by each, so nobody waits for what will not come.
+The update runs on one worker thread, in the order of the forward. A thread that needs a unit waits for
+that unit; a thread that needs everything waits for all units. A failure wakes every waiter, and each raises
+the error, so no thread waits for an update that will not come.
 
-[Note: updates that stop] Where the worker found no memory for a chunk, and has not begun to change it, the
-update has stopped: what is left of it waits. That is raised, too, once at least; whoever looks or waits after
-that has it go on. For all others it is under way: its chunks wait, and its gradients are kept for it.
+[Note: updates that stop] If the worker finds no memory for a chunk, and has not begun to change it, the
+update stops: the rest of it waits. At least one call raises this error. The next call that checks or waits
+after that makes the update go on. For all other code the update is running: its chunks wait, and the engine
+keeps its gradients.
 """
 
 from __future__ import annotations
