@@ -1,17 +1,17 @@
 """The inputs of checkpointed layers, on the host between their forward and their backward.
 
 `torch.utils.checkpoint` saves the inputs of a layer for its recomputation as autograd saves tensors,
-so hooks on saved tensors see them (saved.py; for activations they are set around the root's forward).
-Each input goes d2h behind the forward into a lease; its device memory goes when the copy is done. In the
-backward it comes back h2d, ahead of its use.
+so hooks on saved tensors receive them (saved.py; for activations the hooks are set around the root's
+forward). Each input goes d2h after the forward into a lease; the engine frees its device memory when the copy
+is done. In the backward it comes back h2d, before its use.
 
 [Note: ahead, in bytes] The last inputs of the forward, and in the backward the next ones, are on the
-device: as many as add up to twice the largest. So the first inputs that the backward needs have never
-left, and the device memory of inputs is bounded whatever the speed of the link. On CUDA the compute
-stream waits for the copy before an input's memory goes (the host does not): were the allocator to
-watch the copy instead, a host that is ahead of the device would find none of the memory free.
+device: as many as add up to twice the largest. So the first inputs that the backward needs never
+leave the device, and the device memory of inputs is bounded for any speed of the link. On CUDA the compute
+stream waits for the copy before the engine frees an input's memory (the host does not wait). If the allocator
+tracked the copy instead, a host that is ahead of the device would find none of the memory free.
 
-What is offloaded leaves a *witness*: an alias whose data was replaced by an empty tensor, so that it has
+An offloaded input leaves a *witness*: an alias whose data was replaced by an empty tensor, so that it has
 the version counter and not the memory ([Note: versions of packed tensors]).
 """
 

@@ -1,8 +1,8 @@
-"""Units that are used outside of the scope that they belong to, or for longer than its forward.
+"""Units that are used outside of their scope, or for longer than its forward.
 
-A recomputed scope keeps its units until its backward begins, or another scope's forward does. What autograd
-or an operator asks for elsewhere stays until something else is asked for; where somebody has its address,
-until a scope begins or ends.
+A recomputed scope keeps its units until its backward begins, or another scope's forward begins. A unit that
+autograd or an operator needs elsewhere stays until another unit is needed; if the program has its address, it
+stays until a scope begins or ends.
 """
 
 from __future__ import annotations

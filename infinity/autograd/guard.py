@@ -1,4 +1,4 @@
-"""What must be as it was at `wrap` when a forward begins."""
+"""Checks at the beginning of a forward that the model is as it was at `wrap`."""
 
 from __future__ import annotations
 

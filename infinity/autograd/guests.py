@@ -1,4 +1,4 @@
-"""Threads that a forward starts: guests of the one that has the turn. See [Note: turns]."""
+"""Threads that a forward starts: guests of the thread that holds the engine lock. See [Note: turns]."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Hooks: what torch calls, told to the phases.
+"""Hooks: torch calls them, and they call the phases.
 
-No pairing of pre- and post-hooks is assumed. Recomputation stops early, so a forward may lack
-its end; its reentrant form and shared layers fire twice. So claims on units are sets of owners,
-and what an owner did not release is dropped at the next forward from outside.
+The engine does not assume that pre- and post-hooks come in pairs. Recomputation stops early, so a forward may
+have no end; its reentrant form and shared layers call hooks twice. So claims on units are sets of owners,
+and the next forward from outside drops the claims that an owner did not release.
 
-A scope's backward begins when the gradient of one of its outputs is there (a hook on each), and ends as
-inputs.py has it; what lacks either is settled when the outermost backward ends. A backward that begins
-elsewhere makes a unit present where autograd asks for what it saved of it ([Note: references]), or where a
-recomputation uses it; and so does a forward that uses a parameter of another scope.
+A scope's backward begins when the gradient of one of its outputs arrives (a hook on each), and ends as
+inputs.py describes. A scope without one of these events is settled when the outermost backward ends. In a
+backward that begins elsewhere, the engine loads a unit when autograd unpacks a tensor saved from it
+([Note: references]), or when a recomputation uses it. A forward that uses a parameter of another scope loads
+the unit, too.
 """
 
 from __future__ import annotations

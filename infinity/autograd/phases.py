@@ -1,13 +1,13 @@
-"""What a training loop is in the middle of, and the four places where something happens to all of it.
+"""The phases of a training loop, and the four places that see all of it.
 
-[Note: the seams] They are `begin_forward`, when a forward begins from outside; `end_unit_backward`, when a
-unit's gradients of one backward are there; `end_backward`, when the outermost backward is over; `step`, when
-an optimizer's step begins. All are called in the order of the program, on whichever thread runs it, and
-nothing else tells one part of the engine that another one's phase has come. What concerns all units or all
-ranks (collectives, commits, traces) attaches to these four and to nothing else.
+[Note: the seams] The places are `begin_forward`, when a forward begins from outside; `end_unit_backward`,
+when a unit's gradients of one backward have arrived; `end_backward`, when the outermost backward is over;
+`step`, when an optimizer's step begins. The engine calls them in the order of the program, on the thread that
+runs it. No other call tells one part of the engine that another phase has begun. Work that concerns all units
+or all ranks (collectives, commits, traces) attaches to these four places and to no others.
 
-torch tells nobody when a backward raises or Ctrl-C ends a forward. So whether a backward is under way is what
-torch answers now, forwards are objects that whoever comes next from outside clears away, and claims on units
+torch reports neither a backward that raises nor a forward that Ctrl-C ends. So the engine asks torch whether
+a backward is running; the next forward from outside removes abandoned forward objects; and claims on units
 have owners ([Note: looks at the stack]).
 """
 

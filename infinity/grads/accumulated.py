@@ -1,7 +1,7 @@
-"""What one rank has of a unit's gradient, added up over backwards, before ranks add up theirs.
+"""A unit's gradient on one rank, accumulated over backwards, before the ranks reduce it.
 
-In ZeRO's stages 0 and 1 every rank keeps its whole gradients until the step. The first backward's stay in the
-compute dtype, as autograd made them; what later ones bring is added in fp32.
+In ZeRO stages 0 and 1 every rank keeps its whole gradients until the step. The gradients of the first
+backward stay in the compute dtype, as autograd made them; those of later backwards are added in fp32.
 """
 
 from __future__ import annotations

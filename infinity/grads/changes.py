@@ -1,10 +1,10 @@
-"""What a program makes of gradients between its backwards, which has to be the same on all ranks.
+"""A program's changes of gradients between its backwards, which have to be the same on all ranks.
 
-[Note: changes are compared] Behind a backward every rank has a gradient of what any rank has used, so all see
-the same. What a program does to it next (`zero_grad()`, `p.grad = None`, a factor) each rank only knows of
-itself: where one alone drops its gradients, the others would go on with theirs, and the sum would be neither.
-So ranks compare what they find where a backward begins, and where gradients are asked for. The former goes
-along with the end of that backward, before anybody sees what it has made.
+[Note: changes are compared] After a backward every rank has a gradient of each parameter that any rank has
+used, so all ranks see the same gradients. Each rank only knows its own changes after that (`zero_grad()`,
+`p.grad = None`, a factor): if one rank alone dropped its gradients, the others would go on with theirs, and
+the sum would be wrong. So the ranks compare their changes when a backward begins, and when the program reads
+gradients. The end of the backward carries the first comparison, before the program sees the new gradients.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the gradients' worker does with one chunk after the other: takes what leaves the device to its place,
-erases, clamps, reads."""
+"""The work of the gradients' thread, one chunk after the other: it moves gradients that leave the device to
+their place, erases, clamps and reads."""
 
 from __future__ import annotations
 

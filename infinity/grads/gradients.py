@@ -1,9 +1,9 @@
 """Gradients on their way from the backward to the update.
 
-A unit's gradient leaves the device once, in the compute dtype, when its backward ends ([Note: one buffer]);
-what arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. One worker
-thread starts the copies of all chunks and then sees to each as it comes, so the backward waits for it only
-when it is a whole unit ahead. A gradient that is zero is a note and takes no bytes.
+A unit's gradient leaves the device once, in the compute dtype, when its backward ends ([Note: one buffer]).
+Gradients that arrive later (another backward, a shared layer, reentrant checkpointing) are added in fp32. One
+worker thread starts the copies of all chunks and then handles each as it arrives, so the backward waits for
+the worker only when it is a whole unit ahead. For a gradient of zeros the engine keeps a note and no bytes.
 """
 
 from __future__ import annotations

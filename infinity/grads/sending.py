@@ -1,4 +1,4 @@
-"""Gradients that leave the device: one unit's after the other, by one worker."""
+"""Gradients that leave the device: one worker sends them, unit by unit."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What `p.grad` is after a backward: a wrapper without storage that answers from the shards.
+"""`p.grad` after a backward: a tensor subclass without storage that reads from the shards.
 
-It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
+It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms come from
 the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
-that the update applies. So does `clip_grad_value_`: the shards are clamped. Adding a tensor
-accumulates, which is also how autograd delivers a second backward. An operator that only reads is given
-the whole gradient, unscaled, for the time of that operator. Every other edit raises `GradientError`.
+that the update applies. `clip_grad_value_` works, too: the engine clamps the shards. Adding a tensor
+accumulates, which is also how autograd delivers a second backward. An operator that only reads gets
+the whole gradient, unscaled, for the duration of that operator. Every other edit raises `GradientError`.
 
-[Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
-parameter. When they get another gradient it has nothing to show any more, and says so, also when it
-is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns. A view of it
-(`p.grad.view(-1)`, `p.grad[0]`) is one, too, and its values are read when they are used: an edit of a view
-would be lost, and raises.
+[Note: a gradient is a view] It has no values of its own: it shows the values in the shards of its
+parameter. When the shards get another gradient, every use of the old object raises an error, also when the
+program puts it back into `p.grad`. To keep values, call `infinity.gradient`. A view of it
+(`p.grad.view(-1)`, `p.grad[0]`) reads its values from the shards, too, when an operator uses it. An edit of a
+view would be lost, and raises an error.
 """
 
 from __future__ import annotations
