@@ -1,4 +1,4 @@
-"""Models of PEFT in files: adapters alone, as PEFT has them, or what they make of their base."""
+"""PEFT models in files: adapters alone, in PEFT's format, or merged into their base."""
 
 from __future__ import annotations
 

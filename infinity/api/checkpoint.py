@@ -1,9 +1,9 @@
-"""What a checkpoint has, and what `save`, `load` and `export` have in common.
+"""The content of a checkpoint, and the common code of `save`, `load` and `export`.
 
-As safetensors files: ``parameters`` (fp32 masters; of frozen parameters the values in the compute dtype),
-``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that the next forward uses,
-where they are not the newest), ``buffers``, and ``values``, the tensors of what is JSON otherwise; and an
-index. What a run is cut into, where its bytes lie and which compute dtype it has are not in it.
+A checkpoint has these safetensors files: ``parameters`` (fp32 masters; for frozen parameters the values in
+the compute dtype), ``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that
+the next forward uses, if they are not the newest), ``buffers``, and ``values``, the tensors of state that is
+JSON otherwise. It also has an index. It does not depend on the run's chunks, placement and compute dtype.
 """
 
 from __future__ import annotations

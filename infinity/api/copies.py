@@ -1,4 +1,4 @@
-"""`copy_to`: the newest values of a wrapped model, in a plain one of the same structure."""
+"""`copy_to`: copies the newest values of a wrapped model into a plain one of the same structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that one wrapped model has, and how it is put together. Wiring only."""
+"""The engine of one wrapped model: all of its parts, and how they are connected. Wiring only."""
 
 from __future__ import annotations
 

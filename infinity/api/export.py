@@ -1,4 +1,4 @@
-"""`export`: what a model has learned, in files that other programs read."""
+"""`export`: writes a model to files for other programs."""
 
 from __future__ import annotations
 

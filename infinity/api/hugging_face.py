@@ -1,10 +1,12 @@
-"""Models of transformers and diffusers: the structure that a directory describes, and where its values are.
+"""Models of transformers and diffusers: the structure that a directory describes, and the places of its
+values.
 
 [Note: names in files] The tensors of a directory may have other names than the parameters that transformers
-makes of them, and several may become one (experts). Which, only transformers knows, and it is asked: names
-are renamed by its own rules; and a conversion is given small tensors with numbers to tell them apart. Where
-these come out as they went in, one tensor after the other, a parameter is those tensors of the file one after
-the other, and is read without ever being whole in memory. Where not, transformers loads the model.
+makes from them, and transformers may combine several into one (experts). Only transformers knows the rules,
+so the engine uses them: it renames names by these rules, and runs a conversion on small tensors with distinct
+numbers. If the result is a concatenation of the inputs, the parameter is a concatenation of the tensors in
+the file, and the engine reads it without ever holding it whole in memory. Otherwise transformers loads the
+model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`inference`: a model that is only used, with its parameters on the tiers that have room."""
+"""`inference`: a model for inference only, with its parameters on the tiers that have room."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""`init`: a model is built as always, but its parameters stand in a scratch file, not in memory.
+"""`init`: builds a model as usual, but keeps its parameters in a scratch file, not in memory.
 
-[Note: scratch] torch calls a hook whenever a parameter is registered in a module. The hook copies
-the parameter's bytes into an extent of a nameless file, maps that extent, and lets the parameter's
-`data` be the mapping: same object, same shape, strides and dtype, so initialization draws the same
-random numbers and writes the same values. At most one parameter (while it is copied) is anonymous
-memory, beside those of less than a page; the rest is page cache, which the kernel writes back and drops
+[Note: scratch] torch calls a hook whenever a module registers a parameter. The hook copies
+the parameter's bytes into an extent of an unnamed file, maps that extent, and makes the mapping the
+parameter's `data`: same object, same shape, strides and dtype, so initialization draws the same
+random numbers and writes the same values. At most one parameter (during its copy) is in anonymous
+memory, besides those of less than a page. The rest is page cache, which the kernel writes back and drops
 when memory is short.
 
 - The extent's blocks are allocated before it is mapped: a full disk is then an error here, and not
   a SIGBUS at some later store.
-- The storage owns the mapping. When the last tensor over it is gone, the mapping is removed and its
-  blocks are given back to the file system (a punched hole), so that nobody has to count users.
-- Parameters that share their bytes share the extent, hence tied weights stay tied. Those that share a part
-  of them are separated; an extent remembers where its bytes came from, so that `wrap` finds such a pair.
+- The storage owns the mapping. When the last tensor over it is gone, the engine unmaps the extent and
+  returns its blocks to the file system (a punched hole), so no code has to count users.
+- Parameters that share all their bytes share the extent, hence tied weights stay tied. Parameters that share
+  a part of their bytes are separated; an extent remembers the source of its bytes, so that `wrap` finds such
+  a pair.
 """
 
 from __future__ import annotations

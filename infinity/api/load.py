@@ -1,4 +1,4 @@
-"""`load`: a checkpoint into a wrapped model and its optimizer, whatever their placement."""
+"""`load`: loads a checkpoint into a wrapped model and its optimizer, for any placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the state dict of a module has, without being one: names, shapes, and values as they are asked for."""
+"""The content of a module's state dict, without building one: names, shapes, and values on request."""
 
 from __future__ import annotations
 

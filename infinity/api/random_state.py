@@ -1,4 +1,4 @@
-"""The state of every generator of random numbers that a training run draws from."""
+"""The states of all random number generators that a training run uses."""
 
 from __future__ import annotations
 

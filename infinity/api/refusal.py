@@ -1,4 +1,4 @@
-"""What `wrap` says when a run does not fit: settings with which it would."""
+"""The suggestions of `wrap` when a run does not fit: settings with which it would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`save`: everything that a training run needs to go on, in a directory that any run can read."""
+"""`save`: saves everything that a training run needs to resume, in a directory that any run can load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of a config may take on this machine: memory, drives, threads."""
+"""The memory, drives and threads of this machine that a run of a config may use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`trace`: what the engine does and when, in a file that Perfetto and `infinity trace` read.
+"""`trace`: records the engine's work with its times, in a file for Perfetto and `infinity trace`.
 
-The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track;
-where several pieces of a kind are under way at once, they lie in several lanes of it.
+The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track.
+If several pieces of a kind run at once, they are in several lanes of the track.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `unwrap` does: the values of a wrapped model, as ordinary parameters."""
+"""The work of `unwrap`: it turns the values of a wrapped model into ordinary parameters."""
 
 from __future__ import annotations
 

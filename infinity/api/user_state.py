@@ -1,7 +1,7 @@
-"""Users' values as JSON and tensors, and back: what a checkpoint has beside the parameters.
+"""Users' values as JSON and tensors, and back: the further state in a checkpoint.
 
-Nothing in it is code, and nothing is guessed: what is not one of these values is an error that names it. What
-JSON has no word for is a mapping of one key that begins with ``$``.
+It contains no code, and the engine guesses nothing: a value of another kind is an error that names it. A
+value that JSON does not support is a mapping with one key that begins with ``$``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The native I/O module, found or explained, and what to do about each error number that it reports."""
+"""The native I/O module, or the error that explains its absence; and what to do about each error number."""
 
 from __future__ import annotations
 

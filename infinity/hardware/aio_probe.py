@@ -10,8 +10,8 @@ The order of `auto`, each step with its reason in the answer:
 4. ``uring``: io_uring, where Linux AIO is refused.
 5. ``threads``: always works.
 
-For `auto` a backend counts as working when it has written and read back a block in the directory, for
-others when it can be opened. The environment variable INFINITY_AIO forces one; it outweighs the argument.
+With `auto`, a backend works if it has written and read back a block in the directory; otherwise, if it can be
+opened. The environment variable INFINITY_AIO selects a backend and overrides the argument.
 """
 
 from __future__ import annotations

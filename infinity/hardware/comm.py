@@ -1,23 +1,24 @@
-"""Ranks: what N processes that train one model tell each other. The only file that names torch.distributed.
+"""Ranks: the collectives of N processes that train one model. The only file that names torch.distributed.
 
-[Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted, and ends when the other rank
-comes or minutes later. So works are started asynchronously and asked whether they are complete; meanwhile
-this rank learns whether another failed, is gone (`watch`) or is too late. gloo's `send` and `recv` do not
-know whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in place:
-gloo's own all-gather allocates its output a second time, and takes three times as long.
+[Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted. It ends when the other rank
+arrives, or minutes later. So the engine starts works asynchronously and polls them. Meanwhile
+this rank learns whether another rank failed, is gone (`watch`) or is too late. gloo's `send` and `recv` do
+not report whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in
+place: gloo's own all-gather allocates its output a second time, and takes three times as long.
 
-[Note: one collective behind] What NCCL does is put on the device's streams: what uses the result waits
-there, and the host goes on. A thread polls in its place, and the next collective waits for that: an exchange
-before it begins, one of NCCL when it has been enqueued. So for a rank that comes back from an exchange all
-before it has ended well, and no update uses what has not. A kernel whose other rank is gone never ends, nor
-does who waits for the device: so NCCL's group is aborted where that is found, before it is told.
+[Note: one collective behind] The engine puts NCCL's work on the device's streams: uses of the result wait
+there, and the host goes on. A thread polls in place of the host. The next collective waits for that thread:
+an exchange before it begins, one of NCCL when it has been enqueued. So when a rank returns from an exchange,
+all earlier collectives have succeeded, and no update uses a failed result. If the other rank is gone, a
+kernel never ends, and neither does a wait for the device: so the engine aborts NCCL's group as soon as it
+detects this, before it reports the error.
 
-[Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
-work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
-process may end all the same. So is a work that was left before its end: were gloo's thread the last that has
-it, that would ask for the interpreter to give its tensors back. Where the interpreter comes to its end
-meanwhile, CPython (up to 3.13) ends the thread there, and C++ aborts the process. And the default group that
-`connect` made stays until the process ends: a rank that made it anew might reach the store of the one that
+[Note: a group that is stuck is never destroyed] If a rank does not answer, gloo's threads wait inside a
+work until the group's deadline, and the group's destructor waits for them. The engine keeps such a group for
+ever; the process can end all the same. It also keeps a work that was left before its end: if gloo's thread
+had the last reference to it, the thread would ask for the GIL to free its tensors. If the interpreter shuts
+down meanwhile, CPython (up to 3.13) ends the thread there, and C++ aborts the process. The default group that
+`connect` made stays until the process ends: if a rank made it again, it might reach the store that
 rank 0 is about to close.
 """
 

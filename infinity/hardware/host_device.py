@@ -1,4 +1,4 @@
-"""The CPU as the device: pages that units have in turn, and host streams that copy."""
+"""The CPU as the device: pages that units use one after the other, and host streams that copy."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Memory of units on a CPU device: at addresses that stay, on pages that come and go.
+"""Memory of units on a CPU device: at constant addresses, on pages that move between units.
 
-[Note: pages that move] A unit's memory goes when another one's comes, all the time, and the kernel fills
-fresh pages with zeros. So pages of what goes are kept, protected, and moved to the address of what comes
-next: mremap(2) moves entries of page tables, and copies nothing. What is kept is no more than what the
-units that are filled leave of their budget. Memory that somebody holds does not go, so nobody finds another
-unit's values at an address of his. Where the kernel cannot move pages (before Linux 5.7), they are fresh
-each time.
+[Note: pages that move] The engine constantly frees the memory of one unit for another, and the kernel fills
+fresh pages with zeros. So the engine keeps the pages of a freed unit, protects them, and moves them to the
+address of the next unit: mremap(2) moves entries of page tables, and copies nothing. It keeps no more pages
+than the filled units leave of their budget. It does not free memory that is held, so an alias never shows
+another unit's values. If the kernel cannot move pages (before Linux 5.7), pages are fresh each time.
 
-They are kept in pieces of whole huge pages, at multiples of their size, so that the kernel need split none.
-Each piece is in a mapping of its own, of which the kernel gives a process some ten thousands: what has come
-to many pieces is given back as it goes.
+The engine keeps pages in pieces of whole huge pages, at multiples of their size, so that the kernel need not
+split any. Each piece is in a mapping of its own, and the kernel allows a process some ten thousand mappings:
+memory that has split into many pieces is returned to the system when it is freed.
 """
 
 from __future__ import annotations

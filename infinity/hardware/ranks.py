@@ -1,9 +1,9 @@
-"""The ranks that train one model: what they can do together, and what one alone does instead.
+"""The ranks that train one model: their collectives, and what a single rank does instead.
 
-A collective is called by one thread of a rank at a time, on all ranks, in the order of the program.
+One thread of a rank at a time calls a collective, on all ranks, in the order of the program.
 
-[Note: behind compute] What is begun runs on a thread of its own while the program computes. Whatever
-collective comes next waits for it first: so their order is still that of the program, on every rank.
+[Note: behind compute] A collective that was begun runs on a thread of its own while the program computes. The
+next collective waits for it first. So their order is still the order of the program, on every rank.
 """
 
 from __future__ import annotations

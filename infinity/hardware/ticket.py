@@ -1,4 +1,4 @@
-"""Tickets: one transfer of a ring each, and every error that it can end with."""
+"""Tickets: each is one transfer of a ring, with every error that can end it."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """The update behind the backward, ``Config(update="backward")``.
 
-[Note: behind the backward] In the last backward of a step, as `Config(accumulation)` says, a unit is
-updated when all of its gradients have come, every forward that used it has had its backward, and nobody has
-a claim on it any more: what an operator needs of a parameter it has read before autograd hands that
-parameter's gradient on. Units come from the last to the first; what lacks one of these is updated when that
-backward ends. So updates run beside the rest of the backward, with the scalars that the param groups had
-when it began.
+[Note: behind the backward] In the last backward of a step, which `Config(accumulation)` counts, the engine
+updates a unit when three conditions hold: all of its gradients have arrived, every forward that used it has
+had its backward, and there is no claim on it any more. (An operator reads a parameter before autograd passes
+that parameter's gradient on.) Units are updated from the last to the first; a unit that lacks one of the
+conditions is updated when that backward ends. So updates overlap with the rest of the backward, with the
+scalars that the param groups had when it began.
 
-Nothing of that can be taken back. So what would have changed the step in between is an error, where it is
-made or at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. Where the
-backward does not come to its end, or what was used has changed, a part of the parameters is of the next
-step, and only a load helps.
+These updates cannot be undone. So every change that would have changed the step is an error, at the change or
+at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. If the backward does
+not complete, or a value that the update used has changed, some parameters are from the next step, and only a
+load helps.
 """
 
 from __future__ import annotations

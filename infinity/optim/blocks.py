@@ -1,10 +1,10 @@
 """Which `gathered` blocks are open, and how they end.
 
-[Note: the end of a block] An error may come anywhere in the end of a `with` statement, even before anything
-of ours is called: a RecursionError does. So a block does not last until its end was called, but for as long
-as its `with` statement refers to its `Use`: that goes with the statement, or is dropped by the first thing
-that the statement's end does. What an end does can be done again, and is known here: where it did not come to
-its end, the next call of the engine ends the block first, and no edit is lost.
+[Note: the end of a block] An error may come anywhere in the end of a `with` statement, even before it calls
+any code of the engine: a RecursionError does. So a block lasts as long as its `with` statement refers to its
+`Use`, and not until its end was called. The reference goes with the statement, or the first action of the
+statement's end drops it. The engine can repeat the work of an end, and keeps a record of it here: if an end
+did not complete, the next call of the engine ends the block first, and no edit is lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
+"""One chunk's state, gradient and compute parameters, ready for the update, on any tiers.
 
-A `ChunkIO` brings into one lease (all that it needs or nothing) the parts of a chunk that are on NVMe, and
-those on a GPU that the CPU works on; shows the others where they are; and sends back what changed.
+A `ChunkIO` brings the parts of a chunk that are on NVMe into one lease (all that it needs or nothing), and
+the parts on a GPU that the CPU works on. It gives access to the other parts in place, and writes changes
+back.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Edits of parameters by users: which are found, which become the values that count, which are refused.
+"""Edits of parameters by users: which edits the engine finds, which it keeps, and which it refuses.
 
-[Note: edits] Where a parameter is placed on the device and its master elsewhere, the next update writes the
-parameter anew, from the master. An edit that torch counts shows in the parameter's version. One that it does
-not count (`p.data.mul_()`, numpy) shows in the values alone: a checksum is taken when an update, a load or a
-known edit has made them, and compared before the next update, save or state dict. The master takes over both
-kinds; but while an update is delayed, newer values are about to replace those that were edited, and it is an
-error, as with ``Config(check_edits=True)``. Where the copy is the master there is nothing to take over.
+[Note: edits] If a parameter is placed on the device and its master elsewhere, the next update overwrites the
+parameter, from the master. An edit that torch counts shows in the parameter's version. An edit that torch
+does not count (`p.data.mul_()`, numpy) shows in the values alone. So the engine computes a checksum after
+each update, load or known edit, and compares it before the next update, save or state dict. The master takes
+over both kinds of edits. But while an update is delayed, newer values are about to replace the edited ones,
+and the edit is an error, as with ``Config(check_edits=True)``. If the compute parameters are the master,
+there is nothing to take over.
 """
 
 from __future__ import annotations

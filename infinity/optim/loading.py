@@ -1,4 +1,4 @@
-"""What an optimizer must be like to be taken over, and a state dict of one to be loaded."""
+"""Checks of optimizers that `wrap` takes over, and of optimizer state dicts that the engine loads."""
 
 from __future__ import annotations
 

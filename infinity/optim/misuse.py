@@ -1,4 +1,5 @@
-"""What looks at a wrapped model as if it were a plain one: other optimizers, copies, wrappers of models."""
+"""Errors for code that treats a wrapped model as a plain one: other optimizers, copies, wrappers of
+models."""
 
 from __future__ import annotations
 

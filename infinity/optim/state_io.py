@@ -1,6 +1,6 @@
-"""State and copies, parameter by parameter: for state dicts, and for the take-over in `wrap`.
+"""State and compute parameters, parameter by parameter: for state dicts, and for the take-over in `wrap`.
 
-Everything here goes chunk by chunk through leases, so that its own host memory is bounded.
+Everything here works chunk by chunk through leases, so that its own host memory is bounded.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The update: read chunk c+1 ‖ update c ‖ write c−1.
 
-One pass of the kernel unscales, clips, decays, updates and writes the compute-dtype copy. It
+One pass of the kernel unscales, clips, decays, updates and writes the compute parameters. It
 runs where the state is: on the CPU for `host` and `nvme`, on the device for `device`, with the
 same bits ([Note: one rounding per operation]).
 
-Where there is no memory for a chunk of which nothing is changed yet, the update stops, and goes on later:
+If there is no memory for a chunk that the update has not changed yet, the update stops, and goes on later:
 [Note: updates that stop].
 
-[Note: a feed] What is to be updated comes at once, by `step()`, or unit by unit while a backward runs. The
-worker does not tell these apart: it takes what has come, and where nothing has, it hands on what it has
-made and reads ahead the state of what is expected next.
+[Note: a feed] Work for the update arrives all at once, by `step()`, or unit by unit while a backward runs.
+The worker does not distinguish these: it takes the work that has arrived. If there is none, it passes its
+results on and reads the state of the expected next units ahead.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whole parameters of several ranks: what each has of them, brought together; and that all do the same to
-them. With one rank, nothing is done."""
+"""Whole parameters from the parts of several ranks, and checks that all ranks change them in the same way.
+With one rank, nothing here has any effect."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Whatever depends on them derives from here: budgets and quotas (footprint.py), t
 (storage/layout.py), where a part lies in an update's lease (optim/chunk_io.py), what a step moves (`Moved`).
 A new kind of state is a section of ``state``, or a part of its own, in `_parts_of` and nowhere else.
 
-- ``copy``, one section in the chunk's dtype: what forward and backward use; with delayed updates a second
-  slot, which an update writes while the first is in use;
+- ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
+  delayed updates it has a second slot, which an update writes while the first is in use;
 - ``state``, sections of fp32: [master,] exp_avg, exp_avg_sq;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """

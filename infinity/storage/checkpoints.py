@@ -1,18 +1,18 @@
-"""Checkpoints in a directory: which are whole, and how one becomes whole at one moment.
+"""Checkpoints in a directory: which are complete, and how one becomes complete atomically.
 
 `root/step-<n>/` is a checkpoint when it has an index, which names its files. Each save gives its files names
-of its own (a random word is part of them), and puts the index in place last, by a rename, when every other
-byte would survive a power failure. So a directory has the checkpoint from before, or the new one, and never a
-part of either; and a save that was killed leaves files that no index names.
+of its own (with a random word), and puts the index in place last, by a rename, when every other
+byte would survive a power failure. So a directory has the earlier checkpoint or the new one, and never a
+part of either. A save that was killed leaves files that no index names.
 
-[Note: one checkpoint on several file systems] Where ranks share none, each file system has the same directory
-and the same index, and those of the files that its own ranks have written. First all have written all that,
-their indexes under another name; then the first rank's is put in place, and then the others'. So where that
-ended in between, the checkpoint is whole where the first rank is, and ready to be on all others: a `load`
-finishes it there. Older ones go only when it is whole everywhere.
+[Note: one checkpoint on several file systems] If ranks share no file system, each file system has the same
+directory and the same index, and the files that its own ranks have written. First all ranks write all files,
+and their indexes under another name. Then the first rank's index is put in place, and then the others. So if
+a save ends in between, the checkpoint is complete where the first rank is, and prepared on all others: a
+`load` completes it there. Older checkpoints are removed only when the new one is complete everywhere.
 
-[Note: whose a file is] While a save is under way its directory has a mark, an empty file whose name has the
-save's word. Only files with the word of a mark, or that an index of ours named, are ever removed.
+[Note: whose a file is] During a save its directory has a mark, an empty file whose name has the
+save's word. The engine removes only files with the word of a mark, and files that one of its indexes named.
 """
 
 from __future__ import annotations

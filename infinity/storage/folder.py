@@ -1,10 +1,10 @@
-"""A directory of files that is whole, or has nothing in it; and what every directory of files needs.
+"""A directory of files that is complete or empty; and helpers for every directory of files.
 
-[Note: incomplete files] Files of a `Folder` are written as ``<name>.<word>.incomplete``. When all of them
-would survive a power failure they are renamed, in the order in which they were named; the last one when the
-others are known to have their names. So what says that a directory is whole, an index or a configuration, is
-named last. Whoever is killed leaves files that nobody takes for more than they are, and the next one removes
-them.
+[Note: incomplete files] The files of a `Folder` are written as ``<name>.<word>.incomplete``. When all of them
+would survive a power failure, the folder renames them in the order of their creation; the last one after the
+renames of the others are durable. So the file that marks a directory as complete, an index or a
+configuration, comes last. A writer that is killed leaves files that are recognisably incomplete, and the next
+writer removes them.
 """
 
 from __future__ import annotations

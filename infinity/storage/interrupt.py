@@ -1,7 +1,7 @@
 """Ctrl-C ends a program within two seconds, whatever its drives do.
 
-Closing, by the user or at exit, waits for what the drives still owe, for as long as their deadline
-allows. Where an interrupt is ending the program there is nothing left to wait for.
+`close`, by the user or at exit, waits for outstanding transfers as long as the drives' deadline
+allows. If an interrupt is ending the program, nothing needs them any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host memory that the engine owns: one mapping, and the memory of the host tier cut from one.
 
-A mapping is anonymous, of exactly the size asked, made once at start-up, on huge pages where the
-system has them, and never copied into a child. It is populated at once only if it is to be
-registered with a device; otherwise memory is taken as it is touched.
+A mapping is anonymous, of exactly the requested size, created once at start-up, on huge pages if the
+system has them, and never copied into a child. The engine populates it at once only if it registers it
+with a device; otherwise the system allocates memory at the first touch.
 """
 
 from __future__ import annotations

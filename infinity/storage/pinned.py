@@ -1,11 +1,11 @@
 """The pool of pinned host memory: quotas of equal buffers, lent as leases.
 
-[Note: one owner] A buffer given to the kernel or to the device belongs to one *lease* until its
-ticket or event is complete. Each user of a lease (the one that asked for it, the store while a
-transfer is under way) holds a handle of its own; the buffer goes home to the pool when the last handle is
-released. Who gives one up behind a copy that still reads it names the copy's event: the buffer is lent
-again when that is over, and nobody waits before. A buffer whose transfer never ended is quarantined: it
-goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
+[Note: one owner] A buffer that the kernel or the device has received belongs to one *lease* until its
+ticket or event is complete. Each user of a lease (the caller that requested it, the store during a
+transfer) holds a handle of its own; the buffer returns to the pool when the last handle is
+released. A user that releases a lease while a copy still reads it names the copy's event: the pool lends the
+buffer again when the event is complete, and nobody waits before. A buffer whose transfer never completed is
+quarantined: it never returns. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
 one mapping, and the CPU's is protected between `Lease.begin_io` and `Lease.end_io`, so that a touch
 of a buffer in flight is a fault where it happens. (Protecting the only mapping would make the
 kernel's own access fail with EFAULT.)

@@ -1,4 +1,4 @@
-"""The log of a run: a line with a JSON object for each step. A run that goes on cuts it back to its steps."""
+"""The log of a run: a line with a JSON object for each step. A resumed run truncates it to its own steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where tensors lie in safetensors files: in one that has all of them, or in several of which each has parts.
+"""The places of tensors in safetensors files: in one file that has all, or in several that each have parts.
 
-[Note: files of parts] Where ranks share no file system, each file system has a file of what its ranks have
-of the tensors. In it elements b to e of tensor x are a flat tensor ``x[b:e]``. Whoever reads and writes them
-sees whole tensors: checksums are of their ranges, wherever these lie.
+[Note: files of parts] If ranks share no file system, each file system has a file with its ranks' parts
+of the tensors. In it elements b to e of tensor x are a flat tensor ``x[b:e]``. Readers and writers
+see whole tensors: checksums cover their ranges, in whichever file these are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One read or write of the store, from the call that began it to its end.
 
-No thread is there to wait for transfers. Whoever notices first completes one: its own `wait`, a later call of
-the store, or a thread that waits for the pool and so for the leases that transfers hold.
+No thread exists only to wait for transfers. The first caller that notices the end of a transfer completes it:
+its own `wait`, a later call of the store, or a thread that waits for the pool and so for the leases of
+transfers.
 """
 
 from __future__ import annotations
