@@ -1,10 +1,10 @@
 """Work at the end of a program, after all other exit handlers.
 
-[Note: after the last handler] `atexit` calls the newest handlers first. A handler from before the import of
-infinity runs after any handler that infinity registers, and a user who saves there would find the engine
-closed. So infinity's calls hang on an object that only `atexit` holds: CPython drops it after it has called
-all handlers, and before it stops the threads that infinity waits for. After `weakref`'s own handler has run,
-no `weakref.finalize` has any effect, so an open engine does not depend on one.
+[Note: after the last handler] Python's `atexit` calls the newest handlers first. A handler from before the
+import of infinity runs after any handler that infinity registers, and a user who saves there would find the
+engine closed. So infinity's calls hang on an object that only `atexit` holds: CPython drops it after it has
+called all handlers, and before it stops the threads that infinity waits for. After `weakref`'s own handler
+has run, no `weakref.finalize` has any effect, so an open engine does not depend on one.
 
 [Note: a thread that a drive keeps] An interrupt ends a program whose drive no longer answers, while a thread
 of infinity is in a system call. If the drive answers while CPython shuts the interpreter down, that thread

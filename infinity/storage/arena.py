@@ -11,7 +11,7 @@ nothing can write any more. If a file was unlinked between open and lock, it is 
 the path: the engine compares both. A child after a fork closes its copies of the descriptors, because it
 would otherwise keep the lock of a parent that died.
 
-[Note: no arena is left behind] `close` unlinks the arena of a run. A killed run leaves its arena without a
+[Note: no arena is left behind] A `close` unlinks the arena of a run. A killed run leaves its arena without a
 lock (`leftovers.py`); the next run in that directory removes it, whatever its own size, and uses the space.
 The last run that ends removes the subdirectory, too; a run that begins at that moment creates it again. If a
 file has the arena's name and does not belong to the engine, the engine leaves it alone and raises an error.
