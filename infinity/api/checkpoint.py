@@ -87,11 +87,11 @@ def interruptible(
 
 
 def settle(engine: Engine) -> None:
-    """Have every value of the run where it counts: updates complete, edits taken over.
+    """Bring all values of the run up to date: complete the updates, take over the edits.
 
     Raises:
-        ParameterError: parameters are being edited, or were where that would be lost.
-        DivergenceError: ranks have edited their copies to different values.
+        ParameterError: a block is editing parameters, or an edit would be lost.
+        DivergenceError: ranks have edited their replicas to different values.
     """
     with told(engine.comm):
         engine.phases.finish()
@@ -140,7 +140,7 @@ def check_shared(path: str, rank: int) -> None:
 
 
 def wrong_index(path: str, error: Exception) -> CorruptionError:
-    """Return the error of a checkpoint whose index lacks what it must have."""
+    """Return the error for a checkpoint whose index is incomplete."""
     return CorruptionError(
         f"the index of {path} is not one that any version of infinity writes",
         path=path,
@@ -154,7 +154,7 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     """Return a path as a string.
 
     Raises:
-        ConfigError: it has no letters.
+        ConfigError: the path is empty.
     """
     name = os.fsdecode(path)
     if not name:
@@ -243,7 +243,7 @@ def texts_of(model: Any) -> dict[str, str]:
 
 
 def library_of(config: Mapping[str, Any]) -> str:
-    """Return which library has written a config.json: "diffusers", "timm" or "transformers"."""
+    """Return the library that has written a config.json: "diffusers", "timm" or "transformers"."""
     if "_class_name" in config:
         return "diffusers"
     return "timm" if "architecture" in config and "pretrained_cfg" in config else "transformers"

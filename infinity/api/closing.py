@@ -32,7 +32,7 @@ class Reaper:
 
     Args:
         shut_down: holds no reference to `owner`; may wait.
-        nbytes: what `owner` may hold until it is garbage, also when it is closed.
+        nbytes: bytes that `owner` may hold until it is garbage, also when it is closed.
     """
 
     def __init__(self, owner: object, shut_down: Callable[[], None], nbytes: int) -> None:

@@ -166,10 +166,10 @@ def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozense
 
 
 def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
-    """Return the model in a directory as transformers loads it, standing in scratch files.
+    """Return the model in a directory as transformers loads it, in scratch files.
 
     Raises:
-        DataError: transformers cannot load it, or there are no values for some of its parameters.
+        DataError: transformers cannot load it, or some of its parameters have no values.
         DirectoryError: there is no room for scratch files.
     """
     kind = class_of(directory, hf_config)
@@ -466,7 +466,7 @@ def _unreadable(directory: str, error: Exception) -> DataError:
 
 
 def missing(directory: str, names: Sequence[str], there: Iterable[str] = ()) -> DataError:
-    """Return the error of a model with more parameters than its directory, which has those named `there`."""
+    """Return the error for a model with more parameters than its directory, which has those named `there`."""
     if (error := adapters_differ(directory, names, there)) is not None:
         return error
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -479,7 +479,7 @@ def missing(directory: str, names: Sequence[str], there: Iterable[str] = ()) -> 
 
 
 def other_shape(directory: str, name: str, expected: Sequence[int], found: object) -> DataError:
-    """Return the error of a parameter that is not what the model has."""
+    """Return the error for a parameter whose shape differs from the model's."""
     return DataError(
         f"the files in {directory!r} have {name!r} in another shape than the model",
         expected=[*expected],

@@ -26,7 +26,7 @@ OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
 
 
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
-    """Raise `ConfigError` for what is not available yet with several ranks."""
+    """Raise `ConfigError` for features that are not available yet with several ranks."""
     refused = None
     if config.update in ("delayed", "backward"):
         refused = f'update="{config.update}"', 'update="overlap"'
@@ -42,7 +42,7 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
 
 
 def check_stage(world: int, config: Config) -> None:
-    """Raise `ConfigError` for a placement that a stage cannot have."""
+    """Raise `ConfigError` for a placement that a ZeRO stage does not support."""
     shares = config.placements["parameters"]
     away = [tier for tier, share in shares.items() if share and tier is not Tier.DEVICE]
     if world > 1 and config.zero_stage < 3 and away:
@@ -55,7 +55,7 @@ def check_stage(world: int, config: Config) -> None:
 
 
 def claim_directories(comm: Comm, config: Config) -> None:
-    """Have the NVMe directories be those of no other replica of the job. Collective.
+    """Claim the NVMe directories, so that no other replica of the job uses them. Collective.
 
     Raises:
         ConfigError: one is another's; on all ranks of this replica.

@@ -43,7 +43,7 @@ def agree(comm: Comm, what: str, value: Any = None) -> list[Any]:
 
 
 def agree_on_path(comm: Comm, what: str, path: str) -> None:
-    """Have all ranks mean one directory, an absolute path. Collective.
+    """Check that all ranks name one directory, an absolute path. Collective.
 
     Raises:
         ConfigError: they do not; on all ranks.

@@ -125,7 +125,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
 
 
 def is_trace(head: bytes) -> bool:
-    """Return whether a file that begins so is a trace of ours."""
+    """Return whether a file that begins with `head` is a trace of infinity."""
     return head.startswith(_BEGINNING.encode())
 
 

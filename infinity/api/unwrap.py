@@ -33,7 +33,8 @@ class _Engine(Protocol):
 
 
 def restore(engine: _Engine) -> None:
-    """Make the parameters of an engine's model ordinary ones with the newest values; close the engine."""
+    """Turn the parameters of an engine's model into ordinary ones with the newest values; close the
+    engine."""
     if engine.phases.closed:
         _check_closed(engine)
     else:

@@ -48,7 +48,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", d
     """Return `value` as JSON has it, with its tensors in `tensors` (on the host, by their place).
 
     Raises:
-        StateDictError: something in it is no value that can be kept.
+        StateDictError: it contains a value that `save` does not support.
     """
     if isinstance(value, int) and value.bit_length() > _INT_BITS:
         raise _refused(where, f"an int of {value.bit_length()} bits")
@@ -167,7 +167,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
     """Return what `encode` was given; `path`, of the checkpoint, is for messages.
 
     Raises:
-        CorruptionError: it is nothing that `encode` makes.
+        CorruptionError: `encode` does not produce this value.
     """
     if isinstance(value, list):
         return [decode(v, tensors, path) for v in value]

@@ -78,7 +78,7 @@ class Cache:
         self.peak = max(self.peak, self.allocated)
 
     def load_now(self, unit: ParamUnit) -> None:
-        """Load a unit that is needed, whatever has to go for it."""
+        """Load a unit that is needed, and evict any units for it."""
         self._make_room(unit)
         try:
             self.load(unit, urgent=True)
@@ -88,7 +88,7 @@ class Cache:
             self.load(unit, urgent=True)
 
     def invalidate(self, unit: ParamUnit) -> None:
-        """Free the memory of an idle unit, whose values are about to be those of another version."""
+        """Free the memory of an idle unit, whose values are about to change to another version."""
         if unit.state in IDLE_STATES:
             self.wait_for(unit, unit.invalidate)
             if unit.stale:

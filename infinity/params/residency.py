@@ -270,7 +270,7 @@ class Residency:
 
     @sheltered
     def expect_updates(self, indices: Iterable[int]) -> None:
-        """Make whoever looks at the values of units on the device wait for the update that was posted."""
+        """Make every read of the values of units on the device wait for the posted update."""
         for unit in (self.units[i] for i in indices):
             if unit.on_device:
                 self._expect(unit, functools.partial(self._wait_updated, unit.index))

@@ -145,8 +145,8 @@ class ParamUnit(UnitMemory):
         return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage), owners
 
     def is_held(self) -> bool:
-        """Return whether anybody outside of the engine refers to the unit's memory. Nothing may be on its
-        way to it, and no forward or backward use it. See [Note: held units]."""
+        """Return whether code outside of the engine refers to the unit's memory. No load may be running into
+        it, and no forward or backward may use it. See [Note: held units]."""
         if self._owners is None:
             return False
         memory, references, owners = self._count()
@@ -157,7 +157,7 @@ class ParamUnit(UnitMemory):
         return not self.on_device and any(n > b for n, b in zip(owners, before[2], strict=True))
 
     def warn_held(self) -> None:
-        """Tell the user, once, that the memory was to go and is held."""
+        """Warn the user, once, that the engine needed the memory and that it is held."""
         if self._warned:
             return
         self._warned = True
@@ -172,7 +172,7 @@ class ParamUnit(UnitMemory):
         )
 
     def warn_room(self, needed: int, planned: int) -> None:
-        """Tell the user that units in use at once need `needed` bytes and not `planned`."""
+        """Warn the user that units in use at once need `needed` bytes and not `planned`."""
         warnings.warn(
             f"unit {self.layout.name!r} needs {format_size(self.layout.gathered_nbytes)} on the device while "
             f"other units are in use: {format_size(needed)} instead of the planned {format_size(planned)}; "
@@ -468,7 +468,7 @@ class ParamUnit(UnitMemory):
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody has a claim on it."""
+        """Whether there is a claim on the unit."""
         return bool(self.users or self.keepers)
 
     def load_is_over(self) -> bool:
