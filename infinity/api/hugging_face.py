@@ -139,7 +139,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
-    """Have the buffers of a model of diffusers in the dtype that its `from_pretrained` gives them."""
+    """Cast the buffers of a diffusers model to the dtype that its `from_pretrained` gives them."""
     same = kept(model, dtype, parameters=False)
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -384,7 +384,7 @@ class _Loading:
                 buffer.copy_(self._buffers[name])
 
     def _begin(self) -> None:
-        """Have nothing under way that would change what is loaded, or use what was."""
+        """Complete all work that would change the loaded values, or use the old ones."""
         self._engine.optimizer.publish()
         self._engine.edits.adopt_all()
         self._engine.residency.reshard_all({s.unit for s in self._names})

@@ -203,7 +203,7 @@ class Run:
                 self._end_step(last=True)
 
     def _take(self, stack: contextlib.ExitStack) -> None:
-        """Have the directory until `stack` ends, and go on from its newest checkpoint."""
+        """Lock the directory until `stack` ends, and resume from its newest checkpoint."""
         comm, root = self.engine.comm, self.root
         if root is None:
             return

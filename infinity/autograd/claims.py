@@ -33,8 +33,8 @@ class Claims:
             self._residency.release(lazy.units, lazy)
 
     def want(self, units: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
-        """Have `units` present until others are wanted or a scope begins or ends; where their `address` is
-        asked for, until a scope does."""
+        """Load `units`, and keep them until other units are needed or a scope begins or ends; with `address`,
+        until a scope begins or ends."""
         wanted = tuple(dict.fromkeys(units))
         if address:  # and what was asked for just before: a kernel may take several
             self._addressed.update(self._wanted, wanted)

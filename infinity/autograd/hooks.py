@@ -167,8 +167,8 @@ class Hooks:
                 tensor.register_hook(begins)
 
     def _keep_version(self, output: Any, newest: bool) -> None:
-        """Have the backward of the root's `output` begin with the version that its forward used: what is
-        recomputed reentrantly has no hook of its own before its forward."""
+        """Make the backward of the root's `output` begin with the version that its forward used: a reentrant
+        recomputation has no hook of its own before its forward."""
 
         @eager
         def begins(grad: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class Hooks:
     # -- what is used elsewhere -------------------------------------------------------------
 
     def _present(self, unit: ParamUnit, newest: bool) -> None:
-        """Have the values of `unit` on the device for whoever unpacks a part of it now."""
+        """Load the values of `unit` to the device, because autograd is unpacking a part of it."""
         there = unit.persistent or unit.in_use
         if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
             return

@@ -31,7 +31,7 @@ def number_now() -> int:
 
 
 def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
-    """Have `end` called in a backward when the node of one of the inputs is about to run."""
+    """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
     seen: set[int] = set()
     for tensor in tensors_in((args, kwargs), objects=False):
         # What a scope does to a view in place gives its base a new node, and may leave the view's out.

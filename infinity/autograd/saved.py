@@ -66,7 +66,7 @@ _UNITS: dict[int, tuple[ParamUnit, Present]] = {}
 
 
 def register(unit: ParamUnit, present: Present) -> int:
-    """Have tensors in the memory of `unit` saved as references; return the key for `unregister`."""
+    """Save tensors in the memory of `unit` as references from now on; return the key for `unregister`."""
     key: int = unit.storage._cdata
     _UNITS[key] = (unit, present)
     return key
@@ -325,8 +325,8 @@ def _is_ours(hooks: Any) -> bool:
 
 
 def _composed() -> None:
-    """Have ours come on top of hooks that others set, and off while hooks are disabled. Done once; does
-    nothing while there is no unit whose memory may go."""
+    """Put the engine's hooks on top of hooks that others set, and remove them while hooks are disabled. Done
+    once; has no effect while there is no unit whose memory may be freed."""
     manager: Any = graph.saved_tensors_hooks
     their_enter, their_exit, disable = manager.__enter__, manager.__exit__, graph.disable_saved_tensors_hooks
 

@@ -86,7 +86,7 @@ class Accumulated:
         self._note(index, arrival)
 
     def widen(self) -> None:
-        """Have it in fp32."""
+        """Convert the gradient to fp32."""
         first, self._first = self._first, None
         if first is None:
             return

@@ -85,8 +85,9 @@ class UnitBuffer:
         return 0 if index in self._kept else self.layout.params[index].nbytes
 
     def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
-        """Have `grad` as the gradient of parameter `index` as soon as `arrivals` has it: an interrupt before
-        that leaves the parameter as it was, or to be put again. `shared`: others may write to `grad`."""
+        """Put `grad` as the gradient of parameter `index`. It counts as soon as `arrivals` has it: an
+        interrupt before that leaves the parameter as it was, or lets a repetition put it again. `shared`:
+        other code may write to `grad`."""
         spec, grad = self.layout.params[index], grad.detach()
         if self._keeps:
             flat = grad.to(spec.dtype).contiguous().view(-1)

@@ -69,7 +69,7 @@ class ChunkWork:
             leaving.issued.open()
 
     def _finish(self, work: GradientIO, leaving: Leaving) -> None:
-        """Have what arrived for a chunk in its place, and its squares."""
+        """Put the gradients that arrived for a chunk in their place, and compute their squares."""
         chunk, arrivals = work.chunk, leaving.arrivals
         entry = self._chunks.entries[chunk.id]
         with work:

@@ -377,7 +377,8 @@ class Gradients:
             self._join(came)
 
     def _join(self, came: Mapping[int, Mapping[int, Arrival]]) -> None:
-        """Have what arrived in a backward on any rank as this one's, too, so that all see the same."""
+        """Treat gradients that arrived on any rank in a backward as this rank's, too, so that all ranks see
+        the same."""
         layouts = [unit.layout for unit in self.units]
         told = self._agree("the end of a backward", codes_of_all(layouts, came), self._found)
         for index, arrivals in of_all(layouts, came, told).items():
@@ -386,7 +387,7 @@ class Gradients:
                 self._waiting.join(unit, i, self._arrived_elsewhere(unit.params[i], arrivals[i]))
 
     def _arrived_elsewhere(self, sharded: ShardedParam, arrival: Arrival) -> Arrival:
-        """Have a gradient of a parameter of which one has arrived on another rank alone (`elsewhere`)."""
+        """Add a gradient of a parameter for which one has arrived only on another rank (`elsewhere`)."""
         grad = sharded.param.grad
         if not isinstance(grad, ShardedGrad) or (arrival.fresh and not self.holds(grad)):
             sharded.param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)

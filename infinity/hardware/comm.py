@@ -169,7 +169,7 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
 
 
 def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
-    """Have `path`, where they save or else have arenas, be that of these ranks, unless they are all of the
+    """Claim `path`, where these ranks save or else have arenas, for them, unless they are all ranks of the
     job."""
     if len(ranks) == dist.get_world_size():
         return
@@ -575,7 +575,8 @@ class Ranks(Comm):
                 self._abort()
 
     def _abort(self) -> None:
-        """Have no kernel of NCCL go on: it would wait on the device for ever, and whoever waits for that."""
+        """Abort all kernels of NCCL: they would wait on the device for ever, and so would every wait for
+        it."""
         for group in self._groups if dist.is_initialized() else ():
             if dist.get_backend(group) == "nccl":
                 getattr(group._get_backend(self._device), "abort", lambda: None)()

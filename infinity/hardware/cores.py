@@ -152,7 +152,7 @@ def node_for(device: torch.device, directories: Iterable[str]) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have pages of a mapping that are not yet there come from `node`, as far as it has any.
+    """Take the future pages of a mapping from `node`, as far as the node has any.
 
     Args:
         address: a multiple of the page size; `nbytes` are rounded up to it.

@@ -62,7 +62,7 @@ _heard: _Heard | None = None
 
 
 def hear_in_backwards() -> None:
-    """Have waits of autograd's threads hear Ctrl-C from now on. Does nothing where the program has a wakeup
+    """Make waits of autograd's threads handle Ctrl-C from now on. Does nothing if the program has a wakeup
     descriptor of its own, and on other threads than the main one."""
     global _heard
     if threading.current_thread() is not threading.main_thread():

@@ -154,12 +154,13 @@ class PagedMemory:
         _protect(self._address, self._whole, 0)
 
     def give_back(self) -> None:
-        """Have no pages."""
+        """Drop all pages."""
         self.pieces.clear()
         self._map_anew(0)
 
     def _take(self, other: PagedMemory, offset: int, at: int) -> int:
-        """Have the end of a piece of another's at byte `at`, as much of it as is needed; return its bytes."""
+        """Take the end of a piece of another memory at byte `at`, as much of it as is needed; return its
+        bytes."""
         there = other.pieces.pop(offset)
         nbytes = min(there, self._whole - at)
         if nbytes < there:
@@ -174,7 +175,7 @@ class PagedMemory:
         return nbytes
 
     def _map_anew(self, offset: int) -> None:
-        """Have no pages from byte `offset` on, and one mapping of the kernel's, protected."""
+        """Drop the pages from byte `offset` on, and map this range once, protected."""
         place, nbytes = self._address + offset, self._nbytes - offset
         if _libc.mmap(place, nbytes, 0, _FLAGS | _MAP_FIXED, -1, 0) == _FAILED:
             raise _refused("mmap")

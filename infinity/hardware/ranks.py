@@ -90,11 +90,11 @@ class Comm:
         the device has ended what it was given of them."""
 
     def claim(self, path: str, *, saved: bool = True) -> None:
-        """Have `path`, where this model is saved, or else has its arenas, be that of no other group of ranks
-        of the job.
+        """Claim `path`, where this model is saved, or else has its arenas, so that no other group of ranks of
+        the job uses it.
 
         Raises:
-            ConfigError: it is one's.
+            ConfigError: another group uses it.
         """
 
     def total(self, value: float) -> float:
@@ -117,9 +117,9 @@ class Comm:
 
 @contextlib.contextmanager
 def told(comm: Comm) -> Iterator[None]:
-    """Have all ranks raise where this one does, each in the collective that it makes next: what it raises
-    comes of what its program has done, and the others would wait for it. Errors of drives and of memory are
-    not told so: they may come between two collectives."""
+    """Make all ranks raise an error that this rank raises, each in its next collective: the error comes from
+    the program of this rank, and the others would wait for it. Errors of drives and of memory do not go this
+    way: they may come between two collectives."""
     if comm.tells:
         yield
         return

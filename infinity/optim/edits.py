@@ -236,8 +236,8 @@ class Edits:
 
     @sheltered
     def begin(self, block: Block) -> None:
-        """Have `end` adopt the parameters that the block is for, however they are edited, and others that
-        torch knows were. It keeps the units, which are unsharded."""
+        """Make `end` adopt the parameters that the block names, in whatever way they are edited, and other
+        edits that torch counts. The block keeps the units, which are unsharded."""
         for index in block.named:
             unit = self._tiers.units[index]
             assert unit.state is UnitState.UNSHARDED
@@ -266,7 +266,7 @@ class Edits:
         self.drop(block, index)
 
     def drop(self, block: Block, index: int) -> None:
-        """Have the block edit a unit no more. What was not adopted is an edit outside of a block."""
+        """End the block's edits of a unit. An edit that was not adopted is an edit outside of a block."""
         unit, blocks = self._tiers.units[index], self._blocks.get(index, [])
         if block in blocks:
             blocks.remove(block)

@@ -202,10 +202,10 @@ _HOOKS = (
 def guard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ranks: bool = False
 ) -> Callable[[], None]:
-    """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
-    `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Of several
-    `ranks`: have accelerate, and with it transformers' Trainer, leave the model as it is. Return what undoes
-    that."""
+    """Make these raise an error that says what to write: copies of `model` and its modules,
+    DistributedDataParallel around it, and the state dicts of the `optimizer` from before `wrap`; without an
+    optimizer also `train()`. With several `ranks`, make accelerate, and with it transformers' Trainer, leave
+    the model as it is. Return a function that undoes this."""
     ranks = ranks or "LOCAL_RANK" in os.environ  # by which accelerate takes a process for one of several
     handles = []
     if optimizer is not None:

@@ -219,7 +219,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._residency.prefetch()
 
     def _take_update(self) -> None:
-        """Have the update that the last backward has made be this step's: [Note: behind the backward]."""
+        """Take the update of the last backward as this step's update: [Note: behind the backward]."""
         assert self.behind is not None
         self.behind.check_options()
         if (wrong := self.behind.changed()) is not None:

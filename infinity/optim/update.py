@@ -183,8 +183,8 @@ class Updater:
     def add(
         self, chunks: Sequence[Chunk], landed: Task | None, make: Callable[[], Sequence[ChunkUpdate]]
     ) -> None:
-        """Have `chunks`, all that is to be updated of their units, updated when their gradients have
-        `landed`; see `Batch`."""
+        """Update `chunks`, all chunks of their units that have an update, when their gradients have `landed`;
+        see `Batch`."""
         if not chunks:
             return
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads

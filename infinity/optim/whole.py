@@ -29,11 +29,11 @@ def of_first_rank(comm: Comm, tensor: torch.Tensor) -> torch.Tensor:
 def of_owners(
     comm: Comm, units: Sequence[ParamUnit], kind: str, values: Mapping[ShardedParam, torch.Tensor]
 ) -> None:
-    """Have what other ranks own of whole parameters, flat: one after the other, in the order of units.
-    Collective.
+    """Fetch the elements of whole parameters that other ranks own, flat: one parameter after the other, in
+    the order of units. Collective.
 
     Raises:
-        RankError: another rank failed, or looks at something else.
+        RankError: another rank failed, or reads something else.
     """
     parts = [s for s in values if not units[s.unit].layout.whole]
     for sharded in sorted(parts, key=lambda s: (s.unit, s.index)):
@@ -47,12 +47,12 @@ def agree_on_step(
     present: Sequence[ShardedParam],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Have all ranks update the same parameters with the same options, after the same clipping: each only
-    sees its own slices. Collective.
+    """Check that all ranks update the same parameters with the same options, after the same clipping: each
+    rank only sees its own slices. Collective.
 
     Raises:
         DivergenceError: they would not.
-        RankError: another rank failed, or does something else.
+        RankError: another rank failed, or makes another call.
     """
     if comm.world > 1:
         options = json.dumps(
@@ -78,12 +78,12 @@ def agree_on_step(
 
 
 def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Sequence[str]) -> set[str]:
-    """Have the user made the same edits on all ranks: values by name. Return which of their `copies` of units
-    were edited on any. Collective.
+    """Check that the user made the same edits on all ranks: values by name. Return which of their replicas of
+    units (`copies`) were edited on any rank. Collective.
 
     Raises:
-        DivergenceError: they are not the same.
-        RankError: another rank failed, or does something else.
+        DivergenceError: the edits are not the same.
+        RankError: another rank failed, or makes another call.
     """
     said = json.dumps([{name: f"{crc_of(value):08x}" for name, value in edited.items()}, copies]).encode()
     if len({*comm.exchange("the edits of parameters", zlib.crc32(said).to_bytes(4, "little"))}) == 1:
@@ -102,11 +102,11 @@ def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Seque
 
 
 def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None:
-    """Have all ranks load the same tensors, by name: each keeps its own slices of them. Collective.
+    """Check that all ranks load the same tensors, by name: each keeps its own slices of them. Collective.
 
     Raises:
         DivergenceError: they do not have the same names and values.
-        RankError: another rank failed, or does something else.
+        RankError: another rank failed, or makes another call.
     """
     if comm.world == 1:
         return

@@ -142,7 +142,7 @@ class Residency:
         self._gather_first(len(self.units))
 
     def use_all(self) -> None:
-        """Have every unit as after its use, if that is to be in order: ranks may have used different ones."""
+        """With `in_order`, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
             everything, owner = range(len(self.units)), object()
             self.acquire(everything, owner, newest=False, note=False)
@@ -245,7 +245,7 @@ class Residency:
 
     @sheltered
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
-        """Have units gathered anew when they are used next. Raises what is said of edits."""
+        """Make the next use of units gather them again. Raises the errors of edits."""
         for unit in units:
             self._idle([unit], persistent=True)
             self.cache.invalidate(unit)
@@ -312,8 +312,8 @@ class Residency:
 
     @sheltered
     def publish(self) -> list[ShardedParam]:
-        """Have forward and backward use the newest copies from now on, with no update under way; return
-        the parameters that changed."""
+        """Make forward and backward use the newest compute parameters from now on. No update may be running.
+        Return the parameters that changed."""
         changed = [u for u in self.cache.forward_order() if self._publisher.is_newer(u)]
         if not changed:
             return []
@@ -328,8 +328,8 @@ class Residency:
         return [p for u in changed for p in u.params]
 
     def show(self, *, newest: bool) -> None:
-        """Have what is placed on the device and nobody uses show one version: what a graph, or a function of
-        the user's, takes there of a unit is not seen, and no claim comes before it."""
+        """Make the units that are placed on the device, and not in use, show one version: the engine does not
+        see a read of such a unit by a graph or a user's function, and no claim comes before it."""
         if self.has_two_versions:
             self._show(newest)
 
@@ -349,8 +349,8 @@ class Residency:
 
     @sheltered
     def change_roles(self, units: Iterable[ParamUnit]) -> None:
-        """Have what was written to the backs of units, off the device or placed there, be the front, and the
-        front the newest."""
+        """Exchange the roles of the slots of units, off the device or placed there: the backs that were
+        written become the fronts, and the fronts become the newest versions."""
         for unit in units:
             self._publisher.change_roles(unit)
 
@@ -366,7 +366,7 @@ class Residency:
         self._recorder.waited(wait, ("h2d", 0))
 
     def _change_version(self, unit: ParamUnit, user: object, newest: bool) -> None:
-        """Have `unit` show the version that is wanted."""
+        """Make `unit` show the requested version."""
         if unit.newest == newest:
             return
         if newest:

@@ -42,7 +42,7 @@ class Updates:
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
-        """Have `call` called after every change, on the thread that makes it."""
+        """Register `call`, which runs after every change, on the thread that makes the change."""
         self._listeners.append(call)
 
     def post(self, chunks: Iterable[Chunk], *, blocks_loads: bool = True) -> None:
@@ -92,7 +92,7 @@ class Updates:
         return bool(self._stopped)
 
     def go_on(self) -> None:
-        """Have what stopped go on.
+        """Continue the update that stopped.
 
         Raises:
             ClosedError: the worker has ended, or belongs to another process.

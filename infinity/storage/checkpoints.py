@@ -123,7 +123,7 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
 
 
 def finish(path: str, counter: int) -> None:
-    """Have the checkpoint at `path` whole whose counter is that, if it is ready to be:
+    """Complete the checkpoint at `path` with this counter, if it is prepared:
     [Note: one checkpoint on several file systems].
 
     Raises:

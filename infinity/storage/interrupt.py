@@ -33,7 +33,8 @@ _last: list[Callable[[], None]] = []
 
 
 def give_up_on_interrupt(thing: GivesUp) -> None:
-    """Have `thing.give_up` called, before `before_exit`'s calls, if an interrupt ended the program."""
+    """Register `thing.give_up`, which runs before the calls of `before_exit` if an interrupt ended the
+    program."""
     _watched.add(thing)
 
 
@@ -64,7 +65,7 @@ def asked_apart(call: Callable[[], object], patience: Callable[[], float | None]
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Have `call`, which closes what was not closed, called at exit: after users' handlers and `give_up`."""
+    """Register `call`, which closes open objects at exit: after users' handlers and `give_up`."""
     _last.append(call)
 
 

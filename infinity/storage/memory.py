@@ -99,8 +99,9 @@ class HostMapping:
 
 
 def _populate(memory: torch.Tensor) -> None:
-    """Have pages for all of `memory`, uint8. Some threads take a slice each at a time, and the caller hears
-    signals meanwhile: one call for 100 GB would keep the kernel busy, and deaf, for a minute or more."""
+    """Populate the pages of all of `memory`, uint8. Several threads take one slice each at a time, and the
+    caller handles signals meanwhile: one call for 100 GB would block signals in the kernel for a minute or
+    more."""
     slices = iter(memory.split(_SLICE))
     stop = threading.Event()
 

@@ -234,7 +234,7 @@ _away: dict[int, weakref.ref[Any]] = {}
 def _return_when_gone(
     owner: object, returned: deque[list[int]], run: list[int], mapping: HostMapping
 ) -> None:
-    """Have `run` put into `returned` when `owner` is garbage; `mapping` stays until then."""
+    """Put `run` into `returned` when `owner` is garbage; `mapping` stays until then."""
 
     def home(gone: weakref.ref[Any], mapping: HostMapping = mapping) -> None:
         returned.append(run)
@@ -399,9 +399,9 @@ class PinnedPool:
         return runs
 
     def add_reclaimer(self, reclaim: Callable[[float], bool]) -> None:
-        """Have `reclaim(seconds)` called while a thread waits for a lease, without a lock held.
+        """Register `reclaim(seconds)`, which a thread calls, without a lock, while it waits for a lease.
 
-        It may wait so long for what holds leases, and returns whether there was anything."""
+        `reclaim` may wait so long for the holders of leases, and returns whether there were any."""
         with self._lock:
             self._reclaimers.append(reclaim)
 
