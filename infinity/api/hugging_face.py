@@ -408,7 +408,7 @@ def _order(
 
 
 def dtype_keyword() -> str:
-    """Return how transformers calls what `from_pretrained` is told of the dtype: the name changed."""
+    """Return the name of the dtype argument of transformers' `from_pretrained`: the name has changed."""
     import transformers
 
     return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"

@@ -163,10 +163,11 @@ def _newest(comm: Comm, path: str) -> tuple[str, int, Found | None]:
 
 
 def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
-    """Return the checkpoint that `_newest` has told of, as this rank finds it. Collective.
+    """Return the checkpoint that `_newest` has found, as this rank sees it. Collective.
 
     Raises:
-        DirectoryError, CorruptionError: it is not there, or it is another one; on all ranks, if on one.
+        DirectoryError, CorruptionError: the checkpoint does not exist on one of the ranks, or is another one
+            there; on all ranks.
     """
     at, counter, found = newest
 

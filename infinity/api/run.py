@@ -343,7 +343,7 @@ class Run:
             time.sleep(_TURN)
 
     def _say_what_vanished(self, root: str) -> None:
-        """Say which directories of this run somebody has removed, or unmounted, each once."""
+        """Report directories of this run that were removed or unmounted during the run, each once."""
         kept = [self.saved] if self.saved else []
         for path in (root, *kept, *self.engine.config.directories):
             if path not in self._vanished and not os.path.isdir(path):

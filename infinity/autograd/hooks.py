@@ -200,10 +200,10 @@ class Hooks:
             self._phases.claims.release_wanted()
 
     def _use(self, units: Sequence[int], address: bool) -> bool:
-        """Released parameters of `units` are used. Make all of these present if that is in a forward or a
-        backward: a module may use another one's parameter, a recomputation what is released by then.
-        `address`: it is an address in their memory that is asked for, which nobody can count.
-        Return whether they are."""
+        """Code uses released parameters of `units`. In a forward or a backward, load all of these units: a
+        module may use another module's parameter, and a recomputation a parameter that is released by then.
+        `address`: the code asks for an address in their memory, which the engine cannot count.
+        Return whether the units are loaded."""
         if self._phases.state is TrainingState.IDLE:
             return False
         if not in_backward() and self._phases.guests.use(

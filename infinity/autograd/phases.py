@@ -488,8 +488,8 @@ class Phases:
         self.shelter.turn.reset()
 
     def reset_abandoned(self) -> None:
-        """`reset`, if something is left and no forward or backward is under way. The caller has the turn:
-        what another thread is in the middle of is not left."""
+        """`reset`, if something is left and no forward or backward is running. The caller holds the engine
+        lock, so no other thread is in a use."""
         if in_backward() or self.is_forward_here():
             return
         if any(u.users for u in self._residency.units):

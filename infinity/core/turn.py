@@ -40,7 +40,7 @@ LIMIT: Final = 300.0
 
 
 class Use:
-    """A use of an engine that lasts until `leave`, or until nobody refers to it."""
+    """A use of an engine that lasts until `leave`, or until there is no reference to it."""
 
     __slots__ = ("__weakref__",)
 
@@ -88,13 +88,13 @@ class Turn:
                 time.sleep(_PAUSE)  # who comes back at once would be before who has waited
 
     def reset(self) -> None:
-        """End what this thread has begun and nobody will end: a forward or a backward that raised."""
+        """End the uses of this thread that nothing else will end: a forward or a backward that raised."""
         if self.mine and self._uses:
             self._uses.clear()
             self._pass_on()
 
     def _lasts(self) -> bool:
-        """Whether somebody still refers to a `Use` that was begun."""
+        """Whether there is still a reference to a `Use` that was begun."""
         for use in tuple(self._lasting):
             if use() is None:
                 self._lasting.discard(use)

@@ -421,7 +421,7 @@ class Gradients:
         self.sending.send(unit, buffer)
 
     def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Arrival]) -> None:
-        """Forget the values of chunks that nobody will see again: another gradient replaces them, or
+        """Drop the values of chunks that no code will read again: another gradient replaces them, or
         `p.grad` is gone. Then nothing is read, and the slots may flip."""
         if not any(self.entries[c.id].present for c in unit.layout.trainable_chunks):
             return
@@ -523,8 +523,8 @@ class Gradients:
         their parameters, unscaled, with their factors. Collective, with several ranks.
 
         Raises:
-            GradientError: they do not fit the host memory that the budget leaves, and are not gathered; or a
-                backward of several ranks is under way.
+            GradientError: the gradients do not fit the host memory that the budget leaves, and are not
+                gathered; or a backward of several ranks is running.
         """
         first = grads[0].sharded.name
         if in_backward() and self._comm.world > 1:

@@ -161,10 +161,10 @@ class _Shown(torch.Tensor):
 
 
 class ShardedGrad(_Shown):
-    """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
-    the loss scale that they came with, times what the user made of it. `limits`: those that its elements were
-    clamped to, one after the other. `is_zero`: it was made zero, and nothing was added since. `has_graph`: a
-    backward with ``create_graph=True`` made a part of it, and of the graph nothing is kept."""
+    """The gradient of one parameter, in shards. `factor`: the update multiplies the shards by it; it is one
+    over the loss scale of the backward, times the user's factors. `limits`: the limits to which its elements
+    were clamped, in order. `is_zero`: it was set to zero, and nothing was added since. `has_graph`: a
+    backward with ``create_graph=True`` made a part of it, and the engine has not kept the graph."""
 
     sharded: ShardedParam
     source: GradientSource

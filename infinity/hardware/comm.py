@@ -103,17 +103,17 @@ def connect(
     process alone. Collective.
 
     Args:
-        device: what is gathered and reduced lies on; gloo for the CPU, NCCL for CUDA.
-        timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; for
-            one that is alive and outside there is no deadline ([Note: alive and outside], `watch.py`).
-        patience: how many times that all may take, until it is set otherwise on what is returned.
-        notice: seconds after which a wait is told, on the rank that waits and on the one that it waits for.
+        device: the device of the tensors that are gathered and reduced; gloo for the CPU, NCCL for CUDA.
+        timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; a
+            wait for a rank that is alive and outside has no deadline ([Note: alive and outside], `watch.py`).
+        patience: factor of `timeout` for all waits, until the caller sets another one on the result.
+        notice: seconds after which the waiting rank, and the rank that it waits for, log the wait.
         independent: whether the mesh may have fewer ranks than the job.
 
     Raises:
-        ConfigError: the mesh is not 1-D, without this rank or without others, or the environment lacks a
+        ConfigError: the mesh is not 1-D, or leaves out this rank or others, or the environment lacks a
             variable.
-        RankError: a rank has not come in time, failed or is gone.
+        RankError: a rank did not arrive in time, failed or is gone.
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
@@ -124,11 +124,11 @@ def connect(
 
 
 def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | None]:
-    """Return the number that `connect` would give this rank, and that on its node, as far as they are known:
-    nothing is made, and nobody is asked.
+    """Return the number that `connect` would give this rank, and its number on its node, as far as they are
+    known, without a connection.
 
     Raises:
-        ConfigError: as `connect`, of the mesh.
+        ConfigError: as `connect`, for the mesh.
     """
     known = dist.is_available() and dist.is_initialized()
     if mesh is None and not known:
@@ -642,7 +642,8 @@ class Ranks(Comm):
         raise error
 
     def _broken(self, what: str, error: Exception) -> RankError:
-        """Return why a call to gloo or NCCL failed: what ended another rank, if that is told soon."""
+        """Return why a call to gloo or NCCL failed: the error that ended another rank, if it reports it
+        soon."""
         until(lambda: self._watch.failed or self._watch.left, _NEWS_SECONDS)
         if self._watch.left:  # or that rank's last word is under way
             until(lambda: self._watch.failed, 0.5)

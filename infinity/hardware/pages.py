@@ -42,7 +42,7 @@ _libc.mremap.restype = _pointer
 
 
 class Pages:
-    """The pages of one device's units. Who has the turn uses them.
+    """The pages of one device's units. The thread that holds the engine lock uses them.
 
     Attributes:
         most: bytes that may be filled and kept at once; what would be more is not kept.

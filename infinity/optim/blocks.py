@@ -34,7 +34,7 @@ class Blocks:
         self._open: list[Block] = []  # innermost last
 
     def begin(self, use: Use, named: dict[int, set[int]], *, write: bool, source: int) -> Block:
-        """Claim the units of `named`, in their newest version, until nobody refers to `use`."""
+        """Claim the units of `named`, in their newest version, until there is no reference to `use`."""
         block = Block(use, named, source)
         del use  # an error that a user keeps has this frame
         self._open.append(block)  # before its claims: an interrupt may come in between

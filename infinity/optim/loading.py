@@ -20,8 +20,8 @@ OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
 class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
-    """What `optimizer.state` is: empty, for the state lies on its tiers. Whoever asks for it, or would
-    reset it, is told what to write."""
+    """The type of `optimizer.state`: empty, because the state is on its tiers. A read or a reset raises an
+    error that says what to write."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise StateDictError(

@@ -206,8 +206,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def _finish_step(self) -> None:
-        """Wait for what the end of a step promises. The step is made, and a retry makes another: where the
-        device has no memory for this, whoever uses a unit next meets that."""
+        """Wait for the guarantees of the end of a step. The step is complete, and a retry would make another
+        one: if the device has no memory for this work, the next use of a unit raises the error."""
         at_once = self._update in ("sync", "backward")
         if at_once:
             self._updater.wait()

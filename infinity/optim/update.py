@@ -197,8 +197,8 @@ class Updater:
         self._feed.end()
 
     def wait(self) -> None:
-        """Block until what was posted is complete on its tier; raise what went wrong. What stopped goes on,
-        if somebody was told of that.
+        """Block until all posted updates are complete on their tier; raise their error. An update that
+        stopped goes on, if an earlier call has raised that.
 
         Raises:
             GradientError: a hook of the user's asks, in the backward that the rest of the update comes from.
@@ -254,7 +254,7 @@ class Updater:
         return len(self._ahead)
 
     def drop_ahead(self) -> None:
-        """Give up what was read ahead: somebody is about to change state, or needs the leases."""
+        """Drop the state that was read ahead: the caller is about to change state, or needs the leases."""
         while self._ahead:
             self._ahead[0].close()  # what fails here is closed by the next call
             self._ahead.popleft()

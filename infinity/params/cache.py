@@ -35,12 +35,12 @@ _NEVER: Final = math.inf
 
 
 class Cache:
-    """Which units have memory on the device. `capacity`: bytes, of those that are not placed there.
+    """Which units have memory on the device. `capacity`: bytes, for the units that are not placed there.
 
     Attributes:
-        loads: that were begun.
-        peak: bytes that were in use at once, at most.
-        in_backward: a backward is under way; its nodes let go of what they hold soon.
+        loads: number of loads that were begun.
+        peak: largest number of bytes that were in use at once.
+        in_backward: a backward is running; its nodes soon release the memory that they hold.
     """
 
     def __init__(

@@ -146,8 +146,8 @@ class ReleasedParameter(nn.Parameter):
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter that is on the device while its update is under way: metadata is
-    answered at once, whoever needs the values waits for the unit."""
+    """The class of a parameter that is on the device during its update: metadata is available at once, and a
+    read of the values waits for the unit."""
 
     plain: ClassVar[type] = nn.Parameter
 

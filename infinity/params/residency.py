@@ -68,7 +68,7 @@ class Residency:
         return self._publisher.has_two_versions
 
     def held(self) -> list[ParamUnit]:
-        """Return the units whose memory somebody else holds, of those that nobody uses or writes."""
+        """Return the held units, of those that are not in use and not being written."""
         idle = (u for u in self.units if u.filled and not u.in_use and u.load_is_over())
         return [u for u in idle if u.arriving is None and u.is_held()]
 
@@ -90,8 +90,8 @@ class Residency:
         the schedule, and load what comes next. `keep`: the claim outlives `forget_users`.
 
         Raises:
-            ParameterError: somebody else uses another version of one of them.
-            GradientError: the backward that is under way has updated one of them.
+            ParameterError: another user has claimed another version of one of them.
+            GradientError: the current backward has updated one of them.
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
@@ -133,7 +133,7 @@ class Residency:
                 return
 
     def gather_all(self) -> None:
-        """Gather what was not needed on this rank, if that is to be in order."""
+        """With `in_order`, gather the units that this rank did not need."""
         if self._in_order:
             self._gather_rest()
 
@@ -181,8 +181,8 @@ class Residency:
         self._idle(self.units)
 
     def _idle(self, units: Sequence[ParamUnit], *, persistent: bool = False) -> None:
-        """Make those of `units` idle that nobody uses, all of them, then raise what one of them raised; also
-        those that are `persistent`. What was edited in place goes at once, so that nobody sees the edit."""
+        """Make all `units` idle that are not in use, then raise the error of any of them; with `persistent`
+        also persistent units. Free units that were edited in place at once, so that no code sees the edit."""
         error: ParameterChangedError | None = None
         for unit in units:
             stays = unit.on_device or (unit.persistent and not persistent)
@@ -252,9 +252,9 @@ class Residency:
 
     @sheltered
     def refresh(self) -> None:
-        """Give the memory of changed units that somebody holds its new values; when this returns, an
-        alias shows them. With several ranks it does when its unit is used next: who holds what is not
-        the same on all."""
+        """Write the new values into the memory of changed units that are held; when this returns, an alias
+        shows them. With several ranks an alias shows them at the next use of its unit, because held units
+        differ between ranks."""
         stale = [u for u in self.units if u.waits_for_owner]
         for unit in stale:
             if unit.on_device:

@@ -319,11 +319,11 @@ class ParamUnit(UnitMemory):
             self.state = UnitState.LOADED
 
     def gather(self) -> None:
-        """LOADED → GATHERED: have the slices of all ranks. The slice of the only one is the whole: see
+        """LOADED → GATHERED: get the slices of all ranks. With one rank, its slice is the whole unit: see
         [Note: load and gather].
 
         Raises:
-            RankError: another rank failed, or does something else.
+            RankError: another rank failed, or makes another call.
         """
         if self.state is not UnitState.LOADED:
             return
@@ -347,7 +347,7 @@ class ParamUnit(UnitMemory):
         self._become(UnitState.UNSHARDED)
 
     def idle(self) -> None:
-        """UNSHARDED → GATHERED: nobody uses it; the storage stays filled until room is needed.
+        """UNSHARDED → GATHERED: the unit is not in use; the storage stays filled until the engine needs room.
 
         Raises:
             ParameterChangedError: a parameter was edited, which would be lost.
@@ -400,10 +400,13 @@ class ParamUnit(UnitMemory):
                 wait_over(event)
 
     def reshard(self) -> bool:
-        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The copy was clean: nothing is written.
+        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The compute parameters were clean, so the
+        engine writes nothing.
 
-        Returns False, and does nothing, if somebody holds it: [Note: held units]. With several ranks it is
-        SHARDED on all at the same time: what somebody holds on one keeps its memory, and is filled again.
+        Returns False, and does nothing, if the unit is held: [Note: held units]. With several ranks it
+            becomes
+        SHARDED on all at the same time: a unit that is held on one rank keeps its memory there, and is filled
+        again.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
@@ -429,7 +432,7 @@ class ParamUnit(UnitMemory):
         return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
-        """As `reshard`, for another version is about to come. What somebody holds keeps its memory: `stale`.
+        """As `reshard`, because another version is about to arrive. A held unit keeps its memory: `stale`.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -451,14 +454,15 @@ class ParamUnit(UnitMemory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that count as its own on the device. What somebody holds on one rank counts there alone, and
-        must not decide what all ranks do."""
+        """Bytes that count as the unit's own on the device. Memory that is held on one rank counts only
+        there, and must not influence the decisions of all ranks."""
         away = not self.filled if self._comm.world == 1 else self.state is UnitState.SHARDED
         return 0 if away else self.layout.gathered_nbytes
 
     @property
     def waits_for_owner(self) -> bool:
-        """Whether its memory is held, with values from before an update, which `refresh` gives it anew."""
+        """Whether the unit's memory is held, with values from before an update; `refresh` writes the new
+        ones."""
         return self.stale and self._comm.world == 1
 
     @property

@@ -128,7 +128,7 @@ class Updates:
             raise _copy_error(error)
 
     def check_stopped(self) -> None:
-        """Raise why the update stopped, if nobody was told; else have it go on."""
+        """Raise why the update stopped, if no call has raised it yet; else continue the update."""
         if self._reported:
             self.go_on()
         for error, _ in tuple(self._stopped):
@@ -141,7 +141,7 @@ class Updates:
         return self._error is not None
 
     def check_once(self) -> None:
-        """Raise the error of an update, if nobody was told of it."""
+        """Raise the error of an update, if no call has raised it yet."""
         if not self._reported:
             self.check()
 
@@ -157,8 +157,8 @@ class Updates:
         return True
 
     def blocks_load(self, chunk: int) -> bool:
-        """Return whether a load of a chunk has to wait for its update; raise if that failed, which is
-        not telling the user: it may be a load that nobody waits for."""
+        """Return whether a load of a chunk has to wait for its update; raise if the update failed. This does
+        not count as a report to the user, because no call may be waiting for the load."""
         if not self._blocks_loads or chunk not in self._chunks:
             return False
         if self._error is not None:

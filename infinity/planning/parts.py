@@ -40,7 +40,7 @@ class Part(NamedTuple):
             the least that can be read.
         tiers: where each of its slots is: one, or two for a part of which there are two versions.
         lease_offset: byte of the update's lease where it is worked on; None: where it lies.
-        in_place: it is on NVMe in files of somebody else's, where it is only read.
+        in_place: it is on NVMe in foreign files, which the engine only reads.
     """
 
     sections: tuple[int, ...]
@@ -113,7 +113,7 @@ class ChunkParts:
         load_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
-        place: how the copy is read where it is, in files of somebody else's.
+        place: how the compute parameters are read in place, from foreign files.
     """
 
     parts: Mapping[str, Part]
@@ -167,7 +167,7 @@ def plan_chunks(
     Args:
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
-        places: how frozen chunks are read whose copies stay in files of somebody else's, by chunk id.
+        places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
     """
     made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
     plans = []

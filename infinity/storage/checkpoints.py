@@ -277,11 +277,11 @@ def _crc(text: bytes) -> str:
 
 
 class Save:
-    """One save under way: a `with` block, which ends in `commit` or leaves nothing.
+    """One running save: a `with` block, which ends in `commit` or leaves nothing.
 
     Attributes:
-        mark: a name that nothing else has, which is in `path` while this is under way.
-        counter: is higher than that of every checkpoint that is in the root.
+        mark: a unique name, which is in `path` during the save.
+        counter: higher than the counter of every checkpoint in the root.
     """
 
     def __init__(self, root: str, step: int) -> None:

@@ -139,10 +139,10 @@ class Folder:
 
 
 class Claim:
-    """A directory that is one run's for as long as a `with` block lasts, whoever saves into it meanwhile.
+    """A directory that belongs to one run for a `with` block, even if others save into it meanwhile.
 
-    The lock is that of a hidden file, which goes with the claim. One that a killed run left has no lock, and
-    counts for nothing. Directories that the block has made are removed where nothing came into them.
+    The lock is on a hidden file, which is removed with the claim. A file that a killed run left has no lock,
+    and has no effect. The end of the block removes directories that the block has created and that are empty.
     """
 
     def __init__(self, path: str) -> None:
