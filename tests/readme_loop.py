@@ -34,7 +34,7 @@ import infinity, torch
 config = infinity.Config(nvme="/mnt/nvme/run1", device_memory="20GiB", host_memory="48GiB",
                          parameters="nvme", optimizer_state="nvme", gradients="nvme",
                          dtype="bf16", max_grad_norm=1.0)
-with infinity.init(config):                      # the model never stands whole in memory
+with infinity.init(config):                      # the whole model is never in memory at once
     model = GPT(gpt_config)                      # or AutoModelForCausalLM.from_pretrained(DIR)
 adam = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 model, optimizer = infinity.wrap(model, adam, config)

@@ -358,7 +358,7 @@ def test_a_stalled_read_misses_its_deadline(
     assert ticket.done
     assert ticket.quarantined
     assert ring.stats().failed
-    with pytest.raises(TransferError, match="takes no more transfers"):
+    with pytest.raises(TransferError, match="accepts no more transfers"):
         ring.write(file, 0, memory.address, BLOCK)
     with pytest.raises(DeadlineError, match="closed with 1 transfers past their deadline"):
         ring.close()

@@ -28,7 +28,7 @@ from .offloaded import config_for
 pytestmark = [
     pytest.mark.architectures,
     pytest.mark.filterwarnings("ignore:.*something outside of the engine refers:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*more units are used at once:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*uses more units at once:RuntimeWarning"),
 ]
 
 NEEDED = [name for name in ("transformers", "diffusers", "timm") if importlib.util.find_spec(name) is None]

@@ -227,7 +227,7 @@ def test_no_permission() -> None:
             try:
                 Arena(place, MIB)
             except DirectoryError as error:
-                if "is closed to this user" not in str(error):
+                if "does not let this user write" not in str(error):
                     raise
             else:
                 raise AssertionError("was allowed")

@@ -627,7 +627,7 @@ def test_a_gradient_that_is_another_one_leaves_only_a_load(
 ) -> None:
     model, optimizer, wanted, saved = stepped
     change(model)
-    with pytest.raises(GradientError, match="not the one that its update had"):
+    with pytest.raises(GradientError, match="not the one that its update used"):
         optimizer.step()
     _refuses_all_but_load(model, optimizer, saved)
     model(batch(0)).backward()

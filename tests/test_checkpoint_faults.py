@@ -447,7 +447,8 @@ def test_a_list_that_is_another_one_each_time_ends(tmp_path: Path, monkeypatch: 
 
 def test_what_is_being_edited_is_not_saved(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run")
-    with infinity.gathered(model, write=True), pytest.raises(ParameterError, match="while they are edited"):
+    editing = "is editing the parameters of unit .* they cannot be saved or copied now"
+    with infinity.gathered(model, write=True), pytest.raises(ParameterError, match=editing):
         infinity.save(adam, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     with infinity.gathered(model):
@@ -480,9 +481,9 @@ def test_what_was_damaged_is_named_and_stops_the_run(tmp_path: Path) -> None:
             assert file.name in str(caught.value) or file.name == "index.json"
             # What was read halfway must not be trained on.
             if isinstance(caught.value, CorruptionError) and damage == "flip" and "exp_avg" in file.name:
-                with pytest.raises(ParameterError, match="load a checkpoint that is whole"):
+                with pytest.raises(ParameterError, match="load a whole checkpoint"):
                     model(torch.zeros(1, 64))
-                with pytest.raises(ParameterError, match="load a checkpoint that is whole"):
+                with pytest.raises(ParameterError, match="load a whole checkpoint"):
                     adam.step()
             infinity.load(adam, good)
             step(model, adam)
@@ -514,7 +515,7 @@ def test_names_that_climb_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CorruptionError, match="names of files of its own"):
             infinity.load(adam, tmp_path / "saved")
     (path / "index.json").write_bytes(b"[" * 1_000_000)
-    with pytest.raises(CorruptionError, match="no index of a checkpoint"):
+    with pytest.raises(CorruptionError, match="not a readable index of a checkpoint"):
         infinity.load(adam, path)
     infinity.close(adam)
 

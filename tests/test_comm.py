@@ -192,7 +192,7 @@ dist.destroy_process_group()
             assert "the mesh does not have all ranks of the job" in part
             assert "independent_replicas=True" in part
         for there in column_there[1], one_there[1]:
-            assert "is where another replica of the job is saved" in there
+            assert "another replica of the job saves or exports to" in there
 
 
 def test_an_environment_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_an_empty_block_keeps_what_a_model_was_given_outside(
     model, optimizer = wrapped(tmp_path, dtype="fp32")
     edit(model)
     for call in (lambda: step(model, optimizer), lambda: infinity.unwrap(model)):
-        with pytest.raises(ParameterChangedError, match="pass` keeps the values that it has now"):
+        with pytest.raises(ParameterChangedError, match="pass` keeps its current values"):
             call()
     with infinity.gathered(model, write=True):
         pass

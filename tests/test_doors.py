@@ -675,7 +675,7 @@ def by_engine(name: str, folder: Path, budget: str, where: str, mode: str, **set
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*something outside of the engine refers.*", RuntimeWarning)
-        warnings.filterwarnings("ignore", ".*more units are used at once.*", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*the model uses more units at once.*", RuntimeWarning)
         model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
         try:
             found = [t.detach().clone() for t in program(model, optimizer, Offloaded())]

@@ -279,7 +279,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
         infinity.export(model, out, "int8")
     with pytest.raises(ConfigError, match="max_shard_size"):
         infinity.export(model, out, max_shard_size="many")
-    with pytest.raises(ConfigError, match="no name"):
+    with pytest.raises(ConfigError, match="the path of the model directory is empty"):
         infinity.export(model, "")
     with pytest.raises(WrapError, match="takes a model"):
         infinity.export(adam, out)

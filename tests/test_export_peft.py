@@ -199,8 +199,8 @@ def test_a_model_of_peft_that_is_used(tmp_path: Path) -> None:
     infinity.close(adam)
 
     for given, weights, expected in [
-        (paths["saved"], None, r"those of a model of PEFT\n[^$]*get_peft_model[^$]*merge_adapters=True"),
-        (llama(), "saved", "those of a model of PEFT\n"),
+        (paths["saved"], None, r"those of a PEFT model\n[^$]*get_peft_model[^$]*merge_adapters=True"),
+        (llama(), "saved", "those of a PEFT model\n"),
         (paths["alone"], None, "only adapters[^$]*PeftModel.from_pretrained"),
         (llama(), "alone", "only adapters"),
         (adapted("lora"), "alone", "only adapters"),

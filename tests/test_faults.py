@@ -278,7 +278,7 @@ def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None
                 with pytest.raises(TransferError):
                     run.steps(1)
         finally:
-            with pytest.raises(DirectoryError, match="does not let go of the arena"):
+            with pytest.raises(DirectoryError, match="does not allow the removal of the arena"):
                 infinity.close(run.adam)
 
 

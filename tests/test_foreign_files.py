@@ -46,7 +46,7 @@ def test_a_file_that_is_not_ours_is_refused_as_it_is(kind: str, tmp_path: Path) 
         path.symlink_to(victim)
     else:
         path.write_bytes(content)
-    with pytest.raises(DirectoryError, match="something else where the arena belongs") as raised:
+    with pytest.raises(DirectoryError, match="another file in the place of the arena") as raised:
         Arena(str(tmp_path), MiB)
     assert raised.value.cure == f"move {path} away, or name another directory"
     if kind == "dangling link":

@@ -355,7 +355,7 @@ def test_a_gradient_on_another_parameter_is_refused_and_the_cure_works(
             "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "read": lambda: infinity.gradient(other),
         }
-        with pytest.raises(GradientError, match=r"layers\.0.*put on 'layers\.1"):
+        with pytest.raises(GradientError, match=r"layers\.0.*assigned to 'layers\.1"):
             uses[then]()
         other.grad = infinity.gradient(one).to(other.device, other.dtype)  # the cure
         reference.layers[1].linear.weight.grad = reference.layers[0].linear.weight.grad.clone()

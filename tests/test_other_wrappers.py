@@ -74,7 +74,7 @@ def test_distributed_wrappers_are_refused_on_either_side(
     with pytest.raises(WrapError, match=r"model\.module; for several ranks .* Config\(zero_stage=0\)"):
         infinity.wrap(around, optimizer, config)
     model, optimizer = infinity.wrap(around.module, optimizer, config)  # the cure
-    with pytest.raises(WrapError, match="DistributedDataParallel around a wrapped model"):
+    with pytest.raises(WrapError, match="DistributedDataParallel does not support a wrapped model"):
         DistributedDataParallel(model)
     assert_close([*train(model, optimizer), *values(model)], [*train(*built(HeadModel)), *trained()])
     infinity.close(model)

@@ -218,7 +218,7 @@ def test_a_parameter_used_outside_its_own_module(name: str, budget: str, where: 
         model, optimizer = built(make)
         model, optimizer = infinity.wrap(model, optimizer, config.replace(update=update))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*(refer to|units are used at once).*", RuntimeWarning)
+            warnings.filterwarnings("ignore", ".*(refer to|uses more units at once).*", RuntimeWarning)
             assert_close([*train(model, optimizer), *values(model)], wanted)
         infinity.close(model)
 
@@ -284,7 +284,7 @@ def test_addresses_that_a_forward_asks_for_hold_until_its_scope_ends(tmp_path: P
     wanted = model(tokens(0)).clone()
     model, _ = infinity.wrap(model, optimizer, budgeted(Addresses, tmp_path, "least"))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*units are used at once.*", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*uses more units at once.*", RuntimeWarning)
         for _ in range(2):
             assert torch.equal(model(tokens(0)).clone(), wanted)
     engine = engine_of(model)

@@ -365,11 +365,11 @@ if replica == 0:
     model, adam = infinity.wrap(model, adam, apart, shard)
 dist.barrier()
 if replica == 1:
-    with raises(ConfigError, "where another replica of the job has its arenas"):
+    with raises(ConfigError, "another replica of the job has its arenas in"):
         infinity.wrap(model, adam, apart, shard)
     # Also where nothing has an arena yet, which another replica's would meet.
     within = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "host")
-    with raises(ConfigError, "where another replica of the job has its arenas"):
+    with raises(ConfigError, "another replica of the job has its arenas in"):
         infinity.wrap(model, adam, apart.replace(**within), shard)
     with infinity.init(apart.replace(nvme=f"{folder}/{replica}"), shard):
         model = Model()
@@ -386,7 +386,7 @@ for number, call in enumerate(calls):
         call(f"{folder}/saved{number}")
     dist.barrier()
     if replica != number:
-        with raises(ConfigError, "where another replica of the job is saved"):
+        with raises(ConfigError, "another replica of the job saves or exports to"):
             call(f"{folder}/saved{number}")
     dist.barrier()
 infinity.save(adam, f"{folder}/own{replica}")

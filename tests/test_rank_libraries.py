@@ -102,7 +102,7 @@ def test_ten_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
 def test_mixed_precision_of_libraries_is_refused(name: str, tmp_path: Path) -> None:
     script = "from tests.rank_libraries import mixed\nmixed()"
     for said in all_well(run_ranks(2, script, name, str(tmp_path), seconds=120, imports=IMPORTS)):
-        assert "accelerate is to run a wrapped model in bf16" in said
+        assert "accelerate cannot run a wrapped model with mixed precision bf16" in said
         assert 'Config(dtype="bf16")' in said
 
 

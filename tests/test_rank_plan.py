@@ -120,7 +120,7 @@ def test_directories_of_ranks(tmp_path: Path) -> None:
     config = Config(nvme=[f"{tmp_path}/{{local_rank}}", f"{tmp_path}/{{host}}-{{rank}}"])
     host = socket.gethostname()
     assert config.for_rank(5, 1).directories == (f"{tmp_path}/1", f"{tmp_path}/{host}-5")
-    with pytest.raises(ConfigError, match="nobody says"):
+    with pytest.raises(ConfigError, match="number of this rank on its machine is unknown"):
         config.for_rank(5, None)
     with pytest.raises(ConfigError, match="named twice"):
         Config(nvme=[f"{tmp_path}/{{rank}}", f"{tmp_path}/0"]).for_rank(0, 0)

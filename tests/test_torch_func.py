@@ -45,7 +45,7 @@ def test_torch_func_through_a_wrapped_model(budget: str, tmp_path: Path) -> None
     by_name = torch.func.grad(loss)({n: p.detach() for n, p in names.items()}, plain)
     model, _ = infinity.wrap(*built(make), budgeted(make, tmp_path, budget))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(refer to|units are used at once).*", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*(refer to|uses more units at once).*", RuntimeWarning)
         assert_close(of_inputs(model), wanted)
     with infinity.gathered(model):
         params = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -266,7 +266,10 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DirectoryError), infinity.trace(model, tmp_path / "missing" / "t.json"):
         pass
-    with pytest.raises(ConfigError, match="without room"), infinity.trace(model, tmp_path / "t", limit=0):
+    with (
+        pytest.raises(ConfigError, match="has no room for a span"),
+        infinity.trace(model, tmp_path / "t", limit=0),
+    ):
         pass
     entered = False
     with pytest.raises(DirectoryError, match="Is a directory"), infinity.trace(model, tmp_path):

@@ -316,7 +316,7 @@ def test_the_store_keeps_no_bytes_of_the_device(tmp_path: Path) -> None:
         assert store.layout.arena_nbytes == [0]
         assert (store.tier(0, "copy"), store.tier(0, "copy", BACK)) == (DEVICE, HOST)
         for transfer in (store.read, store.write):
-            with pytest.raises(StorageError, match="whose bytes are not the store's"):
+            with pytest.raises(StorageError, match="whose bytes the store does not have"):
                 transfer(0, "copy", lease)
         with pytest.raises(StorageError, match="has no memory"):
             store.view(0, "copy")

@@ -1,4 +1,4 @@
-"""Models of PEFT in files: adapters alone, as PEFT has them, or what they make of their base."""
+"""PEFT models in files: adapters alone, in PEFT's format, or merged into their base."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adapters_differ(directory: str, lacking: Iterable[str], there: Iterable[str]
     ours, theirs = adapted_name(lacking), adapted_name(there)
     if theirs and not ours:
         return DataError(
-            f"the parameters in {directory!r} are those of a model of PEFT",
+            f"the parameters in {directory!r} are those of a PEFT model",
             expected="those of a model without adapters",
             found=repr(theirs),
             cure="build the model as its run does, infinity.inference(get_peft_model(base, peft_config), "
@@ -46,11 +46,11 @@ def adapters_differ(directory: str, lacking: Iterable[str], there: Iterable[str]
     if ours and not theirs:
         return DataError(
             f"the parameters in {directory!r} are those of a model without adapters",
-            expected="those of a model of PEFT, base and adapters",
+            expected="those of a PEFT model, base and adapters",
             found=f"none for {ours!r}",
-            cure="give the base its values before it has adapters, base = from_pretrained(path), inside "
-            "`with infinity.init(config):` where it is larger than memory (infinity.export makes such a path "
-            "of a checkpoint); then infinity.inference(get_peft_model(base, peft_config), config), without "
+            cure="load the base before you add adapters, base = from_pretrained(path), inside "
+            "`with infinity.init(config):` if it is larger than memory (infinity.export writes such a path "
+            "from a checkpoint); then infinity.inference(get_peft_model(base, peft_config), config), without "
             "weights",
         )
     return None
@@ -60,10 +60,10 @@ def check_not_adapters(directory: str) -> None:
     """Raise `DataError` if a directory without a model has adapters, as PEFT saves them."""
     if os.path.isfile(os.path.join(directory, "adapter_config.json")):
         raise DataError(
-            f"there are only adapters of PEFT in {directory!r}",
+            f"{directory!r} has only adapters of PEFT",
             expected="a model, or a checkpoint of infinity.save",
             found="adapter_config.json",
-            cure="load them onto their base, inside `with infinity.init(config):` where that is larger than "
+            cure="load them onto their base, inside `with infinity.init(config):` if that is larger than "
             f"memory: infinity.inference(PeftModel.from_pretrained(base, {directory!r}), config)",
         )
 
@@ -112,7 +112,7 @@ def adapters_of(model: Any) -> list[Adapter]:
                     raise StateDictError(
                         f"the adapter {name!r} cannot be exported alone",
                         expected="tensors of the model",
-                        found=f"{key!r}, which PEFT computes from several",
+                        found=f"{key!r}, which PEFT computes from several tensors",
                         cure="merge_adapters=True",
                     )
                 prefix = "" if hasattr(model, "get_base_model") or diffusers else "base_model.model."

@@ -1,4 +1,4 @@
-"""Callbacks that have transformers' Trainer and Lightning end as `Run` does: saved, with exit code 75."""
+"""Callbacks that make transformers' Trainer and Lightning stop as `Run` does: saved, with exit code 75."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def _taken(engine: Engine, minutes: float | None, also: Collection[Any] = ()) ->
 def trainer_callback(*, save_minutes: float | None = None) -> Any:
     """Return a callback for ``transformers.Trainer(callbacks=[…])``, whose model or optimizer is wrapped.
 
-    SIGTERM and SIGHUP have Trainer save after the step under way, and stop; then SystemExit(75) is raised,
-    "try again later": ``train(resume_from_checkpoint=True)`` goes on. SIGUSR1, and the clock every
-    `save_minutes` minutes, have it save and go on. It saves as it always does, into its ``output_dir``. A
-    second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several ranks, what one of them
-    is told counts for all. Trainer saves on one of them alone, which ``Config(zero_stage=0)`` allows.
+    After a SIGTERM or SIGHUP, Trainer finishes the current step, saves and stops. Then the callback raises
+    SystemExit(75), "try again later"; ``train(resume_from_checkpoint=True)`` resumes the run. After a
+    SIGUSR1, and every `save_minutes` minutes, Trainer saves and goes on. It saves as usual, into its
+    ``output_dir``. A second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several
+    ranks, a signal to one rank counts for all. Trainer saves on one rank alone, which needs
+    ``Config(zero_stage=0)``.
 
-    When the last step is over, a signal ends nothing: ``train`` returns, and what follows can save the model.
-    (Trainer would make one step more than ``max_steps`` where it resumes from its last one.)
+    After the last step a signal ends nothing: ``train`` returns, and the program can save the model.
+    (Trainer makes one step more than ``max_steps`` when it resumes from its last step.)
 
-    Signals that are ignored, or that somebody else handles, stay so. Where ``train`` raises, the handlers
-    stay until the next ``train`` with such a callback begins.
+    If the program ignores a signal or handles it itself, the callback leaves that signal alone. If ``train``
+    raises, the handlers stay until the next ``train`` with such a callback begins.
 
     Raises:
-        DataError: transformers is not installed, or broken.
+        DataError: transformers is not installed, or the installation is broken.
         ConfigError: in ``train``, before the first step: with several ranks, `Config.zero_stage` is not 0.
     """
     [base] = optional("transformers", "hf", "TrainerCallback")
@@ -90,17 +91,19 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
 def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | None = None) -> Any:
     """Return a callback for ``lightning.Trainer(callbacks=[…])``, whose `LightningModule` is wrapped.
 
-    SIGTERM and SIGHUP have it save the file `path` after the step under way, by ``trainer.save_checkpoint``,
-    and stop; then SystemExit(75) is raised, "try again later": ``fit(ckpt_path=path)`` goes on. Amid an epoch
-    Lightning begins its data again, unless the loader has a state (``state_dict``). SIGUSR1, and the clock
-    every `save_minutes` minutes, have it save and go on. A second SIGTERM, a second later or more, ends it
-    now, as Ctrl-C does. With several ranks, what one of them is told counts for all.
+    After a SIGTERM or SIGHUP, Lightning finishes the current step, saves the file `path` by
+    ``trainer.save_checkpoint``, and stops. Then the callback raises SystemExit(75), "try again later";
+    ``fit(ckpt_path=path)`` resumes the run. After a SIGUSR1, and every `save_minutes` minutes, Lightning
+    saves and goes on. A second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several
+    ranks, a signal to one rank counts for all. In the middle of an epoch Lightning begins its data again,
+    unless the loader has a state (``state_dict``).
 
-    Signals that are ignored, or that somebody else handles, stay so, but for Lightning's own handler of
-    SIGTERM, which ends a run without a save: this one takes its place while the run lasts.
+    If the program ignores a signal or handles it itself, the callback leaves that signal alone. The exception
+    is Lightning's own handler of SIGTERM, which ends a run without a save: the callback replaces it for the
+    run.
 
     Raises:
-        DataError: lightning is not installed, or broken.
+        DataError: lightning is not installed, or the installation is broken.
     """
     [base] = optional("lightning.pytorch", None, "Callback")
 

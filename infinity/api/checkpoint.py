@@ -1,9 +1,9 @@
-"""What a checkpoint has, and what `save`, `load` and `export` have in common.
+"""The content of a checkpoint, and the common code of `save`, `load` and `export`.
 
-As safetensors files: ``parameters`` (fp32 masters; of frozen parameters the values in the compute dtype),
-``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that the next forward uses,
-where they are not the newest), ``buffers``, and ``values``, the tensors of what is JSON otherwise; and an
-index. What a run is cut into, where its bytes lie and which compute dtype it has are not in it.
+A checkpoint has these safetensors files: ``parameters`` (fp32 masters; for frozen parameters the values in
+the compute dtype), ``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that
+the next forward uses, if they are not the newest), ``buffers``, and ``values``, the tensors of state that is
+JSON otherwise. It also has an index. It does not depend on the run's chunks, placement and compute dtype.
 """
 
 from __future__ import annotations
@@ -87,18 +87,19 @@ def interruptible(
 
 
 def settle(engine: Engine) -> None:
-    """Have every value of the run where it counts: updates complete, edits taken over.
+    """Bring all values of the run up to date: complete the updates, take over the edits.
 
     Raises:
-        ParameterError: parameters are being edited, or were where that would be lost.
-        DivergenceError: ranks have edited their copies to different values.
+        ParameterError: a block is editing parameters, or an edit would be lost.
+        DivergenceError: ranks have edited their replicas to different values.
     """
     with told(engine.comm):
         engine.phases.finish()
         names = [u.layout.name for u in engine.units if u.writers]
         if names:  # what a block has changed counts when it ends
             raise ParameterError(
-                f"the parameters of unit {names[0]!r} are about to be saved or copied while they are edited",
+                f"a `gathered` block is editing the parameters of unit {names[0]!r}: they cannot be saved or "
+                "copied now",
                 expected="`infinity.save`, `export` and `copy_to` outside of `gathered(write=True)` blocks",
                 found="a block that is still open",
                 cure="leave `with infinity.gathered(...)` first",
@@ -133,17 +134,17 @@ def check_shared(path: str, rank: int) -> None:
             f"{os.path.dirname(path)} is not one directory for all ranks",
             path=path,
             expected="a directory on a file system that all nodes share",
-            found=f"rank {rank} does not see what rank 0 has made there",
+            found=f"rank {rank} does not see the directory that rank 0 has created there",
             cure="name a directory that all nodes share",
         )
 
 
 def wrong_index(path: str, error: Exception) -> CorruptionError:
-    """Return the error of a checkpoint whose index lacks what it must have."""
+    """Return the error for a checkpoint whose index is incomplete."""
     return CorruptionError(
-        f"the index of {path} is not one that any version of infinity has written",
+        f"the index of {path} is not one that any version of infinity writes",
         path=path,
-        expected="its checksums, parameters, groups, counts and state",
+        expected="an index with checksums, parameters, groups, counts and state",
         found=repr(error),
         cure="load another checkpoint",
     )
@@ -153,13 +154,13 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     """Return a path as a string.
 
     Raises:
-        ConfigError: it has no letters.
+        ConfigError: the path is empty.
     """
     name = os.fsdecode(path)
     if not name:
         raise ConfigError(
-            f"the directory of {example} has no name",
-            expected="a directory",
+            f"the path of the {example} directory is empty",
+            expected="a path",
             found=repr(path),
             cure=f'"{example}"',
         )
@@ -242,7 +243,7 @@ def texts_of(model: Any) -> dict[str, str]:
 
 
 def library_of(config: Mapping[str, Any]) -> str:
-    """Return which library has written a config.json: "diffusers", "timm" or "transformers"."""
+    """Return the library that has written a config.json: "diffusers", "timm" or "transformers"."""
     if "_class_name" in config:
         return "diffusers"
     return "timm" if "architecture" in config and "pretrained_cfg" in config else "transformers"

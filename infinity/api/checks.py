@@ -30,18 +30,18 @@ def check_model(
             inner = ".".join(("model", *filter(None, [name]), "module"))
             raise WrapError(
                 f"the model is wrapped in {type(module).__name__}",
-                expected="the plain model: with several ranks, which `wrap` finds, the engine itself adds up "
-                "gradients and shares out what it has",
+                expected="the plain model: `wrap` finds several ranks by itself, and the engine then reduces "
+                "gradients and shards the state",
                 found=f"{type(module).__name__} in {name or 'the root'!r}",
-                cure=f"hand over the model as it was built, without {type(module).__name__}"
+                cure=f"pass the model as you built it, without {type(module).__name__}"
                 + ("" if type(module).__name__.startswith("Fully") else f": {inner}")
-                + "; for several ranks start them with torchrun and choose what they share out: "
-                "Config(zero_stage=0) for nothing, as DistributedDataParallel, 3 for everything, as FSDP",
+                + "; for several ranks start them with torchrun and choose what the engine shards: "
+                "Config(zero_stage=0) for nothing, like DistributedDataParallel, 3 for everything, like FSDP",
             )
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise WrapError(
                 f"the module {name or '(root)'!r} is compiled by torch.jit",
-                expected="modules in Python, whose parameters may come and go",
+                expected="modules in Python, whose parameters the engine can load and release",
                 found=f"{type(module).__name__} of {module.original_name}, with parameters",
                 cure="build it without torch.jit.script, torch.jit.trace and torch.jit.load; "
                 "torch.compile may compile it",
@@ -71,15 +71,16 @@ def check_model(
                 f"the parameter {name!r} belongs to a wrapped model already",
                 expected="a model that is wrapped once",
                 found="a second wrap",
-                cure="keep what the first `wrap` returned; or make it a plain model again first: "
+                cure="keep the model that the first `wrap` returned; or turn it into a plain model first: "
                 "`infinity.unwrap(model)`",
             )
         if param.grad is not None:
             raise WrapError(
                 f"the parameter {name!r} has a gradient already",
                 expected="parameters without gradients",
-                found="one of a backward before `wrap`",
-                cure="call `optimizer.step()`, if it is to count, and `optimizer.zero_grad()` before `wrap`",
+                found="a gradient of a backward before `wrap`",
+                cure="call `optimizer.step()`, if you want to apply it, and `optimizer.zero_grad()` before "
+                "`wrap`",
             )
         if nn.parameter.is_lazy(param):
             raise WrapError(
@@ -100,14 +101,15 @@ def check_model(
                 f"the parameter {name!r} is not a plain tensor",
                 expected="parameters that are plain tensors",
                 found=f"{type(param.data).__name__}, as FSDP's fully_shard or quantization makes it",
-                cure="hand the model to `wrap` as it was built, before anything else shards or quantizes it",
+                cure="call `wrap` with the model as you built it, before anything else shards or quantizes "
+                "it",
             )
         if reason := why_not(param):
             raise WrapError(
                 f"the parameter {name!r} is of a class that cannot be offloaded",
-                expected="nn.Parameter, or a subclass that may be derived from",
+                expected="nn.Parameter, or a class that allows subclasses",
                 found=f"{type(param).__name__}: {reason}",
-                cure="make it an nn.Parameter, before the optimizer is built: nn.Parameter(p.detach())",
+                cure="make it an nn.Parameter, before you build the optimizer: nn.Parameter(p.detach())",
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise WrapError(
@@ -119,11 +121,12 @@ def check_model(
         if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
             raise WrapError(
                 f"elements of the parameter {name!r} share memory",
-                expected="parameters whose elements each have a place of their own",
+                expected="parameters whose elements do not overlap in memory",
                 found=f"shape {tuple(param.shape)} with strides {param.stride()}, as expand() or "
-                "as_strided() makes it: its elements would be separated",
-                cure="before the optimizer is built, make what was expanded the parameter, and expand it in "
-                "the forward; or give each element a place, nn.Parameter(p.detach().contiguous())",
+                "as_strided() makes it: the engine would separate its elements",
+                cure="before you build the optimizer, make the tensor that was expanded the parameter, and "
+                "expand it in the forward; or give each element its own memory, "
+                "nn.Parameter(p.detach().contiguous())",
             )
         if param.requires_grad and id(param) not in groups:
             raise WrapError(
@@ -144,7 +147,7 @@ def check_model(
                 )
             if optimizer is not None and "front" in optimizer.state.get(param, ()):
                 raise WrapError(
-                    "the optimizer has loaded the state of delayed updates, of which it knows the half",
+                    "the optimizer has loaded the state of delayed updates, but supports only a part of it",
                     expected="an optimizer without such a state",
                     found=f"a second version of a parameter of shape {tuple(param.shape)}",
                     cure="wrap the model with a new optimizer, and load the state dict into what `wrap` "
@@ -180,9 +183,9 @@ def _check_attributes(model: nn.Module) -> None:
         if value.is_meta:
             raise WrapError(
                 f"the attribute {name!r} has no values on this rank",
-                expected="tensors on the meta device that are parameters or buffers, which get the first "
+                expected="tensors on the meta device that are parameters or buffers: these get the first "
                 "rank's values",
-                found="one that is neither",
+                found="a tensor that is neither",
                 cure="make it a buffer, register_buffer(name, tensor, persistent=False); or build the "
                 "model inside `with infinity.init(config):`, which keeps it",
             )
@@ -258,16 +261,17 @@ def _refuse(
         raise WrapError(
             f"the buffer or attribute {buffers[0]!r} shares memory with the parameter {param!r}",
             expected="buffers, and tensors that are attributes of modules, with memory of their own",
-            found=f"{min(end, other_end) - other_begin} bytes in which they overlap: it would keep what they "
-            "have now",
-            cure=f"leave it out, and have its module's forward use the parameter, detached: "
-            f"`model.{param}.detach()`; or, if these values are to stay, give it a copy: p.detach().clone()",
+            found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the buffer or attribute "
+            "would keep the values that they have now",
+            cure=f"remove it, and use the detached parameter in its module's forward: "
+            f"`model.{param}.detach()`; or, to keep the current values, give it a copy: p.detach().clone()",
         )
     same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
     raise WrapError(
         f"the parameters {name!r} and {other!r} share memory, but are not one Parameter",
         expected="parameters with memory of their own; shared values as one Parameter in both places",
-        found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the two would be separated",
+        found=f"{min(end, other_end) - other_begin} bytes in which they overlap: the engine would separate "
+        "the two",
         cure=(
             f"make them one Parameter (`b.weight = a.weight`, with {name!r} for a.weight), or "
             if same

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, and what to do where its newest checkpoint is damaged."""
+"""The directory of a run: which run uses it, and what to do if its newest checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
 
 @contextlib.contextmanager
 def claimed(comm: Comm, root: str, check: Callable[[], object]) -> Iterator[None]:
-    """Have `root` for a block, in which no other run may have it: on each file system that ranks see there,
-    by one of them. `check`: raises where it may not be had; called by each that has it. Collective.
+    """Lock `root` for a block, so that no other run uses it: on each file system that ranks see there, one of
+    them takes the lock. `check` raises an error if the run may not use the directory; each rank with the lock
+    calls it. Collective.
 
     Raises:
-        DirectoryError: a run that is under way has it, or it cannot be made.
-        InfinityError: what `check` raised; of either, as of `together`.
+        DirectoryError: another active run uses the directory, or it cannot be created.
+        InfinityError: an error of `check`. All ranks raise either error, as `together` does.
     """
     stack = contextlib.ExitStack()
     with contextlib.ExitStack() as ends:
@@ -57,14 +58,14 @@ def claimed(comm: Comm, root: str, check: Callable[[], object]) -> Iterator[None
 
 
 def closed_apart(close: Callable[[], object]) -> None:
-    """Make `close`, which lets go of a directory; after an interrupt wait only briefly for its drive."""
+    """Call `close`, which unlocks a directory; after an interrupt wait only briefly for its drive."""
     asked_apart(close, lambda: LEAST if interrupted() else None)
 
 
 @contextlib.contextmanager
 def going_on(root: str) -> Iterator[None]:
-    """A block that reads a checkpoint in `root`: the error of a damaged one says how a run goes on from an
-    older one. It never does by itself, as the steps between are lost."""
+    """A block that reads a checkpoint in `root`: if it is damaged, the error says how to resume from an older
+    one. A run never does this by itself, because the steps between them are lost."""
     try:
         yield
     except (CorruptionError, TransferError) as error:
@@ -72,12 +73,12 @@ def going_on(root: str) -> Iterator[None]:
             damaged, away = names
             older = [f for f in list_checkpoints(root, damaged=False) if f.path != damaged]
             error.cure = (
-                "bring it again from where it was copied; or set it aside, "
+                "copy it again from its source; or move it aside, "
                 f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
             )
             error.cure += (
-                f"the run goes on from {older[-1].path}, after {older[-1].step} steps"
+                f"the run resumes from {older[-1].path}, after {older[-1].step} steps"
                 if older
-                else "begin anew, without resuming: there is no other checkpoint"
+                else "start a new run, without resuming: there is no other checkpoint"
             )
         raise

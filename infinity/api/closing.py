@@ -1,11 +1,11 @@
-"""Who closes an engine that nobody closed: a thread that does nothing else.
+"""The thread that closes an engine that the program has not closed. It does nothing else.
 
-[Note: finalizers only signal] The last reference to a model can go in any thread: in one of the engine's
-own too (a task's closure, or the garbage collector that happens to run there). Closing waits for those
-threads, so a finalizer that closed would wait for the thread that it runs on. It puts one word into a queue
-instead, which takes no lock that anybody holds while he waits; the engine's reaper reads it and closes. The
-next `wrap` waits for reapers at work, so that their directories and memory are free again. So does the
-end of the program, for engines that are still there.
+[Note: finalizers only signal] The last reference to a model can go in any thread, also in one of the engine's
+own (a task's closure, or the garbage collector that happens to run there). `close` waits for those
+threads, so a finalizer that closed the engine would wait for its own thread. It puts one word into a queue
+instead, and takes no lock that a waiting thread holds. The engine's reaper reads the word and closes the
+engine. The next `wrap` waits for running reapers, so that their directories and memory are free again. So
+does the end of the program, for engines that are still open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reaper:
 
     Args:
         shut_down: holds no reference to `owner`; may wait.
-        nbytes: what `owner` may hold until it is garbage, also when it is closed.
+        nbytes: bytes that `owner` may hold until it is garbage, also when it is closed.
     """
 
     def __init__(self, owner: object, shut_down: Callable[[], None], nbytes: int) -> None:

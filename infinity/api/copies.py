@@ -1,4 +1,4 @@
-"""`copy_to`: the newest values of a wrapped model, in a plain one of the same structure."""
+"""`copy_to`: copies the newest values of a wrapped model into a plain one of the same structure."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _Here: TypeAlias = tuple[torch.Tensor, bool]  # a value, and whether a state dic
 
 
 def copy_to(model: nn.Module, plain: nn.Module) -> None:
-    """Copy the newest values of a wrapped model into a plain one, chunk by chunk: for averages of weights
-    (EMA, SWA), and whatever else needs a model that can be copied.
+    """Copy the newest values of a wrapped model into a plain one, chunk by chunk. Use it for averages of
+    weights (EMA, SWA), and for everything else that needs a model that can be copied.
 
     Args:
-        model: as `wrap` or `inference` returned it, or a part of it. With several ranks all call this, and
-            each has the whole in its `plain`.
-        plain: a module with the same names and shapes, on any device: a copy that was made before `wrap`, or
-            one that was built anew. Its parameters keep their dtypes, and get the values of the fp32 masters
-            where the compute dtype is another one. Buffers are copied, too; of those that are not persistent
-            the ones that both have.
+        model: as `wrap` or `inference` returned it, or a part of it. With several ranks, call `copy_to` on
+            all of them; each gets the whole model in its `plain`.
+        plain: a module with the same names and shapes, on any device: a copy from before `wrap`, or a newly
+            built model. Its parameters keep their dtypes. They get the values of the fp32 masters if the
+            compute dtype differs from their own. `copy_to` copies buffers, too; it copies a buffer that is
+            not persistent if both models have it.
 
     Raises:
         WrapError: `model` belongs to no wrapped model.
         StateDictError: `plain` has other names or shapes, has no memory, or is wrapped itself; nothing was
             copied.
-        ParameterError: parameters are being edited in a `gathered` block, or were added after `wrap`; or a
-            forward or a backward is under way.
-        DivergenceError, RankError: ranks do not do the same; one of them failed.
+        ParameterError: a `gathered` block is editing parameters, or parameters were added after `wrap`; or a
+            forward or a backward is running.
+        DivergenceError, RankError: the ranks do not make the same calls; or one of them failed.
         StorageError: a transfer or an update failed.
     """
     engine = engine_in(model) or engine_of(model)
     engine.phases.check()
     if in_backward() or engine.phases.is_forward_here():
         raise ParameterError(
-            "the model is about to be copied while it is used",
+            "`infinity.copy_to` cannot copy the model while it is in use",
             expected="`infinity.copy_to` between steps",
             found=f"a {'backward' if in_backward() else 'forward'} under way",
-            cure="call it behind `optimizer.step()`",
+            cure="call it after `optimizer.step()`",
         )
     root = engine.model()
     if root is not None:
@@ -105,7 +105,8 @@ def _check(name: str, wanted: _Here | None, found: _Here | None) -> None:
             f"{name!r} is not the same in the plain model",
             expected=f"{of(wanted)}, as the wrapped model has",
             found=of(found),
-            cure="give one of the same structure: built as the wrapped one, or copied from it before `wrap`",
+            cure="pass a model of the same structure: built like the wrapped one, or copied from it before "
+            "`wrap`",
         )
     target = found[0] if found is not None else None
     if target is not None and (target.is_meta or sharded_of(target) is not None):
@@ -115,7 +116,7 @@ def _check(name: str, wanted: _Here | None, found: _Here | None) -> None:
             found="one on the meta device" if target.is_meta else "a parameter of a wrapped model",
             cure="build the plain model on a device (`plain.to_empty(device='cpu')`)"
             if target.is_meta
-            else "give a model that was never wrapped, or `infinity.unwrap` it first",
+            else "pass a model that was never wrapped, or call `infinity.unwrap` on it first",
         )
 
 

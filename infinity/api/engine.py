@@ -1,4 +1,4 @@
-"""Everything that one wrapped model has, and how it is put together. Wiring only."""
+"""The engine of one wrapped model: all of its parts, and how they are connected. Wiring only."""
 
 from __future__ import annotations
 
@@ -363,14 +363,14 @@ class Engine:
         return self._optimizer
 
     def publish(self) -> None:
-        """Have everybody see the newest values: see `OffloadOptimizer.publish`."""
+        """Make the newest values visible everywhere: see `OffloadOptimizer.publish`."""
         if self._optimizer is not None:
             self._optimizer.publish()
         else:
             self.phases.finish()
 
     def check_not_resumed(self) -> None:
-        """Raise `StateDictError` where the model is loaded after its optimizer and that loses something."""
+        """Raise `StateDictError` if a load of the model after its optimizer would lose values."""
         if self._optimizer is not None:
             self.phases.finish()
             self._optimizer.check_not_resumed()
@@ -380,7 +380,7 @@ class Engine:
         self._kept.push(stack)
 
     def let_go(self) -> None:
-        """Take everything off the model and its old optimizer; it is a plain model from here on."""
+        """Remove all hooks from the model and its old optimizer; from here on it is a plain model."""
         self.phases.closed = UNWRAPPED
         self.hooks.remove()
         for handle in self._handles:
@@ -393,14 +393,14 @@ class Engine:
     def close(self) -> None:
         """Finish transfers, end the threads, remove what is on NVMe. The parameters stay released.
 
-        Waits for an update behind the last step as long as the drives' deadline allows. While a
-        KeyboardInterrupt is on its way (in a ``finally``) the drives have half a second; what they owe
-        then is given up.
+        Waits for the update of the last step as long as the drives' deadline allows. While a
+        KeyboardInterrupt propagates (in a ``finally``) the drives have half a second; then `close` gives
+        outstanding transfers up.
 
         Raises:
-            StorageError: what is on NVMe could not be finished or removed; or an update behind the
-                last step failed, and no call since has said so. It names the units without their update.
-            OutOfMemoryError: such an update has no memory, once more where a call has said so.
+            StorageError: a transfer did not finish, or a file was not removed; or the update of the last step
+                failed, and no call since has raised it. The error names the units that were not updated.
+            OutOfMemoryError: this update ran out of memory, also if an earlier call has raised this.
         """
         if self._shut:
             return

@@ -1,4 +1,4 @@
-"""`export`: what a model has learned, in files that other programs read."""
+"""`export`: writes a model to files for other programs."""
 
 from __future__ import annotations
 
@@ -62,49 +62,55 @@ def export(
     merge_adapters: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """Write a model as safetensors files, chunk by chunk through one lease of host memory.
+    """Write a model as safetensors files, chunk by chunk through one buffer in pinned host memory.
 
-    Of a model of transformers or diffusers: what `from_pretrained` reads (its configurations, too), by the
-    names that the model has now. Of one of timm: what `timm.create_model("local-dir:…", pretrained=True)`
-    reads. Of a model of PEFT: its adapters, for `PeftModel.from_pretrained`; of one of diffusers that has
-    adapters: for `load_lora_adapter(path, prefix=None, use_safetensors=True)`. Of any other module: its
-    state dict, for `safetensors.torch.load_model`. Tied parameters are written once. With delayed updates the
-    newest values are.
+    The kind of model decides what `export` writes:
 
-    With several ranks it is collective for a module: each writes what it has of every parameter into one
-    directory, at the first rank's path, that all share. A checkpoint is exported by one of them.
+    - transformers or diffusers: the files that `from_pretrained` reads, with the configurations. Tensors have
+      the names that the model uses now.
+    - timm: the files that `timm.create_model("local-dir:…", pretrained=True)` reads.
+    - PEFT: the adapters, for `PeftModel.from_pretrained`. For a diffusers model with adapters: the adapters,
+      for `load_lora_adapter(path, prefix=None, use_safetensors=True)`.
+    - any other module: its state dict, for `safetensors.torch.load_model`.
+
+    `export` writes tied parameters once. With delayed updates it writes the newest values.
+
+    With several ranks, the export of a module is a collective: each rank writes its part of every parameter
+    into one directory that all share, at the first rank's path. One rank alone exports a checkpoint.
 
     Args:
         model: as `wrap` returned it, a part of it, or a plain module. Or the path of a checkpoint of
-            `infinity.save`, or of a directory of checkpoints: of these the one that was completed last.
-        path: the directory that is made. One that has something in it is refused.
-        dtype: of all parameters: "fp32" (the masters), "bf16" or "fp16". None: the compute dtype, as each
-            parameter is; of a plain module the dtypes that it has; of a checkpoint the one that its
-            config.json names, or else fp32 (without a config.json, frozen ones in the compute dtype of their
-            run). Buffers stay as they are.
-        max_shard_size: bytes of parameters and buffers in a file; what is larger has one for itself. Adapters
-            are always in one.
-        tokenizer: what has `save_pretrained`, a tokenizer or a processor: its files are written, too. Those
-            that a checkpoint has are in any case.
-        merge_adapters: for a model of PEFT: write the model that it makes of its base with the active
-            adapters, layer by layer, as its `merge_and_unload` does in that dtype. The model stays as it is.
-        progress: called with the bytes written by this rank, and all of the model, on another thread. It may
-            not use the model.
+            `infinity.save`; or a directory of checkpoints, for the one that was completed last.
+        path: the directory that `export` creates. It may exist if it is empty.
+        dtype: of all parameters: "fp32" (the masters), "bf16" or "fp16". None: the compute dtype of each
+            parameter; for a plain module the dtypes that it has; for a checkpoint the dtype that its
+            config.json names, or else fp32 (without a config.json, frozen parameters have the compute dtype
+            of their run). Buffers keep their dtypes.
+        max_shard_size: bytes of parameters and buffers in a file; a larger tensor gets a file of its own.
+            Adapters are always in one file.
+        tokenizer: a tokenizer or a processor with `save_pretrained`: `export` writes its files, too. It
+            always writes the tokenizer files of a checkpoint.
+        merge_adapters: for a PEFT model: write the base model merged with the active adapters, layer by
+            layer, as its `merge_and_unload` does in that dtype. The model stays as it is.
+        progress: a function that `export` calls, on another thread, with the bytes that this rank has written
+            and all bytes of the model. It may not use the model.
 
     Returns:
-        The directory. It is whole from one moment on; whatever happens before leaves nothing that looks so.
+        The directory. It becomes complete atomically. If anything ends the export earlier, the directory does
+        not look complete.
 
     Raises:
-        ConfigError: an argument makes no sense.
-        WrapError: it is neither a module nor a path.
-        StateDictError: it has tensors that such files cannot have, or is a checkpoint of a model of PEFT.
-        ParameterError: parameters are being edited, in a `gathered(write=True)` block.
-        CorruptionError: the checkpoint is not as it was saved.
-        DirectoryError: there is no checkpoint; or the directory is not empty, cannot be written, or its drive
+        ConfigError: an argument is not valid.
+        WrapError: `model` is neither a module nor a path.
+        StateDictError: safetensors files do not support one of the tensors; or `model` is a checkpoint of a
+            PEFT model.
+        ParameterError: a `gathered(write=True)` block is editing parameters.
+        CorruptionError: the checkpoint differs from what was saved.
+        DirectoryError: there is no checkpoint; or the directory is not empty, is not writable, or its drive
             has no room.
         TransferError: a drive reports an error.
-        RankError: a rank is gone, or does something else. Any other error of one is raised on all, of the
-            same class.
+        RankError: a rank is gone, or makes another call. Any other error on one rank raises an error of the
+            same class on all.
     """
     engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:
@@ -257,7 +263,7 @@ def _saved(tokenizer: Any) -> Iterator[dict[str, str]]:
     if not callable(getattr(tokenizer, "save_pretrained", None)):
         raise ConfigError(
             "the tokenizer cannot be saved",
-            expected="what has `save_pretrained`, as tokenizers and processors of transformers",
+            expected="an object with `save_pretrained`, such as a tokenizer or a processor of transformers",
             found=type(tokenizer).__name__,
             cure="leave tokenizer out",
         )
@@ -270,9 +276,9 @@ def _saved(tokenizer: Any) -> Iterator[dict[str, str]]:
 def _check_merge(asked: bool, possible: bool) -> None:
     if asked and not possible:
         raise ConfigError(
-            "merge_adapters=True, and there are no adapters",
-            expected="a model of PEFT",
-            found="one without adapters",
+            "merge_adapters=True, but the model has no adapters",
+            expected="a PEFT model",
+            found="a model without adapters",
             cure="merge_adapters=False",
         )
 
@@ -445,9 +451,9 @@ def _texts_of(found: Found) -> dict[str, Any]:
             wrong = f"{_CONFIG}: {texts[_CONFIG]!r:.200}"
     if wrong:
         raise CorruptionError(
-            f"the index of {found.path} has texts that no version of infinity has written",
+            f"the index of {found.path} has texts that no version of infinity writes",
             path=found.path,
-            expected="configurations and files of tokenizers, by names of their own",
+            expected="configurations and tokenizer files, under their usual names",
             found=wrong,
             cure="use another checkpoint",
         )
@@ -466,9 +472,9 @@ def _check_no_adapters(found: Found, names: Any) -> None:
     adapted = adapted_name(names)
     if adapted is not None:
         raise StateDictError(
-            f"the checkpoint {found.path} is of a model of PEFT",
-            expected="one without adapters: what belongs to an adapter, only the model knows",
+            f"the checkpoint {found.path} is of a PEFT model",
+            expected="a checkpoint without adapters: only the model knows which tensors belong to an adapter",
             found=repr(adapted),
-            cure="build and wrap the model as its run does, infinity.load(optimizer, checkpoint), then "
-            "infinity.export(model, path), with merge_adapters=True for the merged model",
+            cure="build and wrap the model as its run does, call infinity.load(optimizer, checkpoint), then "
+            "infinity.export(model, path); add merge_adapters=True for the merged model",
         )

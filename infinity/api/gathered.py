@@ -24,30 +24,32 @@ _Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 def gathered(
     params: _Params, *, write: bool = False, source: int = 0
 ) -> contextlib.AbstractContextManager[None]:
-    """Have the values of `params` on the device inside the block.
+    """Gather the values of `params` on the device for the block.
 
-    What is computed from them inside may be used, and its backward called, after the block. An alias
-    (``p.detach()``, ``p.data``, ``.numpy()``) stays right too, but keeps its unit on the device for as
-    long as it lives; ``clone()`` what is to outlive the block.
+    After the block you may use results that you computed inside it, and call their backward. An alias
+    (``p.detach()``, ``p.data``, ``.numpy()``) also stays valid, but keeps its unit on the device for as
+    long as it lives; ``clone()`` values that you need after the block.
 
     Args:
-        params: parameters, or a module for all of its parameters, of one wrapped model or several. The
-            units that they are in are gathered whole.
-        write: whether edits are to be kept (also in the fp32 master): in place, by ``p.data = t``, or
-            through an alias. Where a value is unchanged its master keeps its low bits. Without it, edits
-            that torch counts raise, of parameters that are not placed on the device; those that it does not
-            (``p.data.copy_()``, numpy) are found only with ``Config(check_edits=True)``, and may be lost.
-            Two parameters that are given one tensor's memory have a copy of it each.
-        source: the rank whose edits are kept, where there are several. The block is collective then: all
-            ranks enter it, with the same parameters. What another rank does to a parameter that `source`
-            edits, too, does not count.
+        params: parameters of one or several wrapped models; or a module, for all of its parameters. The
+            block gathers each unit that contains one of them, as a whole.
+        write: whether the engine keeps edits (also in the fp32 master): in place, by ``p.data = t``, or
+            through an alias. If a value does not change, its master keeps its low bits. Without ``write``, an
+            edit that torch counts raises an error for parameters that are not placed on the device. An edit
+            that torch does not count (``p.data.copy_()``, numpy) may be lost; only
+            ``Config(check_edits=True)`` finds it. If two parameters get the memory of one tensor, each gets
+            its own copy of it.
+        source: with several ranks, the rank whose edits the engine keeps. Then the block is a collective: all
+            ranks enter it, with the same parameters. If another rank edits a parameter that `source` edits
+            too, the engine ignores the edit of the other rank.
 
     Raises:
-        WrapError: they belong to no wrapped model.
-        ParameterChangedError: they were edited without ``write=True``, or given data of another shape;
-            all other edits are kept. On all ranks: one was edited on another rank than `source` alone.
-        ParameterError: delayed updates, and a forward or backward under way uses an older version; or an
-            edit of a model that is for inference.
+        WrapError: a parameter belongs to no wrapped model.
+        ParameterChangedError: the block edited a parameter without ``write=True``, or gave it data of another
+            shape; the engine keeps all other edits. With several ranks, all of them raise it if a rank other
+            than `source` edited a parameter that `source` did not edit.
+        ParameterError: updates are delayed, and a forward or backward that has begun uses an older version;
+            or the block edits a model for inference.
         StorageError: a transfer or an update failed.
     """
     return _Gathered(params, write, source)
@@ -71,8 +73,8 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         if self._use is not None:
             raise ParameterError(
                 "one `gathered` block is entered twice",
-                expected="`with infinity.gathered(...)`, anew for each block",
-                found="an object that was entered and not left yet",
+                expected="a new `with infinity.gathered(...)` for each block",
+                found="a block object that is still open",
                 cure="call `infinity.gathered` again for the inner block",
             )
         params = self._params
@@ -138,20 +140,20 @@ def _check_one_version(engine: Engine) -> None:
     engine.updater.wait()
     if engine.store.versions.any_newer("copy"):
         raise ParameterError(
-            "an edit inside a forward would be of a newer version than the forward uses",
-            expected="`gathered(write=True)` outside of forwards, with delayed updates",
+            "an edit inside a forward would change a newer version of the parameters than the forward uses",
+            expected="with delayed updates, `gathered(write=True)` outside of forwards",
             found="such a block in a forward, and an update that is not published",
             cure="edit before the forward begins, or call `infinity.flush` before it",
         )
 
 
 def gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient of a parameter: fp32, in its shape, on the host, unscaled; None if it
-    has none.
+    """Return the whole gradient of a parameter: fp32, in the shape of the parameter, on the host, unscaled.
+    Return None if the parameter has no gradient.
 
     Raises:
-        WrapError: it belongs to no wrapped model.
-        GradientError: `param.grad` was kept from before, or is another parameter's, and has no values.
+        WrapError: `param` belongs to no wrapped model.
+        GradientError: `param.grad` is from an earlier backward, or from another parameter, and has no values.
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(param)

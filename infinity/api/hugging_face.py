@@ -1,10 +1,12 @@
-"""Models of transformers and diffusers: the structure that a directory describes, and where its values are.
+"""Models of transformers and diffusers: the structure that a directory describes, and the places of its
+values.
 
 [Note: names in files] The tensors of a directory may have other names than the parameters that transformers
-makes of them, and several may become one (experts). Which, only transformers knows, and it is asked: names
-are renamed by its own rules; and a conversion is given small tensors with numbers to tell them apart. Where
-these come out as they went in, one tensor after the other, a parameter is those tensors of the file one after
-the other, and is read without ever being whole in memory. Where not, transformers loads the model.
+makes from them, and transformers may combine several into one (experts). Only transformers knows the rules,
+so the engine uses them: it renames names by these rules, and runs a conversion on small tensors with distinct
+numbers. If the result is a concatenation of the inputs, the parameter is a concatenation of the tensors in
+the file, and the engine reads it without ever holding it whole in memory. Otherwise transformers loads the
+model.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ def read_config(directory: str) -> Any:
     library = library_of(config) if isinstance(config, dict) else "transformers"
     if library == "timm":
         raise DataError(
-            f"the model in {directory!r} is one of timm",
-            expected="one of transformers or diffusers, or a model that was built",
+            f"the model in {directory!r} is a timm model",
+            expected="a model of transformers or diffusers, or a model that you built",
             found=f"the architecture {config['architecture']!r}",
             cure=f"infinity.inference(timm.create_model({'local-dir:' + directory!r}), config, "
             f"weights={directory!r})",
@@ -78,7 +80,7 @@ def read_config(directory: str) -> Any:
             f"the model in {directory!r} is quantized",
             expected="parameters in a floating-point dtype",
             found="a quantization_config",
-            cure="take the model as it was before that, or save it dequantized",
+            cure="use the model from before the quantization, or save it dequantized",
         )
     return config
 
@@ -137,7 +139,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
-    """Have the buffers of a model of diffusers in the dtype that its `from_pretrained` gives them."""
+    """Cast the buffers of a diffusers model to the dtype that its `from_pretrained` gives them."""
     same = kept(model, dtype, parameters=False)
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -164,10 +166,10 @@ def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozense
 
 
 def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
-    """Return the model in a directory as transformers loads it, standing in scratch files.
+    """Return the model in a directory as transformers loads it, in scratch files.
 
     Raises:
-        DataError: transformers cannot load it, or there are no values for some of its parameters.
+        DataError: transformers cannot load it, or some of its parameters have no values.
         DirectoryError: there is no room for scratch files.
     """
     kind = class_of(directory, hf_config)
@@ -240,7 +242,7 @@ def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[
             raise DataError(
                 f"there are no weights in {directory!r}",
                 expected="model.safetensors (of diffusers: diffusion_pytorch_model.safetensors), or "
-                "model.safetensors.index.json and the files that it names: nothing is ever unpickled",
+                "model.safetensors.index.json and the files that it names: infinity never unpickles anything",
                 found=", ".join(others[:_SHOWN]) or "none",
                 cure="save the model with save_pretrained(safe_serialization=True)",
             )
@@ -406,7 +408,7 @@ def _order(
 
 
 def dtype_keyword() -> str:
-    """Return how transformers calls what `from_pretrained` is told of the dtype: the name changed."""
+    """Return the name of the dtype argument of transformers' `from_pretrained`: the name has changed."""
     import transformers
 
     return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
@@ -428,8 +430,8 @@ def class_of(directory: str, config: Any) -> Any:
             return auto._model_mapping[type(config)]
     raise DataError(
         f"transformers does not have the model in {directory!r}",
-        expected="a class of transformers as `architectures`, in config.json; code in the directory is never "
-        "executed",
+        expected="a class of transformers as `architectures`, in config.json; infinity never executes code "
+        "from the directory",
         found=", ".join(names) or "none",
         cure="update transformers; or build the model yourself: infinity.inference(model, config)",
     )
@@ -442,8 +444,8 @@ def _class_of_diffusers(directory: str, config: Mapping[str, Any]) -> Any:
         return found
     raise DataError(
         f"diffusers does not have the model in {directory!r}",
-        expected="a model of diffusers as `_class_name`, in config.json; code in the directory is never "
-        "executed",
+        expected="a model of diffusers as `_class_name`, in config.json; infinity never executes code from "
+        "the directory",
         found=repr(name),
         cure="update diffusers; or build the model yourself: infinity.inference(model, config, weights=…)",
     )
@@ -464,7 +466,7 @@ def _unreadable(directory: str, error: Exception) -> DataError:
 
 
 def missing(directory: str, names: Sequence[str], there: Iterable[str] = ()) -> DataError:
-    """Return the error of a model with more parameters than its directory, which has those named `there`."""
+    """Return the error for a model with more parameters than its directory, which has those named `there`."""
     if (error := adapters_differ(directory, names, there)) is not None:
         return error
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -477,7 +479,7 @@ def missing(directory: str, names: Sequence[str], there: Iterable[str] = ()) -> 
 
 
 def other_shape(directory: str, name: str, expected: Sequence[int], found: object) -> DataError:
-    """Return the error of a parameter that is not what the model has."""
+    """Return the error for a parameter whose shape differs from the model's."""
     return DataError(
         f"the files in {directory!r} have {name!r} in another shape than the model",
         expected=[*expected],
@@ -488,8 +490,8 @@ def other_shape(directory: str, name: str, expected: Sequence[int], found: objec
 
 def _wrong_index(index: str, expected: str, found: str) -> DataError:
     return DataError(
-        f"{index} is no index of safetensors files",
+        f"{index} is not an index of safetensors files",
         expected=expected,
         found=found,
-        cure="bring the directory again from where it was copied",
+        cure="copy the directory again from its source",
     )

@@ -1,4 +1,4 @@
-"""`inference`: a model that is only used, with its parameters on the tiers that have room."""
+"""`inference`: a model for inference only, with its parameters on the tiers that have room."""
 
 from __future__ import annotations
 
@@ -34,26 +34,29 @@ def inference(
     weights: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Return a model that is only used: without an optimizer, without gradients, in evaluation mode. Its
-    parameters are on the tiers that `config` names, and there while they are used; nothing is written once
-    this has returned. `infinity.close` ends it.
+    """Return a model for inference only: without an optimizer, without gradients, in evaluation mode.
+
+    Its parameters are on the tiers that `config` names. They are on the device while the model uses them.
+    After `inference` has returned, the engine writes nothing. `infinity.close` shuts the engine down.
 
     Args:
-        model: a model, which is taken over as by `wrap`; or a directory: of Hugging Face (config.json and
-            safetensors files; of transformers or diffusers), or a checkpoint of `infinity.save` of such a
-            model, or of checkpoints: of these, the one that was completed last. From a directory values go
-            straight to their tiers, without ever being a model in memory.
-        config: budgets, the compute dtype (None: each parameter keeps that of its file, which for what a
-            checkpoint has trained is fp32), and the placement of `parameters`.
-        weights: such a directory, for the values of a model that was built: its own do not count, and its
-            parameters may be on the meta device (of `accelerate.init_empty_weights()`), its buffers may not.
-            Its parameters are replaced by others then.
-        progress: called with the bytes read, and all bytes.
+        model: a model, which `inference` takes over as `wrap` does; or a directory. The directory is a
+            Hugging Face directory (config.json and safetensors files, of transformers or diffusers); or a
+            checkpoint of `infinity.save` of such a model; or a directory of checkpoints, for the one that was
+            completed last. From a directory, the values go straight to their tiers; the whole model is never
+            in memory.
+        config: budgets, the compute dtype (None: each parameter keeps the dtype of its file; trained
+            parameters of a checkpoint are fp32 there), and the placement of `parameters`.
+        weights: such a directory, with the values of a model that you built. `inference` ignores the values
+            that the model has. Its parameters may be on the meta device (as
+            `accelerate.init_empty_weights()` makes them), but its buffers may not. `inference` replaces the
+            Parameter objects of the model.
+        progress: a function that `inference` calls with the bytes that it has read, and all bytes.
 
     Raises:
         WrapError, BudgetError, DirectoryError, ConfigError, BackendError: as `wrap`.
-        DataError: the directory has no model, or not all of it, or one that transformers does not have.
-        CorruptionError: its files are not what they should be.
+        DataError: the directory has no model, only a part of one, or one that transformers does not know.
+        CorruptionError: the files of the directory are damaged.
     """
     if not isinstance(config, Config):
         raise WrapError(
@@ -74,7 +77,7 @@ def inference(
         else:
             if weights is not None:
                 raise WrapError(
-                    "weights are for a model that was built",
+                    "`weights` needs a model that you built",
                     expected="inference(model, config, weights=directory), or inference(directory, config)",
                     found="two directories",
                     cure="leave weights out",
@@ -134,8 +137,8 @@ def _check_buffers(model: nn.Module) -> None:
                 f"the buffer {name!r} has no values",
                 expected="buffers with values",
                 found="one on the meta device",
-                cure="build the model inside `with accelerate.init_empty_weights():`, which leaves buffers "
-                "their values, not inside `with torch.device('meta'):`; or on the CPU",
+                cure="build the model inside `with accelerate.init_empty_weights():`, which keeps the values "
+                "of buffers, and not inside `with torch.device('meta'):`; or build it on the CPU",
             )
 
 
@@ -156,10 +159,10 @@ def _built(directory: str, config: Config, stack: contextlib.ExitStack) -> tuple
         if not hugging_face.is_directory_of_a_model(texts):
             raise DataError(
                 f"the checkpoint {found.path} does not say what its model is",
-                expected="that of a model of transformers",
+                expected="the checkpoint of a transformers model",
                 found="no config.json in its index",
                 cure="build the model, and read its values: infinity.inference(model, config, "
-                f"weights={found.path!r}); `infinity generate` does that for what `infinity train` has saved",
+                f"weights={found.path!r}); `infinity generate` does this for checkpoints of `infinity train`",
             )
         read = hugging_face.read_config(texts)
         model = hugging_face.structure(texts, read, config.compute_dtype or hugging_face.dtype_of(read))
@@ -173,8 +176,8 @@ def _weights_at(directory: str, model: nn.Module, stack: contextlib.ExitStack) -
     if values is None:
         raise DataError(
             f"the files in {directory!r} have the parameters of this model in another form",
-            expected="tensors that are parameters, one after the other",
-            found="some that transformers computes from them",
+            expected="parameters that are concatenations of the tensors in the files",
+            found="parameters that transformers computes from these tensors",
             cure=f"infinity.inference({directory!r}, config)",
         )
     return values
@@ -194,25 +197,25 @@ def find_model(directory: str) -> Found:
         if not os.path.exists(directory):
             raise DataError(
                 f"there is no directory {directory!r}",
-                expected="a directory on this machine: nothing is downloaded",
+                expected="a directory on this machine: `inference` downloads nothing",
                 found=error.found or error.what,
-                cure="name a directory that is there; or, of a repository of the Hugging Face Hub, fetch it "
+                cure="name a directory that exists; or download a repository of the Hugging Face Hub "
                 f"first: infinity.inference(huggingface_hub.snapshot_download({directory!r}), config)",
             ) from error
         if os.path.isfile(os.path.join(directory, "model_index.json")):
             raise DataError(
-                f"{directory!r} is a whole pipeline of diffusers",
+                f"{directory!r} is a whole diffusers pipeline",
                 expected="the directory of one model",
                 found="model_index.json",
-                cure="name that of the model which is large, such as its folder 'transformer' or 'unet', and "
-                "give that to the pipeline: Pipeline.from_pretrained(directory, transformer=model)",
+                cure="name the directory of the large model, such as its folder 'transformer' or 'unet', and "
+                "pass that model to the pipeline: Pipeline.from_pretrained(directory, transformer=model)",
             ) from error
         raise DataError(
             f"there is no model in {directory!r}",
             expected="a Hugging Face directory (config.json and *.safetensors), or a checkpoint of "
             "infinity.save, or a directory of these",
             found=error.found or error.what,
-            cure="name the directory that has them",
+            cure="name the directory that has these files",
         ) from error
 
 
@@ -240,11 +243,11 @@ def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) 
         return _in_checkpoint(found, model, ring, stack)
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptionError(
-            f"the index of {found.path} is not one that any version of infinity has written",
+            f"the index of {found.path} is not one that any version of infinity writes",
             path=found.path,
-            expected="its checksums and parameters",
+            expected="an index with checksums and parameters",
             found=repr(error),
-            cure="take another checkpoint",
+            cure="use another checkpoint",
         ) from error
 
 

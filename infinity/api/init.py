@@ -1,18 +1,19 @@
-"""`init`: a model is built as always, but its parameters stand in a scratch file, not in memory.
+"""`init`: builds a model as usual, but keeps its parameters in a scratch file, not in memory.
 
-[Note: scratch] torch calls a hook whenever a parameter is registered in a module. The hook copies
-the parameter's bytes into an extent of a nameless file, maps that extent, and lets the parameter's
-`data` be the mapping: same object, same shape, strides and dtype, so initialization draws the same
-random numbers and writes the same values. At most one parameter (while it is copied) is anonymous
-memory, beside those of less than a page; the rest is page cache, which the kernel writes back and drops
+[Note: scratch] torch calls a hook whenever a module registers a parameter. The hook copies
+the parameter's bytes into an extent of an unnamed file, maps that extent, and makes the mapping the
+parameter's `data`: same object, same shape, strides and dtype, so initialization draws the same
+random numbers and writes the same values. At most one parameter (during its copy) is in anonymous
+memory, besides those of less than a page. The rest is page cache, which the kernel writes back and drops
 when memory is short.
 
 - The extent's blocks are allocated before it is mapped: a full disk is then an error here, and not
   a SIGBUS at some later store.
-- The storage owns the mapping. When the last tensor over it is gone, the mapping is removed and its
-  blocks are given back to the file system (a punched hole), so that nobody has to count users.
-- Parameters that share their bytes share the extent, hence tied weights stay tied. Those that share a part
-  of them are separated; an extent remembers where its bytes came from, so that `wrap` finds such a pair.
+- The storage owns the mapping. When the last tensor over it is gone, the engine unmaps the extent and
+  returns its blocks to the file system (a punched hole), so no code has to count users.
+- Parameters that share all their bytes share the extent, hence tied weights stay tied. Parameters that share
+  a part of their bytes are separated; an extent remembers the source of its bytes, so that `wrap` finds such
+  a pair.
 """
 
 from __future__ import annotations
@@ -65,22 +66,23 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @contextlib.contextmanager
 def init(config: Config, mesh: object = None) -> Iterator[None]:
-    """Build a model whose parameters never stand whole in anonymous memory.
+    """Build a model without ever holding all of its parameters in anonymous memory.
 
-    Values and the state of the random generators after the block are those of an ordinary
-    construction. Parameters on the CPU, of any dense dtype, are kept in nameless scratch files in
-    the NVMe directories, each where there is most room, or in the directory for temporary files when
-    `config` names none; `wrap` takes them over and gives the files' space back.
-    `AutoModelForCausalLM.from_pretrained` works inside the block. A tensor that shared its bytes
-    with a parameter before the parameter was registered no longer does; where it is a parameter too, `wrap`
-    refuses the two.
+    Values and the states of the random number generators after the block are those of an ordinary
+    construction. `init` keeps parameters on the CPU, of any dense dtype, in unnamed scratch files in the NVMe
+    directories. It puts each parameter where there is most space. If `config` names no directory, the files
+    are in the directory for temporary files. `wrap` takes the parameters over and frees the space of the
+    files. `AutoModelForCausalLM.from_pretrained` works inside the block. If a tensor shares memory with a
+    parameter before the module registers the parameter, the two no longer share memory afterwards; if the
+    tensor is a parameter too, `wrap` refuses the two.
 
-    Where there are several ranks, those of `mesh` as `wrap` takes it, only the first keeps values; on the
-    others parameters are on the meta device, and `wrap` brings them the first one's.
+    With several ranks (those of `mesh`, as in `wrap`), only the first rank keeps values. On the others,
+    parameters are on the meta device, and `wrap` gives them the first rank's values.
 
     Raises:
         DirectoryError: the directory is missing, read-only, not a directory or full.
-        ConfigError: `nvme` has a number of this rank that nobody says; or the mesh is none that `wrap` takes.
+        ConfigError: `nvme` contains ``{local_rank}``, and the number of this rank on its machine is unknown;
+            or `wrap` does not accept the mesh.
     """
     rank, local_rank = numbers(mesh, independent=config.independent_replicas)
     if rank:
@@ -166,7 +168,7 @@ class ScratchFile:
             self.fd = _open_nameless(directory)
         except OSError as error:
             raise DirectoryError(
-                f"no scratch file can be made in {directory!r}",
+                f"cannot create a scratch file in {directory!r}",
                 errno=error.errno,
                 path=directory,
                 expected="a writable directory",

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint into a wrapped model and its optimizer, whatever their placement."""
+"""`load`: loads a checkpoint into a wrapped model and its optimizer, for any placement."""
 
 from __future__ import annotations
 
@@ -54,44 +54,43 @@ def load(
     strict: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a wrapped model and its optimizer: the run goes on where it was saved.
+    """Load a checkpoint into a wrapped model and its optimizer, to resume the run.
 
-    The model may be placed otherwise, cut into other chunks and have another compute dtype than the one that
-    was saved, and there may be more or fewer ranks. Param groups get the options that were saved; the
-    generators of random numbers go on from where they were.
+    The model may have another placement, other chunks, another compute dtype and another number of ranks than
+    the saved run. Param groups get the saved options. The random number generators get their saved states.
 
-    With several ranks it is collective, and each reads what it has of every tensor, of one path. The first
-    rank says which checkpoint it is; `state` is what the first one saved. As many ranks as have saved have
-    their buffers and their random numbers back. Of more or fewer all have the first one's buffers, the first
-    has its random numbers, and another one's generator of torch begins with the first rank's seed plus its
-    number, as in `wrap`.
+    With several ranks `load` is a collective, and each rank reads its part of every tensor. All ranks pass
+    the same path. The first rank chooses the checkpoint; every rank gets the `state` that the first rank
+    saved. If the number of ranks is the same as at the save, each rank gets back its buffers and its random
+    numbers. With another number, all ranks get the buffers of the first rank, and the first rank gets its
+    random numbers. The torch generator of rank r then starts with the first rank's seed plus r, as in `wrap`.
 
     Args:
         optimizer: as `wrap` returned it.
-        path: a checkpoint, or a directory of checkpoints: of these, the one that was completed last.
-        state: as for `save`. Objects that have a `load_state_dict` are given what was saved under their
-            name; other values are replaced by what was saved, tokenizers stay as they are.
-        strict: whether parameters that only the model or only the checkpoint has, parameters in other groups,
-            and names of `state` that the checkpoint lacks, are errors. If not, what is in both is loaded.
-            Of a parameter that is in no group here, as one that is frozen, the values are loaded.
-        progress: called with the bytes read by this rank, and all that it reads, on another thread. It may
-            not use the model or the optimizer.
+        path: a checkpoint; or a directory of checkpoints, for the one that was completed last.
+        state: as for `save`. `load` calls `load_state_dict` of each object that has one, with the saved
+            values. It replaces other values by the saved ones. Tokenizers stay as they are.
+        strict: whether these are errors: parameters that only the model or only the checkpoint has,
+            parameters in other groups, and names in `state` that the checkpoint does not have. If not, `load`
+            loads what both have. For a parameter that is in no group here, such as a frozen one, it loads the
+            values.
+        progress: a function that `load` calls, on another thread, with the bytes that this rank has read and
+            all bytes that it will read. It may not use the model or the optimizer.
 
     Returns:
-        What was saved as `state`, by name, but for tokenizers: these are in what `infinity.export` makes of
-        the checkpoint.
+        The saved `state`, by name, without tokenizers: `infinity.export` of the checkpoint writes these.
 
     Raises:
-        ConfigError: ranks were given different paths.
-        DirectoryError: there is no checkpoint, or it cannot be looked at.
-        CorruptionError: it is not as it was saved.
-        StateDictError: it does not fit. Nothing was changed.
-        ParameterError: parameters that would change are inside a `gathered` block. Nothing was changed.
-        RankError: a rank is gone, or does something else. Any other error of one is raised on all, of the
-            same class.
+        ConfigError: the ranks passed different paths.
+        DirectoryError: there is no checkpoint, or it is not readable.
+        CorruptionError: the checkpoint differs from what was saved.
+        StateDictError: the checkpoint does not fit the model. Nothing was changed.
+        ParameterError: a `gathered` block is open for parameters that would change. Nothing was changed.
+        RankError: a rank is gone, or makes another call. Any other error on one rank raises an error of the
+            same class on all.
 
-    Gradients are forgotten. A load that ends early (bytes that are not what was saved, a `load_state_dict`
-    that raises, an interrupt) may have loaded a part: the engine refuses to go on until another succeeds.
+    `load` drops the gradients. If a load ends early (a damaged byte, a `load_state_dict` that raises, an
+    interrupt), it may have loaded a part: then the engine raises an error until another load succeeds.
     """
     engine = engine_of(optimizer)
     comm, make = engine.comm, engine.shelter.run
@@ -164,10 +163,11 @@ def _newest(comm: Comm, path: str) -> tuple[str, int, Found | None]:
 
 
 def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
-    """Return the checkpoint that `_newest` has told of, as this rank finds it. Collective.
+    """Return the checkpoint that `_newest` has found, as this rank sees it. Collective.
 
     Raises:
-        DirectoryError, CorruptionError: it is not there, or it is another one; on all ranks, if on one.
+        DirectoryError, CorruptionError: the checkpoint does not exist on one of the ranks, or is another one
+            there; on all ranks.
     """
     at, counter, found = newest
 
@@ -181,9 +181,9 @@ def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
             raise CorruptionError(
                 f"{at} is not the same checkpoint for all ranks",
                 path=at,
-                expected=f"the one that rank 0 has found, with the counter {counter}",
-                found=f"one with the counter {found.counter}, on rank {comm.rank}",
-                cure="where all share no directory, the same one on each node as when that was saved",
+                expected=f"the checkpoint that rank 0 has found, with the counter {counter}",
+                found=f"a checkpoint with the counter {found.counter}, on rank {comm.rank}",
+                cure="if the nodes share no directory, give each node the directory that it had at the save",
             )
 
     together(comm, "where that is", look)
@@ -295,7 +295,8 @@ class _Loading:
                 f"the checkpoint {self._found.path} {what}",
                 expected="the parameters, buffers and state of the run that loads it; nothing was changed",
                 found=f"{found} {_listed(names, ', ')}",
-                cure="load it into the model that was saved; or with strict=False, to load what is in both",
+                cure="load it into the model that was saved; or load with strict=False, which loads what "
+                "both have",
             )
 
     def _check_shapes(self, here: Mapping[str, torch.Tensor]) -> None:
@@ -336,8 +337,8 @@ class _Loading:
                 f"the checkpoint {self._found.path} has other param groups than the optimizer",
                 expected=f"{len(here)} groups" + (f", {name!r} in group {places[0][name]}" if name else ""),
                 found=f"{len(there)} groups" + (f", it in group {places[1].get(name)}" if name else ""),
-                cure="build the optimizer with the groups that were saved; or load with strict=False, and "
-                "the groups keep the options that they have. Nothing was changed",
+                cure="build the optimizer with the groups that were saved; or load with strict=False, so "
+                "that the groups keep their current options. Nothing was changed",
             )
         self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
         for options in self._options:
@@ -384,7 +385,7 @@ class _Loading:
                 buffer.copy_(self._buffers[name])
 
     def _begin(self) -> None:
-        """Have nothing under way that would change what is loaded, or use what was."""
+        """Complete all work that would change the loaded values, or use the old ones."""
         self._engine.optimizer.publish()
         self._engine.edits.adopt_all()
         self._engine.residency.reshard_all({s.unit for s in self._names})

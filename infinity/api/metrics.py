@@ -12,30 +12,32 @@ from .engine import engine_of
 def metrics(thing: object) -> dict[str, float]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has them.
 
-    `thing` is a wrapped model or its optimizer. A step is from the end of one `step()` to the end of the
-    next; of a model that is for inference, from the end of one forward to the end of the next. Of the last
-    one:
+    `thing` is a wrapped model or its optimizer. A step lasts from the end of one `step()` to the end of the
+    next. For a model of `inference`, it lasts from the end of one forward to the end of the next. These
+    figures describe the last step:
 
     - ``grad_norm``: 2-norm before clipping, unscaled; ``loss_scale``: 1.0 unless fp16.
-    - ``time_metrics/end_to_end(s)``, ``time_metrics/update(s)``: the step, and `step()` alone, in seconds.
-    - ``stall/h2d(%)``, ``stall/nvme(%)``, ``stall/update(%)``, ``stall/reduce(%)``: what the user's thread
-      waited for (copies to the device, drives, the update, gradients on their way), in % of the step.
-    - ``io/read(GB/s)``, ``io/write(GB/s)``: what the drives moved, by the whole step.
-    - ``efficiency(%)``: the share in which the busiest was at work: compute (what is neither a stall nor in
-      `step()`), a drive, or the update. A trace has it from bandwidths.
+    - ``time_metrics/end_to_end(s)``, ``time_metrics/update(s)``: time of the step, and of `step()` alone, in
+      seconds.
+    - ``stall/h2d(%)``, ``stall/nvme(%)``, ``stall/update(%)``, ``stall/reduce(%)``: time that the user's
+      thread waited (for copies to the device, drives, the update, gradients on their way), in % of the step.
+    - ``io/read(GB/s)``, ``io/write(GB/s)``: bytes that the drives moved, divided by the time of the whole
+      step.
+    - ``efficiency(%)``: the share of the step in which the busiest resource was busy: compute (time that is
+      neither a stall nor in `step()`), a drive, or the update. A trace computes it from bandwidths.
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
-      0.0 where none was delayed.
+      0.0 if no update was delayed.
 
-    ``steps`` and ``skipped_steps`` (fp16 overflows) go with the optimizer's state dict.
+    The optimizer's state dict saves and restores ``steps`` and ``skipped_steps`` (fp16 overflows).
 
-    Since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
-    ``fetch/units`` (units brought to the device), ``fetch/hits`` (uses of units that were there, or on
-    their way), ``activations/kept`` (inputs of checkpointed layers that found no room on the host).
+    These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    ``fetch/units`` (units loaded to the device), ``fetch/hits`` (uses of units that were on the device, or on
+    their way), ``activations/kept`` (inputs of checkpointed layers that did not fit on the host).
 
-    Memory that somebody else holds: ``memory/held_units``, units that stay on the device because
-    something outside of the engine refers to them (an alias of a parameter), ``memory/held(GiB)``.
+    ``memory/held_units`` counts units that stay on the device because something outside of the engine refers
+    to them (an alias of a parameter). ``memory/held(GiB)`` is their memory.
 
-    Memory: planned, ``memory/device(GiB)``, ``memory/host(GiB)``, ``memory/nvme(GiB)``; highest so far,
+    Planned memory: ``memory/device(GiB)``, ``memory/host(GiB)``, ``memory/nvme(GiB)``. Peak memory so far:
     ``memory/device_units_peak(GiB)``, ``memory/host_leases_peak(GiB)``, ``activations/host(GiB)``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the state dict of a module has, without being one: names, shapes, and values as they are asked for."""
+"""The content of a module's state dict, without building one: names, shapes, and values on request."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Values:
             if not all(p in self.engine.params for p in sharded):
                 raise ParameterError(
                     "the module has parameters of several wrapped models",
-                    expected="one of them",
-                    found="a module around two",
-                    cure="export each of them",
+                    expected="a module with parameters of one wrapped model",
+                    found="a module around two wrapped models",
+                    cure="export each of them separately",
                 )
 
     @property

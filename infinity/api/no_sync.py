@@ -1,4 +1,4 @@
-"""`model.no_sync()`, as of DistributedDataParallel, for a model of several ranks."""
+"""`model.no_sync()`, as in DistributedDataParallel, for a model on several ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infinity.grads.gradients import Gradients
 class NoSync:
     """Makes the contexts in which the gradients of a backward stay on their rank.
 
-    In ZeRO's stages 0 and 1 that is what they do anyway, up to `step()` or to the backward that
-    ``Config(accumulation)`` says is the last; in the context it does not count as that. In stages 2 and 3 no
-    rank has room for its whole gradients: they are added up at once, and a warning says so, once.
+    In ZeRO stages 0 and 1 gradients stay there anyway, until `step()` or the last backward of
+    ``Config(accumulation)``; a backward in the context does not count as the last. In stages 2 and 3 no
+    rank has room for its whole gradients: the engine reduces them at once, and warns about this, once.
     """
 
     def __init__(self, model: nn.Module, gradients: Gradients, stage: int) -> None:
@@ -33,8 +33,8 @@ class NoSync:
         if self._stage >= 2 and not self._warned:
             self._warned = True
             warnings.warn(
-                f"no_sync() does nothing in ZeRO's stage {self._stage}: each rank keeps its share of the "
-                "gradients alone, so they are added up in every backward. Config(zero_stage=1) adds them up "
+                f"no_sync() does nothing in ZeRO stage {self._stage}: each rank keeps only its shard of the "
+                "gradients, so the engine reduces them in every backward. Config(zero_stage=1) reduces them "
                 "once in a step.",
                 RuntimeWarning,
                 stacklevel=3,

@@ -1,4 +1,4 @@
-"""The state of every generator of random numbers that a training run draws from."""
+"""The states of all random number generators that a training run uses."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Seed them all; numpy takes 32 bits of a seed. Torch's have the same one on every rank, until `wrap` has
-    given each its own."""
+    """Seed all generators; numpy takes 32 bits of a seed. Torch's generators have the same seed on every
+    rank, until `wrap` gives each rank its own."""
     torch.manual_seed(seed)
     random.seed(seed + rank)
     np.random.seed((seed + rank) % (1 << 32))
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the generators back where `random_state` found them; one that it did not have stays."""
+    """Restore the states that `random_state` returned; a generator that it did not have stays."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

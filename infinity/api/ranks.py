@@ -26,7 +26,7 @@ OWN: Final = ("nvme", "device", "host_memory", "device_memory", "threads")
 
 
 def check_ranks(world: int, config: Config, *, trains: bool) -> None:
-    """Raise `ConfigError` for what is not available yet with several ranks."""
+    """Raise `ConfigError` for features that are not available yet with several ranks."""
     refused = None
     if config.update in ("delayed", "backward"):
         refused = f'update="{config.update}"', 'update="overlap"'
@@ -42,12 +42,12 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
 
 
 def check_stage(world: int, config: Config) -> None:
-    """Raise `ConfigError` for a placement that a stage cannot have."""
+    """Raise `ConfigError` for a placement that a ZeRO stage does not support."""
     shares = config.placements["parameters"]
     away = [tier for tier, share in shares.items() if share and tier is not Tier.DEVICE]
     if world > 1 and config.zero_stage < 3 and away:
         raise ConfigError(
-            f"stage {config.zero_stage} keeps parameters on the device from their first use in a step on",
+            f"ZeRO stage {config.zero_stage} keeps parameters on the device after their first use in a step",
             expected='parameters="device"',
             found=f"some on {away[0]}",
             cure='parameters="device", or zero_stage=3',
@@ -55,7 +55,7 @@ def check_stage(world: int, config: Config) -> None:
 
 
 def claim_directories(comm: Comm, config: Config) -> None:
-    """Have the NVMe directories be those of no other replica of the job. Collective.
+    """Claim the NVMe directories, so that no other replica of the job uses them. Collective.
 
     Raises:
         ConfigError: one is another's; on all ranks of this replica.
@@ -108,7 +108,7 @@ def check_source(comm: Comm, source: int) -> None:
     """Raise `ConfigError` unless `source` is one of the ranks."""
     if not 0 <= source < comm.world:
         raise ConfigError(
-            "`gathered` names a rank that is not there",
+            "`gathered` names a rank that does not exist",
             expected=f"a rank from 0 to {comm.world - 1}",
             found=f"source={source!r}",
             cure="source=0",

@@ -1,4 +1,4 @@
-"""What `wrap` says when a run does not fit: settings with which it would."""
+"""The suggestions of `wrap` when a run does not fit: settings with which it would fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_cure(
     config: Config,
     device: Device,
 ) -> None:
-    """Let a refusal of `wrap` say what to change: of the settings that were tried, those that fit here.
+    """Add suggestions to an error of `wrap`: those of the tried settings that fit here.
 
     Args:
         error: a budget that is too small, or a directory that is full; others are left as they are.

@@ -1,4 +1,4 @@
-"""`Run`: a training loop that is saved, that signals end in good order, and that goes on where it was."""
+"""`Run`: a training loop that saves checkpoints, stops cleanly on a signal, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -49,64 +49,68 @@ class Run:
     ::
 
         with infinity.Run(optimizer, "runs/1", state={"scheduler": scheduler}, save_every=500) as run:
-            for step in run.steps(10_000):       # goes on behind the newest whole checkpoint in runs/1
+            for step in run.steps(10_000):       # resumes after the newest whole checkpoint in runs/1
                 loss = model(batch(step))
                 loss.backward()
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
                 run.log(loss=loss.item())
 
-    It saves when a step is over, and no gradients wait for an `optimizer.step()`: every `save_every` steps,
-    every `save_minutes` minutes, after a SIGUSR1, and the last one. Where a save on the way fails, a warning
-    says why, and the run goes on.
+    The run saves at the end of a step, when no gradients wait for an `optimizer.step()`: every `save_every`
+    steps, every `save_minutes` minutes, after a SIGUSR1, and after the last step. If a save before the last
+    one fails, a warning gives the reason, and the run goes on.
 
-    What ends it:
+    These events end a run:
 
-    - SIGTERM, or SIGHUP of a terminal that is lost: the step under way is saved, the loop ends, and the end
-      of the block raises SystemExit(75), "try again later". When the last step is over, they do what they
-      do without a run.
-    - A second SIGTERM, a second later or more, and Ctrl-C: it ends now, by SystemExit(143) and
+    - SIGTERM, or SIGHUP when a terminal is lost: the run finishes and saves the current step and leaves the
+      loop. The end of the block raises SystemExit(75), "try again later". After the last step, these signals
+      do what they do without a run.
+    - A second SIGTERM, a second later or more, or Ctrl-C: the run ends now, by SystemExit(143) or
       KeyboardInterrupt (exit code 130).
-    - An exception: the step that it leaves is not saved, and the exception goes on.
+    - An exception: the run does not save the step that raised, and the exception propagates.
 
-    The last two say on stderr how many steps are lost and which checkpoint is whole. What was saved stays
-    whole, whatever ends the run. A step that ``break`` leaves is over if it has called `optimizer.step()`.
+    In the last two cases the run prints on stderr how many steps are lost and which checkpoint is whole.
+    Saved checkpoints stay whole, whatever ends the run. If ``break`` leaves a step that has called
+    `optimizer.step()`, the run counts and saves the step.
 
-    On the main thread it sets signal handlers, except where the program has one of its own or ignores the
-    signal. At the end it puts the old ones back. A SIGHUP that came is followed by others: it ignores these.
+    On the main thread the run sets signal handlers, unless the program has its own handler or ignores the
+    signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs.
 
-    With several ranks, all of them use it alike. What a signal or a clock says on one rank counts for
-    all; an exception of one ends all. The first rank has the log, and says what there is to say.
+    With several ranks, use the run in the same way on all of them. A signal or a clock on one rank counts for
+    all ranks; an exception on one rank ends all. The first rank writes the log and the messages.
 
     Args:
         optimizer: as `wrap` returned it.
-        path: the directory of checkpoints, made if there is none; the same on all ranks. It is this run's
-            alone while the block lasts. None: nothing is saved, and signals do what they do without a run.
-        state: more to be saved and loaded, by name: see `save` and `load`.
+        path: the directory of checkpoints, the same on all ranks. The run creates it if it does not exist,
+            and locks it while the block lasts. None: the run saves nothing, and signals do what they do
+            without a run.
+        state: further values to save and load, by name: see `save` and `load`.
         save_every: steps between checkpoints. save_minutes: minutes between them; 0: after each step.
-        keep_last: so many checkpoints stay, and older ones are removed. None: all stay.
-        resume: whether the run goes on from the newest checkpoint in `path`. None: if there is one.
-        log: a file that gets one JSON object for each step: its number (from 1), time, the run's id, seconds,
-            grad_norm, whether the step was skipped, and what `log` was given. A run that goes on cuts it back
-            to the steps that its checkpoint has.
+        keep_last: the number of checkpoints that stay; the run removes older ones. None: all stay.
+        resume: whether the run resumes from the newest checkpoint in `path`. None: if there is one.
+        log: a file to which the run appends one JSON object for each step: its number (from 1), time, the
+            run's id, seconds, grad_norm, loss_scale, whether the step was skipped, and the values that `log`
+            got. A run that resumes truncates it to the steps of its checkpoint.
 
     Attributes:
-        begin: steps that were made when the block began; step: that are over now; kept: that are saved.
-        state: what was loaded of `state`, as `load` returned it.
+        begin: number of completed steps when the block began; step: of steps completed now; kept: of saved
+            steps.
+        state: the loaded `state`, as `load` returned it.
         saved: the newest checkpoint; None: there is none.
-        id: of the run, kept when it goes on.
-        stopped: whether a signal has ended it before its last step.
-        incomplete: why checkpoints on the way, or the log, are missing: errors, one of a kind.
+        id: the id of the run; it stays the same when the run resumes.
+        stopped: whether a signal has ended the run before its last step.
+        incomplete: errors that explain why checkpoints before the last one, or the log, are missing; one of a
+            kind.
 
-    The ``with`` raises these, before anything is trained. At its end it raises the error of a last save that
-    failed, which is of a class that `save` raises, and says how many steps are lost.
+    The ``with`` statement raises the errors below before the first step. If the last save failed, the end of
+    the block raises its error, of a class that `save` raises; it says how many steps are lost.
 
     Raises:
-        ConfigError: an argument makes no sense, or there is a checkpoint with ``resume=False``.
-        StateDictError: `state` cannot be saved, or the checkpoint does not fit.
-        DirectoryError: another run that is under way has the directory; it cannot be written, is itself a
-            checkpoint, or has none with ``resume=True``.
-        CorruptionError: the newest checkpoint is damaged; `cure` has the command that sets it aside.
-        DataError: the log cannot be written, or is a file of another kind.
+        ConfigError: an argument is not valid, or there is a checkpoint with ``resume=False``.
+        StateDictError: `save` does not support `state`, or the checkpoint does not fit.
+        DirectoryError: another active run uses the directory; or the directory is not writable, is itself a
+            checkpoint, or has no checkpoint with ``resume=True``.
+        CorruptionError: the newest checkpoint is damaged; `cure` has the command that moves it aside.
+        DataError: the log is not writable, or is a file of another kind.
     """
 
     _log_option = "log="
@@ -133,8 +137,8 @@ class Run:
                 type(value) is bool or not isinstance(value, kind) or not value >= least
             ):
                 raise ConfigError(
-                    f"{name}={value!r} makes no sense",
-                    expected=f"None, or {least} and more",
+                    f"{name}={value!r} is not valid",
+                    expected=f"None, or {'an integer' if least else 'a number'} ≥ {least}",
                     cure=f"{name}=2",
                 )
         check_named(state)
@@ -205,7 +209,7 @@ class Run:
                 self._end_step(last=True)
 
     def _take(self, stack: contextlib.ExitStack) -> None:
-        """Have the directory until `stack` ends, and go on from its newest checkpoint."""
+        """Lock the directory until `stack` ends, and resume from its newest checkpoint."""
         comm, root = self.engine.comm, self.root
         if root is None:
             return
@@ -232,17 +236,18 @@ class Run:
         if there and self._resume is False:
             raise ConfigError(
                 f"{root} has the checkpoints of another run",
-                expected="a directory of its own for each run, so that none is mixed up or removed",
+                expected="a separate directory for each run, so that no run mixes or removes another's "
+                "checkpoints",
                 found=os.path.basename(there[-1].path),
-                cure="resume=None to go on with that run, or another directory",
+                cure="resume=None to resume that run, or another directory",
             )
         return there[-1].path if there else ""
 
     # -- the loop ---------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the number (from 0) of each step that is left to make of `total`. When the body of the loop
-        has come to its end, the step is over: it is logged, and saved where it is time to."""
+        """Yield the number (from 0) of each remaining step of `total`. When the body of the loop ends, the
+        step is complete: the run logs it, and saves if a checkpoint is due."""
         self._total = total
         if self.root is not None:
             self._asked.take()
@@ -256,11 +261,11 @@ class Run:
             self._asked.pass_on()
 
     def log(self, **figures: Any) -> None:
-        """Have the log say more of the step under way: values that JSON has, or tensors of one element. With
-        `tokens`, those of this step, it has ``tokens_per_second``, too.
+        """Add figures to the log line of the current step: values that JSON supports, or tensors of one
+        element. With `tokens`, the number of tokens in this step, the line also has ``tokens_per_second``.
 
         Raises:
-            TypeError: JSON has no word for a value.
+            TypeError: JSON does not support a value.
         """
         try:
             values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
@@ -356,7 +361,7 @@ class Run:
             time.sleep(_TURN)
 
     def _say_what_vanished(self, root: str) -> None:
-        """Say which directories of this run somebody has removed, or unmounted, each once."""
+        """Report directories of this run that were removed or unmounted during the run, each once."""
         kept = [self.saved] if self.saved else []
         for path in (root, *kept, *self.engine.config.directories):
             if path not in self._vanished and not os.path.isdir(path):

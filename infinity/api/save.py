@@ -1,4 +1,4 @@
-"""`save`: everything that a training run needs to go on, in a directory that any run can read."""
+"""`save`: saves everything that a training run needs to resume, in a directory that any run can load."""
 
 from __future__ import annotations
 
@@ -55,49 +55,51 @@ def save(
     keep_last: int | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Save a training run as the checkpoint `path`/step-<n>, n being the steps that were made.
+    """Save a training run as the checkpoint `path`/step-<n>, where n is the number of steps.
 
-    Parameters, moments, buffers, param groups, counts and loss scale, the state of the generators of random
-    numbers (torch's, Python's, numpy's), the config of a model of transformers, and with delayed updates both
-    versions. Gradients are not saved:
-    call it after `step`. It goes chunk by chunk through one lease of host memory, and changes nothing of the
-    run. An interrupt ends it.
+    The checkpoint holds the parameters, moments, buffers, param groups, step counts and the loss scale, the
+    states of the random number generators (torch's, Python's, numpy's), and the config of a transformers
+    model. With delayed updates it holds both versions of the parameters. It does not hold gradients: call
+    `save` after `step`. `save` works chunk by chunk through one buffer in pinned host memory, and does not
+    change the run. An interrupt ends it.
 
-    With several ranks it is collective, and each writes what it has of every tensor into files of all.
-    The path is the same on all. `state`, groups and `keep_last` are the first rank's; buffers (running
-    statistics are of each rank's data) and random numbers are each rank's. What else differs between ranks,
-    as positions in their data, give as a list that has it for all of them.
+    With several ranks `save` is a collective, and each rank writes its part of every tensor into common
+    files. All ranks pass the same path. The checkpoint holds `state`, groups and `keep_last` of the first
+    rank. It holds buffers (running statistics follow each rank's data) and random numbers of every rank. If
+    other values differ between ranks, such as positions in their data, pass a list with the values of all
+    ranks.
 
     Args:
         optimizer: as `wrap` returned it.
-        path: a directory of checkpoints, made if there is none. Where it is not the same one for all ranks,
-            on nodes that share no file system, each node has there what its ranks have.
-        state: more to be saved, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts with
-            keys of these, and objects whose `state_dict` consists of these (schedulers, samplers). Mappings
-            come back as dicts (counters stay), deques as lists, bytearrays as bytes, parameters as tensors,
-            numpy's scalars and members of enums of ints or strings as the plain value. A tokenizer of
-            transformers is saved as the files that it is read from: for `infinity.export` and `infinity
-            generate`; `load` returns none.
-        keep_last: remove all of its checkpoints then but the so many that were completed last, this one
-            among them, whatever their steps. None: remove none.
-        progress: called with the bytes written by this rank, and all that it writes, on another thread. It
-            may not use the model or the optimizer.
+        path: a directory of checkpoints; `save` creates it if it does not exist. On nodes that share no file
+            system, this may be a separate directory on each node. Each node then holds what its ranks have.
+        state: further values to save, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts
+            with keys of these, and objects whose `state_dict` consists of these (schedulers, samplers).
+            Mappings come back as dicts (counters stay counters), deques as lists, bytearrays as bytes,
+            parameters as tensors, numpy scalars and members of enums of ints or strings as the plain value. A
+            tokenizer of transformers is saved as its files, for `infinity.export` and `infinity generate`;
+            `load` does not return it.
+        keep_last: the number of checkpoints that stay in `path`: those that were completed last, including
+            this one, whatever their steps. `save` removes the others. None: remove none.
+        progress: a function that `save` calls, on another thread, with the bytes that this rank has written
+            and all bytes that it will write. It may not use the model or the optimizer.
 
     Returns:
-        The checkpoint's directory. It is whole from one moment on, at which an older one of the same step is
-        replaced; whatever happens before leaves that as it was.
+        The checkpoint's directory. The checkpoint becomes complete atomically, and replaces an older one of
+        the same step then. If anything ends the save earlier, the older one stays as it was.
 
     Raises:
-        StateDictError: `state` is no mapping, or something in it cannot be saved. Nothing was written.
-        ConfigError: ranks were given different paths.
-        ParameterError: parameters are being edited, in a `gathered(write=True)` block.
-        DirectoryError: the directory is itself a checkpoint, cannot be written, has no room for the
-            checkpoint, or another save into it is under way.
+        StateDictError: `state` is not a mapping, or contains a value that `save` does not support. Nothing
+            was written.
+        ConfigError: the ranks passed different paths.
+        ParameterError: a `gathered(write=True)` block is editing parameters.
+        DirectoryError: the directory is itself a checkpoint, is not writable, has no room for the checkpoint,
+            or another save is writing into it.
         TransferError: a drive reports an error.
-        RankError: a rank is gone, was interrupted, or does something else.
+        RankError: a rank is gone, was interrupted, or makes another call.
 
-    Of several ranks, an error of one is raised on all, of the same class; the run may go on, but after a
-    `RankError`.
+    With several ranks, an error on one rank raises an error of the same class on all. The run may go on,
+    except after a `RankError`.
     """
     engine = engine_of(optimizer)
     comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
@@ -122,7 +124,7 @@ def _given(
 ) -> _Given:
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ConfigError(
-            f"keep_last={keep_last!r} makes no sense", expected="None, or 1 and more", cure="keep_last=2"
+            f"keep_last={keep_last!r} is not valid", expected="None, or an integer ≥ 1", cure="keep_last=2"
         )
     engine.phases.check()
     check_named(state)

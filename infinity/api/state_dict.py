@@ -1,7 +1,7 @@
-"""`state_dict` and `load_state_dict` of a wrapped model, in torch's own form.
+"""`state_dict` and `load_state_dict` of a wrapped model, in torch's own format.
 
-torch walks the modules and calls `detach` on each parameter, or `copy_` when it loads. While it
-does, a released parameter answers these two from its shards. Each tensor has a storage of its own, as in
+torch walks the modules and calls `detach` on each parameter, or `copy_` when it loads. During this
+walk, a released parameter serves these two calls from its shards. Each tensor has a storage of its own, as in
 torch.
 """
 
@@ -100,7 +100,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             return
         if keep_vars:
             raise ReleasedParameterError(
-                "state_dict(keep_vars=True) of a model whose parameters are released",
+                "state_dict(keep_vars=True) cannot return parameters that are released",
                 expected="keep_vars=False",
                 found="keep_vars=True",
                 cure="call it inside `with infinity.gathered(model):`, or without keep_vars",

@@ -22,8 +22,9 @@ from .ranks import seed
 
 
 def give_memory(model: nn.Module) -> None:
-    """Have the parameters on the meta device, of another rank than the first, be the same objects on the CPU.
-    Their memory is not touched, and so takes none, until the values come. Nobody may refer to them weakly."""
+    """Move the parameters on the meta device, on ranks other than the first, to the CPU; they stay the same
+    objects. Nothing touches their memory before the values arrive, so they use none. No weak reference to
+    them may exist."""
     for param in model.parameters():
         if param.is_meta:
             torch.utils.swap_tensors(param, nn.Parameter(_untouched(param.detach()), param.requires_grad))

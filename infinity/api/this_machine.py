@@ -1,4 +1,4 @@
-"""What a run of a config may take on this machine: memory, drives, threads."""
+"""The memory, drives and threads of this machine that a run of a config may use."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:  # what a plan asks of this machine needs no torch
 
 
 def machine_here(config: Config, device_memory: int | None, *, unnamed: bool = False) -> Machine:
-    """Return what this machine has for a run of `config`. `device_memory`: what is free on a device with a
-    memory of its own; `unnamed`: its one directory only stands for one.
+    """Return the resources of this machine for a run of `config`. `device_memory`: the free memory of a
+    device with its own memory; `unnamed`: its one directory is a placeholder.
 
     Raises:
-        DirectoryError: an NVMe directory is missing, no directory, or closed to us.
+        DirectoryError: an NVMe directory is missing, not a directory, or not writable.
     """
     directories = config.directories
     if unnamed:
@@ -75,10 +75,10 @@ def check_directory(directory: str) -> None:
 
 
 def drive_here(directory: str, weight: float = 1.0) -> Drive:
-    """Return what is below a directory of this machine.
+    """Return the drive of a directory of this machine.
 
     Raises:
-        DirectoryError: it is missing, no directory, or closed to us.
+        DirectoryError: it is missing, not a directory, or not writable.
     """
     check_directory(directory)
     system, found = os.statvfs(directory), os.stat(directory)
@@ -98,8 +98,8 @@ def temporary_directory() -> str:
 
 
 def budget_here(config: Config, device: Device, comm: Comm) -> Budget:
-    """Return the budgets of this rank in bytes; what is not named is taken from nine tenths of what is free.
-    Ranks of one machine share its memory, and all have what the poorest has: what is evicted must not
+    """Return the budgets of this rank in bytes. A budget that is not set is nine tenths of the free memory.
+    Ranks of one machine share its memory, and all ranks have the budgets of the poorest: evictions must not
     depend on the rank."""
     on_device = device.memory_free() if device.staged else None
     own = budget_of(config, available_host_memory(), on_device, comm.local_world)
@@ -111,7 +111,7 @@ def budget_here(config: Config, device: Device, comm: Comm) -> Budget:
 
 
 def threads_of(config: Config, *, staged: bool) -> int:
-    """Return the threads of the CPU's Adam: as told, or as [Note: who gets the cores] says."""
+    """Return the number of threads of the CPU's Adam: the setting, or as [Note: who gets the cores] says."""
     if config.threads is not None:
         return config.threads
     on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())

@@ -19,20 +19,20 @@ _MORE: Final = ("errno", "path", "offset", "nbytes")  # that a StorageError has
 
 
 def together(comm: Comm, what: str, call: Callable[[], Any]) -> list[Any]:
-    """Return what `call` returned on each rank (JSON values), by rank. Collective; `call` may not be, but for
-    calls that all ranks make.
+    """Return the results of `call` on each rank (JSON values), by rank. Collective; `call` may contain
+    collectives only if all ranks make the call.
 
     Raises:
-        InfinityError: on all ranks, if it raised on one: there what it raised, elsewhere an error of the same
-            class that names the rank. `RankError` if that is none of our errors.
-        RankError: a rank is gone, or does something else.
+        InfinityError: on all ranks, if `call` raised on one: that rank raises the original error, the others
+            an error of the same class that names the rank; `RankError` if the class is not one of infinity's.
+        RankError: a rank is gone, or makes another call.
     """
     return agree(comm, what, guarded(comm, what, call))
 
 
 def agree(comm: Comm, what: str, value: Any = None) -> list[Any]:
-    """Return the value of each rank, by rank; raise what another one has told by `guarded` in the same place.
-    Collective."""
+    """Return the value of each rank, by rank; raise the error that another rank has reported by `guarded` in
+    the same place. Collective."""
     if comm.world == 1:
         return [value]
     told = [json.loads(t) for t in comm.exchange(what, json.dumps({"value": value}).encode())]
@@ -43,7 +43,7 @@ def agree(comm: Comm, what: str, value: Any = None) -> list[Any]:
 
 
 def agree_on_path(comm: Comm, what: str, path: str) -> None:
-    """Have all ranks mean one directory, an absolute path. Collective.
+    """Check that all ranks name one directory, an absolute path. Collective.
 
     Raises:
         ConfigError: they do not; on all ranks.
@@ -65,8 +65,8 @@ def guarded(
     call: Callable[[], _R],
     run: Callable[[Callable[[], Any]], Any] = lambda tell: tell(),
 ) -> _R:
-    """Return what `call` returns. If it raises, the others, which `agree` next, are told first. `run`: makes
-    that call."""
+    """Return the result of `call`. If it raises, first report the error to the other ranks, which call
+    `agree` next. `run`: runs the call."""
     try:
         return call()
     except (RankError, ClosedError):  # there is nobody to tell

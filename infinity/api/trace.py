@@ -1,7 +1,7 @@
-"""`trace`: what the engine does and when, in a file that Perfetto and `infinity trace` read.
+"""`trace`: records the engine's work with its times, in a file for Perfetto and `infinity trace`.
 
-The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track;
-where several pieces of a kind are under way at once, they lie in several lanes of it.
+The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track.
+If several pieces of a kind run at once, they are in several lanes of the track.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _BEGINNING: Final = '{"displayTimeUnit": "ms",\n"otherData": '
 
 @contextlib.contextmanager
 def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]:
-    """Record what the engine does inside the block, and write it to `path` at its end.
+    """Record what the engine does inside the block, and write it to `path` at the end of the block.
 
-    Any number of steps may be inside; whole ones count, from the end of a `step()` to the end of the
-    next. The file is also written when the block raises.
+    The block may contain any number of steps. Only complete steps count: from the end of one `step()` to the
+    end of the next. `trace` also writes the file if the block raises.
 
     Args:
         thing: a wrapped model, its optimizer, or one of its parameters.
-        path: the file; JSON in Chrome's trace format. An earlier trace is replaced, any other file kept,
-            and where it is a symbolic link, the file that it leads to is meant.
-        limit: most spans that are kept (250 bytes of memory each). Those beyond are counted: the file
-            says how many there were, and a warning too.
+        path: the file; JSON in Chrome's trace format. `trace` replaces an earlier trace, and never any other
+            file. It follows a symbolic link.
+        limit: the largest number of spans that the trace keeps (250 bytes of memory each). The trace counts
+            the spans that it drops: the file and a warning name the number.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
         ConfigError: a trace of this engine is on already, or `limit` is not positive.
-        DirectoryError: the file cannot be written, is there and no trace, or is a link to nothing: at the
-            beginning (nothing was recorded), or at the end (nothing is left of it, and an earlier trace is
-            as it was); if the block raised, a warning says so instead.
+        DirectoryError: the file is not writable, exists and is not a trace, or is a dangling link. `trace`
+            raises this at the beginning (before it records), or at the end (it leaves no partial file, and an
+            earlier trace stays as it was). If the block raised, a warning says so instead.
     """
     engine = engine_of(thing)
     engine.phases.check()
@@ -80,7 +80,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
         )
     if limit < 1:
         raise ConfigError(
-            "a trace without room for a span",
+            "the trace has no room for a span",
             expected="limit of 1 or more",
             found=limit,
             cure="leave limit out",
@@ -125,7 +125,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
 
 
 def is_trace(head: bytes) -> bool:
-    """Return whether a file that begins so is a trace of ours."""
+    """Return whether a file that begins with `head` is a trace of infinity."""
     return head.startswith(_BEGINNING.encode())
 
 

@@ -1,4 +1,4 @@
-"""What `unwrap` does: the values of a wrapped model, as ordinary parameters."""
+"""The work of `unwrap`: it turns the values of a wrapped model into ordinary parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class _Engine(Protocol):
 
 
 def restore(engine: _Engine) -> None:
-    """Make the parameters of an engine's model ordinary ones with the newest values; close the engine."""
+    """Turn the parameters of an engine's model into ordinary ones with the newest values; close the
+    engine."""
     if engine.phases.closed:
         _check_closed(engine)
     else:
@@ -66,7 +67,7 @@ def _give_back(engine: _Engine, values: dict[ShardedParam, torch.Tensor]) -> Non
 def _check_blocks(engine: _Engine) -> None:
     if any(unit.keepers for unit in engine.units):
         raise ParameterError(
-            "the model is about to be unwrapped inside a `gathered` block",
+            "`infinity.unwrap` cannot unwrap the model inside a `gathered` block",
             expected="unwrap() outside of such blocks",
             found="a block that is still open",
             cure="leave `with infinity.gathered(...)` first",
@@ -77,11 +78,12 @@ def _check_closed(engine: _Engine) -> None:
     gone = [u.layout.name for u in engine.units if not u.on_device]
     if gone:
         raise ClosedError(
-            f"the values of {len(gone)} units, {gone[0]!r} first, went with the engine of this model",
+            f"the engine of this model is closed, and the values of {len(gone)} units ({gone[0]!r} is the "
+            "first) are gone",
             expected="`infinity.unwrap(model)` before `infinity.close(model)`",
             found=engine.phases.closed,
-            cure="build the model anew and load what was saved of it; to keep it the next time, call "
-            "`infinity.unwrap(model)` in place of close()",
+            cure="build the model again and load a checkpoint or state dict; to keep the values the next "
+            "time, call `infinity.unwrap(model)` in place of close()",
         )
 
 
@@ -90,9 +92,9 @@ def _check_room(engine: _Engine) -> None:
     room = available_host_memory() * 9 // 10
     if needed > room:
         raise BudgetError(
-            "the parameters do not fit the host memory that is free",
+            "the parameters do not fit the free host memory",
             expected=f"{format_size(needed)} ({needed} bytes)",
-            found=f"{format_size(room)} ({room} bytes), nine tenths of what is free",
-            cure="write them with `infinity.export(model, path)`; then build the model anew inside "
-            "`with infinity.init(config):` (of transformers: `from_pretrained(path)`) and load them",
+            found=f"{format_size(room)} ({room} bytes), nine tenths of the free memory",
+            cure="write them with `infinity.export(model, path)`; then build the model again inside "
+            "`with infinity.init(config):` (with transformers: `from_pretrained(path)`) and load them",
         )

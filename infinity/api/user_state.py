@@ -1,7 +1,7 @@
-"""Users' values as JSON and tensors, and back: what a checkpoint has beside the parameters.
+"""Users' values as JSON and tensors, and back: the further state in a checkpoint.
 
-Nothing in it is code, and nothing is guessed: what is not one of these values is an error that names it. What
-JSON has no word for is a mapping of one key that begins with ``$``.
+It contains no code, and the engine guesses nothing: a value of another kind is an error that names it. A
+value that JSON does not support is a mapping with one key that begins with ``$``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_named(state: Any) -> None:
     """Raise `StateDictError` unless `state`, of `save` or `load`, has its values by name."""
     if state is not None and not isinstance(state, Mapping):
         raise StateDictError(
-            "`state` has no names for what is in it",
+            "`state` does not map names to values",
             expected="a dict: name → value, or an object with a `state_dict`",
             found=f"{type(state).__module__}.{type(state).__qualname__}",
             cure='state={"scheduler": scheduler}',
@@ -48,7 +48,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "state", d
     """Return `value` as JSON has it, with its tensors in `tensors` (on the host, by their place).
 
     Raises:
-        StateDictError: something in it is no value that can be kept.
+        StateDictError: it contains a value that `save` does not support.
     """
     if isinstance(value, int) and value.bit_length() > _INT_BITS:
         raise _refused(where, f"an int of {value.bit_length()} bits")
@@ -135,7 +135,7 @@ def _refused(where: str, found: str) -> StateDictError:
         f"{where} cannot be saved",
         expected=f"{_KINDS}objects with a `state_dict` of these",
         found=found,
-        cure="put the values that you need of it into `state`, or give it a `state_dict` and a "
+        cure="put the values that you need from it into `state`, or give it a `state_dict` and a "
         "`load_state_dict`",
     )
 
@@ -167,7 +167,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
     """Return what `encode` was given; `path`, of the checkpoint, is for messages.
 
     Raises:
-        CorruptionError: it is nothing that `encode` makes.
+        CorruptionError: `encode` does not produce this value.
     """
     if isinstance(value, list):
         return [decode(v, tensors, path) for v in value]
@@ -183,7 +183,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
         return _LISTS[kind](decode(inner, tensors, path))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
-            f"the checkpoint {path} has a value that no version of infinity has saved",
+            f"the checkpoint {path} has a value that no version of infinity saves",
             path=path,
             expected=f"one of {', '.join(sorted([*_TENSORS, *_LISTS]))}",
             found=f"{kind}",

@@ -1,4 +1,4 @@
-"""What signals and the clock want of a run: that it is saved, or ends; on all of its ranks alike."""
+"""Requests of signals and the clock to a run: to save or to stop; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .together import agree
 
 
 class Wanted(Asked):
-    """What is wanted of the run of an engine. `minutes`: between two saves, if the clock wants any.
+    """The requests to the run of an engine. `minutes`: time between two saves; None: the clock requests none.
 
-    `came` is the signal that this process has had, `end` the one that all ranks know of.
+    `came` is the signal that this process has received, `end` the signal that all ranks know.
     """
 
     def __init__(self, engine: Engine, minutes: float | None) -> None:
@@ -27,8 +27,8 @@ class Wanted(Asked):
         self._saved_at = time.monotonic()
 
     def agreed(self, due: bool = False) -> tuple[str, bool]:
-        """Return the signal that ends the run, if one has reached any rank, and whether to save now, as is
-        `due` or as a signal or the clock of any rank wants it. Collective."""
+        """Return the signal that ends the run, if any rank has received one, and whether to save now: because
+        a save is `due`, or because of a signal or the clock on any rank. Collective."""
         engine = self._engine
         late = self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes
         due = due or self.save or late
@@ -42,7 +42,7 @@ class Wanted(Asked):
         return self.end, due
 
     def pass_on(self) -> None:
-        """Send a signal again that came when the ranks had agreed for the last time. After `give_back` it
+        """Send a signal again that arrived after the ranks had agreed for the last time. After `give_back` it
         does what it does without a run."""
         if self.came and not self.end:
             os.kill(os.getpid(), signal.Signals[self.came])

@@ -28,27 +28,28 @@ def wrap(
 ) -> tuple[_Model, OffloadOptimizer]:
     """Take over a model's parameters and its optimizer's state; return both.
 
-    The model is the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
-    shares the param groups of the one passed in. From here on parameters that are not placed on the
-    device are there only while they are used; read or edit them inside `gathered`.
+    The model stays the same object, with hooks. The optimizer is a `torch.optim.Optimizer` that
+    shares the param groups of the one passed in. From here on, parameters that are not placed on the
+    device are on it only while the model uses them; read or edit them inside `gathered`.
 
     Args:
         model: any `nn.Module` with dense floating-point parameters.
         optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
         config: budgets and placements.
-        mesh: the ranks that train the model together, one dimension; None: those of the default process
-            group of `torch.distributed`, which is made where ``WORLD_SIZE`` says that there are several
-            (torchrun). `wrap` is called on all ranks then, with the same model and settings; the first rank's
-            values count, and rank r's random numbers go on from the first rank's seed plus r. A mesh of fewer
-            ranks than the job has is refused, but with ``Config(independent_replicas=True)``.
+        mesh: the ranks that train the model together, in one dimension. None: the ranks of the default
+            process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
+            (torchrun). With several ranks, call `wrap` on all of them, with the same model and settings. All
+            ranks take the first rank's values, and rank r continues its random numbers from the first rank's
+            seed plus r. A mesh of fewer ranks than the job is an error without
+            ``Config(independent_replicas=True)``.
 
     Raises:
-        WrapError: the model or the optimizer cannot be taken over.
-        BudgetError: the run does not fit; nothing has been touched.
-        DirectoryError: an NVMe directory cannot be used; nothing has been touched.
-        DivergenceError, RankError: the ranks have not the same model or settings; one of them failed.
-        ConfigError, BackendError: a device, units or an I/O backend of `config` are not there; or the mesh is
-            not of one dimension, or without some ranks of the job.
+        WrapError: `wrap` does not support the model or the optimizer.
+        BudgetError: the run does not fit; nothing has changed.
+        DirectoryError: an NVMe directory cannot be used; nothing has changed.
+        DivergenceError, RankError: the ranks do not have the same model or settings; or one of them failed.
+        ConfigError, BackendError: a device, a unit or an I/O backend of `config` does not exist; or the mesh
+            has more than one dimension, or leaves out ranks of the job.
     """
     if not isinstance(config, Config):
         raise WrapError(
@@ -71,12 +72,12 @@ def wrap(
 
 
 def flush(thing: object) -> None:
-    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward uses
-    the newest parameters then, as it does at the end of the warm-up.
+    """Wait for every update of a model or optimizer. With ``update="delayed"`` the next forward then uses
+    the newest parameters, as it does at the end of the warm-up.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
-        ParameterError: that would change parameters inside a `gathered` block.
+        ParameterError: the call would change parameters inside a `gathered` block.
         StorageError: an update failed.
     """
     engine = engine_of(thing)
@@ -87,19 +88,21 @@ def flush(thing: object) -> None:
 
 
 def unwrap(model: _Model) -> _Model:
-    """Make a wrapped model a plain one again, and return it: ordinary parameters, the same objects, on the
-    host, with the newest values in the dtype that they had at `wrap` (those of the fp32 masters, where they
-    are more exact), and buffers there, too. Their gradients are dropped and the engine is closed.
+    """Turn a wrapped model into a plain one again, and return it.
 
-    The state of the optimizer is not given back: save its `state_dict()` before, and load it into the
+    The parameters are the same objects, and ordinary parameters again. Parameters and buffers are on the
+    host. The parameters have the newest values in the dtype that they had at `wrap` (the values of the fp32
+    masters, if these are more exact). `unwrap` drops the gradients and closes the engine.
+
+    `unwrap` does not return the state of the optimizer: save its `state_dict()` before, and load it into the
     optimizer that the next `wrap` returns. The optimizer from before `wrap` may step again, without state.
-    A closed model can be unwrapped where all of its parameters are placed on the device.
+    You can unwrap a closed model if all of its parameters are placed on the device.
 
     Raises:
         WrapError: `model` belongs to no wrapped model.
-        BudgetError: the parameters do not fit the host memory that is free; nothing has changed.
-        ClosedError: its engine was closed, and the values went with it.
-        ParameterError: it is inside a `gathered` block.
+        BudgetError: the parameters do not fit the free host memory; nothing has changed.
+        ClosedError: the engine was closed, and the values are gone.
+        ParameterError: the call is inside a `gathered` block.
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(model)
@@ -111,19 +114,21 @@ def unwrap(model: _Model) -> _Model:
 
 
 def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish, end its threads, remove its arenas. A second call
-    does nothing, nor does one after `unwrap`. The values of parameters that are not placed on the device go
-    with it: save `state_dict()` before, or take `unwrap`, which closes, too, and keeps them. What such a
-    model is used for afterwards raises `ClosedError`.
+    """Close the engine of a model or optimizer: finish its work, end its threads, remove its arena files.
 
-    An update behind the last step is finished first, which takes as long as the drives take: each
-    transfer has `io_deadline` seconds. In a ``finally`` that a KeyboardInterrupt passes, drives have half
-    a second to finish.
+    A second call does nothing, and neither does a call after `unwrap`. Parameters that are not placed on the
+    device lose their values: save `state_dict()` before, or call `unwrap` instead, which closes the engine
+    and keeps the values. Every later use of the closed model raises `ClosedError`.
+
+    `close` first finishes the update of the last step. That takes as long as the drives take: each transfer
+    has `io_deadline` seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
+    half a second to finish.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
-        StorageError: what is on NVMe could not be finished or removed; or an update behind the last
-            step failed, and no call since has said so. It names the units without their update.
+        StorageError: a transfer did not finish, or an arena file could not be removed; or the update of the
+            last step failed, and no call since has raised it. The error names the units that were not
+            updated.
     """
     try:
         engine = engine_of(thing)

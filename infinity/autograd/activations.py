@@ -1,17 +1,17 @@
 """The inputs of checkpointed layers, on the host between their forward and their backward.
 
 `torch.utils.checkpoint` saves the inputs of a layer for its recomputation as autograd saves tensors,
-so hooks on saved tensors see them (saved.py; for activations they are set around the root's forward).
-Each input goes d2h behind the forward into a lease; its device memory goes when the copy is done. In the
-backward it comes back h2d, ahead of its use.
+so hooks on saved tensors receive them (saved.py; for activations the hooks are set around the root's
+forward). Each input goes d2h after the forward into a lease; the engine frees its device memory when the copy
+is done. In the backward it comes back h2d, before its use.
 
 [Note: ahead, in bytes] The last inputs of the forward, and in the backward the next ones, are on the
-device: as many as add up to twice the largest. So the first inputs that the backward needs have never
-left, and the device memory of inputs is bounded whatever the speed of the link. On CUDA the compute
-stream waits for the copy before an input's memory goes (the host does not): were the allocator to
-watch the copy instead, a host that is ahead of the device would find none of the memory free.
+device: as many as add up to twice the largest. So the first inputs that the backward needs never
+leave the device, and the device memory of inputs is bounded for any speed of the link. On CUDA the compute
+stream waits for the copy before the engine frees an input's memory (the host does not wait). If the allocator
+tracked the copy instead, a host that is ahead of the device would find none of the memory free.
 
-What is offloaded leaves a *witness*: an alias whose data was replaced by an empty tensor, so that it has
+An offloaded input leaves a *witness*: an alias whose data was replaced by an empty tensor, so that it has
 the version counter and not the memory ([Note: versions of packed tensors]).
 """
 
@@ -151,7 +151,7 @@ class Activations:
         if not self.seen and not self._warned:
             self._warned = True
             warnings.warn(
-                'activations="host" had nothing to do: no layer was recomputed, so every activation '
+                'activations="host" has no effect: the model recomputes no layer, so every activation '
                 "stays on the device. Recompute layers with torch.utils.checkpoint.checkpoint or, for "
                 "Hugging Face models, model.gradient_checkpointing_enable().",
                 RuntimeWarning,
@@ -186,7 +186,7 @@ class Activations:
         if self._closed:
             raise ClosedError(
                 "a backward after close()",
-                expected="an open engine, which has the inputs of checkpointed layers",
+                expected="an open engine, which holds the inputs of checkpointed layers",
                 found="a closed one",
                 cure="call backward before close()",
             )
@@ -300,7 +300,7 @@ class Activations:
             self._warned = True
             warnings.warn(
                 f"an input of a checkpointed layer, {format_size(nbytes)}, stays on the device: the "
-                f"{format_size(self._heap.nbytes)} of host memory for activations are taken "
+                f"{format_size(self._heap.nbytes)} of host memory for activations are full "
                 f"({format_size(self._heap.in_use)} in use). Raise Config(activation_memory=...), or "
                 "host_memory. metrics() counts such inputs as activations/kept.",
                 RuntimeWarning,

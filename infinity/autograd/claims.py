@@ -1,8 +1,8 @@
-"""Units that are used outside of the scope that they belong to, or for longer than its forward.
+"""Units that are used outside of their scope, or for longer than its forward.
 
-A recomputed scope keeps its units until its backward begins, or another scope's forward does. What autograd
-or an operator asks for elsewhere stays until something else is asked for; where somebody has its address,
-until a scope begins or ends.
+A recomputed scope keeps its units until its backward begins, or another scope's forward begins. A unit that
+autograd or an operator needs elsewhere stays until another unit is needed; if the program has its address, it
+stays until a scope begins or ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Claims:
             self._residency.release(lazy.units, lazy)
 
     def want(self, units: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
-        """Have `units` present until others are wanted or a scope begins or ends; where their `address` is
-        asked for, until a scope does."""
+        """Load `units`, and keep them until other units are needed or a scope begins or ends; with `address`,
+        until a scope begins or ends."""
         wanted = tuple(dict.fromkeys(units))
         if address:  # and what was asked for just before: a kernel may take several
             self._addressed.update(self._wanted, wanted)

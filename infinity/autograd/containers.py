@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and returns: containers of any kind that users nest."""
+"""The tensors in the inputs and outputs of a module, in nested containers of any kind."""
 
 from __future__ import annotations
 

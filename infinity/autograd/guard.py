@@ -1,4 +1,4 @@
-"""What must be as it was at `wrap` when a forward begins."""
+"""Checks at the beginning of a forward that the model is as it was at `wrap`."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ class Guard:
     def _unfrozen(self, name: str) -> ParameterChangedError:
         if self._made != "wrap":
             return ParameterChangedError(
-                f"the parameter {name!r} is to have a gradient, and the model is for inference",
+                f"the parameter {name!r} requires a gradient, but the model is for inference",
                 expected="requires_grad=False",
                 found="requires_grad=True",
                 cure="`infinity.unwrap(model)`, and `infinity.wrap(model, optimizer, config)` to train it",
             )
         return ParameterChangedError(
             f"the parameter {name!r} was frozen at `wrap` and has no optimizer state",
-            expected="requires_grad=False; what required a gradient at `wrap` may be frozen and unfrozen at "
-            "any time, and keeps its state",
+            expected="requires_grad=False; you may freeze and unfreeze parameters that required a gradient "
+            "at `wrap`, and they keep their state",
             found="requires_grad=True",
-            cure="wrap with requires_grad=True and freeze behind it; or now "
+            cure="wrap with requires_grad=True and freeze after `wrap`; or now "
             '`infinity.save(optimizer, "checkpoints")`, `infinity.unwrap(model)`, `wrap` it again with an '
-            "optimizer over all that is trained, and "
+            "optimizer over all trained parameters, and "
             '`infinity.load(optimizer, "checkpoints", strict=False)`: the others keep their state',
         )
 
@@ -99,7 +99,7 @@ class Guard:
             expected=f"the {len(known)} parameters that the model had at `{self._made}`",
             found=f"{len(found)} parameters",
             cure="build the whole model, with its adapters, and resize, replace or remove modules, before "
-            f"`{self._made}`; or `infinity.unwrap(model)`, change it, and give it to `{self._made}` again",
+            f"`{self._made}`; or `infinity.unwrap(model)`, change it, and pass it to `{self._made}` again",
         )
 
     def check_replaced(self, scope: Scope) -> None:
@@ -109,10 +109,10 @@ class Guard:
             if found is not None and not isinstance(found, nn.Parameter):
                 raise ParameterChangedError(
                     f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
-                    "is not there, but a tensor in its place",
+                    "is replaced by a tensor",
                     expected="the parameters that the model had at `wrap`",
-                    found="other values, as torch.func.functional_call puts them there",
-                    cure="call the model itself, and for gradients of its parameters loss.backward() or "
+                    found="other values, such as those of torch.func.functional_call",
+                    cure="call the model itself; for gradients of its parameters use loss.backward() or "
                     "torch.autograd.grad(loss, parameters); torch.func.grad of its inputs works",
                 )
             if found is not param:

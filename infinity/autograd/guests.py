@@ -1,4 +1,4 @@
-"""Threads that a forward starts: guests of the one that has the turn. See [Note: turns]."""
+"""Threads that a forward starts: guests of the thread that holds the engine lock. See [Note: turns]."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Guests:
             self._turn.part(frame)
 
     def use(self, units: tuple[int, ...], *, newest: bool) -> bool:
-        """Have `units` present for this thread until it uses others, for the forward's own thread goes on
-        meanwhile, or until `release`. Return False, and do nothing, if no other thread has the turn."""
+        """Load `units` for this thread, and keep them until it uses other units or until `release`, because
+        the forward's own thread goes on meanwhile. Return False, and do nothing, if no other thread holds the
+        engine lock."""
         frame, me = next(frames()), threading.get_ident()
         if not self._turn.join(frame):
             return False

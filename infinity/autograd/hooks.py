@@ -1,13 +1,14 @@
-"""Hooks: what torch calls, told to the phases.
+"""Hooks: torch calls them, and they call the phases.
 
-No pairing of pre- and post-hooks is assumed. Recomputation stops early, so a forward may lack
-its end; its reentrant form and shared layers fire twice. So claims on units are sets of owners,
-and what an owner did not release is dropped at the next forward from outside.
+The engine does not assume that pre- and post-hooks come in pairs. Recomputation stops early, so a forward may
+have no end; its reentrant form and shared layers call hooks twice. So claims on units are sets of owners,
+and the next forward from outside drops the claims that an owner did not release.
 
-A scope's backward begins when the gradient of one of its outputs is there (a hook on each), and ends as
-inputs.py has it; what lacks either is settled when the outermost backward ends. A backward that begins
-elsewhere makes a unit present where autograd asks for what it saved of it ([Note: references]), or where a
-recomputation uses it; and so does a forward that uses a parameter of another scope.
+A scope's backward begins when the gradient of one of its outputs arrives (a hook on each), and ends as
+inputs.py describes. A scope without one of these events is settled when the outermost backward ends. In a
+backward that begins elsewhere, the engine loads a unit when autograd unpacks a tensor saved from it
+([Note: references]), or when a recomputation uses it. A forward that uses a parameter of another scope loads
+the unit, too.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ class Hooks:
                 tensor.register_hook(begins)
 
     def _keep_version(self, output: Any, newest: bool) -> None:
-        """Have the backward of the root's `output` begin with the version that its forward used: what is
-        recomputed reentrantly has no hook of its own before its forward."""
+        """Make the backward of the root's `output` begin with the version that its forward used: a reentrant
+        recomputation has no hook of its own before its forward."""
 
         @eager
         def begins(grad: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ class Hooks:
     # -- what is used elsewhere -------------------------------------------------------------
 
     def _present(self, unit: ParamUnit, newest: bool) -> None:
-        """Have the values of `unit` on the device for whoever unpacks a part of it now."""
+        """Load the values of `unit` to the device, because autograd is unpacking a part of it."""
         there = unit.persistent or unit.in_use
         if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
             return
@@ -199,10 +200,10 @@ class Hooks:
             self._phases.claims.release_wanted()
 
     def _use(self, units: Sequence[int], address: bool) -> bool:
-        """Released parameters of `units` are used. Make all of these present if that is in a forward or a
-        backward: a module may use another one's parameter, a recomputation what is released by then.
-        `address`: it is an address in their memory that is asked for, which nobody can count.
-        Return whether they are."""
+        """Code uses released parameters of `units`. In a forward or a backward, load all of these units: a
+        module may use another module's parameter, and a recomputation a parameter that is released by then.
+        `address`: the code asks for an address in their memory, which the engine cannot count.
+        Return whether the units are loaded."""
         if self._phases.state is TrainingState.IDLE:
             return False
         if not in_backward() and self._phases.guests.use(

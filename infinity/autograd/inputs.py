@@ -1,11 +1,12 @@
 """When the backward of a scope is over.
 
-[Note: the end of a scope's backward] Autograd gives every node that a thread makes a number, and runs what
-was made last first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
-when a node runs that was made before the scope computed anything. We look at the number of the node that runs
-wherever a backward comes to us: at a scope's inputs (by hooks on the tensors themselves, so that the scope
-gets what its caller passed), at other scopes' outputs, at a recomputation, at what was saved of a unit that
-is not there. Never too early; what is left is over when the backward that began it is.
+[Note: the end of a scope's backward] Autograd numbers the nodes that a thread creates, and runs the newest
+first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
+when a node runs that is older than the scope's first computation. The engine reads the number of the running
+node wherever a backward calls it: at a scope's inputs (by hooks on the tensors themselves, so that the scope
+gets the tensors that its caller passed), at other scopes' outputs, at a recomputation, and when autograd
+unpacks a tensor of a unit that is not on the device. So the end is never too early; a scope that is left is
+over when the backward that began it is over.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def number_now() -> int:
 
 
 def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
-    """Have `end` called in a backward when the node of one of the inputs is about to run."""
+    """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
     seen: set[int] = set()
     for tensor in tensors_in((args, kwargs), objects=False):
         # What a scope does to a view in place gives its base a new node, and may leave the view's out.

@@ -1,4 +1,4 @@
-"""What goes into a model of `infinity.inference`, and what comes out of it: nothing that has a gradient."""
+"""The inputs and outputs of a model of `infinity.inference`: none of them has a gradient."""
 
 from __future__ import annotations
 

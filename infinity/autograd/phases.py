@@ -1,13 +1,13 @@
-"""What a training loop is in the middle of, and the four places where something happens to all of it.
+"""The phases of a training loop, and the four places that see all of it.
 
-[Note: the seams] They are `begin_forward`, when a forward begins from outside; `end_unit_backward`, when a
-unit's gradients of one backward are there; `end_backward`, when the outermost backward is over; `step`, when
-an optimizer's step begins. All are called in the order of the program, on whichever thread runs it, and
-nothing else tells one part of the engine that another one's phase has come. What concerns all units or all
-ranks (collectives, commits, traces) attaches to these four and to nothing else.
+[Note: the seams] The places are `begin_forward`, when a forward begins from outside; `end_unit_backward`,
+when a unit's gradients of one backward have arrived; `end_backward`, when the outermost backward is over;
+`step`, when an optimizer's step begins. The engine calls them in the order of the program, on the thread that
+runs it. No other call tells one part of the engine that another phase has begun. Work that concerns all units
+or all ranks (collectives, commits, traces) attaches to these four places and to no others.
 
-torch tells nobody when a backward raises or Ctrl-C ends a forward. So whether a backward is under way is what
-torch answers now, forwards are objects that whoever comes next from outside clears away, and claims on units
+torch reports neither a backward that raises nor a forward that Ctrl-C ends. So the engine asks torch whether
+a backward is running; the next forward from outside removes abandoned forward objects; and claims on units
 have owners ([Note: looks at the stack]).
 """
 
@@ -49,9 +49,9 @@ from .guests import Guests
 CLOSED: Final = "close() was called"
 UNWRAPPED: Final = "unwrap() was called"
 _AFTER: Final = {
-    CLOSED: "build the model anew, load what was saved of it and wrap that; to keep a model, call "
+    CLOSED: "build the model again, load a saved state and wrap it; to keep a model, call "
     "`infinity.unwrap(model)` in place of close()",
-    UNWRAPPED: "use it as the plain model that it is; or wrap the model again, and use what this returns",
+    UNWRAPPED: "use it as a plain model; or wrap the model again, and use the model that `wrap` returns",
 }
 
 
@@ -174,10 +174,10 @@ class Phases:
             self.note_lost()
         if self.partly:
             raise ParameterError(
-                "a part of the parameters and their state may be of another step, or of a checkpoint",
-                expected="that what changes them comes to its end",
+                "some parameters and their state may be from another step, or from a checkpoint",
+                expected="a complete step or load",
                 found=self.partly,
-                cure="load a checkpoint that is whole, with `infinity.load`; or build the model anew",
+                cure="load a whole checkpoint, with `infinity.load`; or build the model again",
             )
         if backward:
             self._updates.go_on()
@@ -209,11 +209,11 @@ class Phases:
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
             raise ParameterError(
-                "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model",
-                expected="a forward outside of it: it keeps what torch's operators are about to change, and "
-                "does not see what an update or the end of a `gathered` block does",
+                "torch.autograd.graph.allow_mutation_on_saved_tensors() does not support a wrapped model",
+                expected="a forward outside of it: it saves tensors before torch's operators change them, "
+                "and does not see the changes of an update or of the end of a `gathered` block",
                 found="a forward inside of it",
-                cure="clone() what is changed before its backward",
+                cure="clone() tensors that you change before their backward",
             )
         self.newest = not training
         self._has_graph = torch.is_grad_enabled()
@@ -493,8 +493,8 @@ class Phases:
         self.shelter.turn.reset()
 
     def reset_abandoned(self) -> None:
-        """`reset`, if something is left and no forward or backward is under way. The caller has the turn:
-        what another thread is in the middle of is not left."""
+        """`reset`, if something is left and no forward or backward is running. The caller holds the engine
+        lock, so no other thread is in a use."""
         if in_backward() or self.is_forward_here():
             return
         if any(u.users for u in self._residency.units):

@@ -1,22 +1,23 @@
-"""What autograd saves of a unit's memory: a reference to the parameter, not the memory.
+"""Saved tensors in a unit's memory: autograd saves a reference to the parameter, not the memory.
 
-[Note: references] While a scope's forward or a `gathered` block is under way, hooks on saved tensors
-(torch.autograd.graph.saved_tensors_hooks) see what autograd saves. A tensor that lies in a unit's memory
-is packed as parameter, version, sizes, strides and offset, and unpacked as a view of the parameter, whose
-unit is made present for it. So a graph holds no memory of units, and a backward may begin anywhere: at an
-auxiliary loss in a side channel, in a gradient penalty, after a `gathered` block.
+[Note: references] During a scope's forward or a `gathered` block, hooks on saved tensors
+(torch.autograd.graph.saved_tensors_hooks) receive the tensors that autograd saves. The engine packs a tensor
+in a unit's memory as parameter, version, sizes, strides and offset. It unpacks it as a view of the parameter,
+and loads the parameter's unit for that. So a graph holds no memory of units, and a backward may begin
+anywhere: at an auxiliary loss in a side channel, in a gradient penalty, after a `gathered` block.
 
 [Note: versions of packed tensors] Autograd does not compare the versions of tensors that hooks packed. So
-each is packed with its version and compared here. What is kept is kept as a detached alias, which shares
-the version counter. Inside activation checkpointing torch compares nothing, and nor do we: a recomputation
-takes the values that there are then. Other hooks have what they made of the values as they were saved, and
-we have the present ones: so there, too, versions are compared.
+the engine packs each tensor with its version and compares it itself. It keeps other tensors as detached
+aliases, which share the version counter. Inside activation checkpointing torch compares no versions, and
+neither does the engine: a recomputation uses the values at its time. Other hooks keep results computed from
+the values at saving time, and the engine has the present values. So there, too, it compares versions.
 
-[Note: one pair of hooks] torch applies the innermost pair of hooks only. So whatever others push (a user,
-activation checkpointing) gets ours on top, which hands on what does not lie in a unit; `_composed` sees to
-that where torch's own context manager is entered, so that a forward and its recomputation see the same.
-torch refuses to disable hooks while some are set (`torch.func.grad` disables them), so ours are taken off
-for as long as that lasts; what a graph holds directly then is noticed as [Note: held units] says.
+[Note: one pair of hooks] torch applies the innermost pair of hooks only. So the engine puts its pair on top
+of every other pair (a user's, activation checkpointing's), and passes on tensors that are not in a unit.
+`_composed` does this where torch's own context manager is entered, so that a forward and its recomputation
+see the same hooks. torch refuses to disable hooks while some are set (`torch.func.grad` disables them), so
+the engine removes its hooks for that time; a graph that then holds memory directly is detected as [Note: held
+units] describes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _UNITS: dict[int, tuple[ParamUnit, Present]] = {}
 
 
 def register(unit: ParamUnit, present: Present) -> int:
-    """Have tensors in the memory of `unit` saved as references; return the key for `unregister`."""
+    """Save tensors in the memory of `unit` as references from now on; return the key for `unregister`."""
     key: int = unit.storage._cdata
     _UNITS[key] = (unit, present)
     return key
@@ -211,11 +212,11 @@ def _unpack(packed: Any) -> torch.Tensor:
 def autocast_error(where: str, device_type: str) -> PrecisionError:
     """Return the error of a forward under torch.autocast."""
     return PrecisionError(
-        "torch.autocast over offloaded parameters",
+        "torch.autocast does not support offloaded parameters",
         expected=f"{where} outside of torch.autocast",
         found=f"autocast({device_type!r}) is on: it keeps its own copies of the weights",
-        cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave mixed '
-        "precision off",
+        cure='set the compute dtype with Config(dtype="bf16"); turn mixed precision off in accelerate or in '
+        "the Trainer",
     )
 
 
@@ -336,8 +337,8 @@ def _is_ours(hooks: Any) -> bool:
 
 
 def _composed() -> None:
-    """Have ours come on top of hooks that others set, and off while hooks are disabled. Done once; does
-    nothing while there is no unit whose memory may go."""
+    """Put the engine's hooks on top of hooks that others set, and remove them while hooks are disabled. Done
+    once; has no effect while there is no unit whose memory may be freed."""
     manager: Any = graph.saved_tensors_hooks
     their_enter, their_exit, disable = manager.__enter__, manager.__exit__, graph.disable_saved_tensors_hooks
 

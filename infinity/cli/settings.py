@@ -334,13 +334,19 @@ _SAID: Final[dict[str, dict[str, str]]] = {
 
 
 def _described() -> dict[str, str]:
-    """Return the first sentence of what `Config` says of each setting."""
+    """Return the first sentence of what `Config` says of each setting, and the one that gives its default."""
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(Config.__doc__ or ""), re.M)
-    return {name: _plain(re.split(r"\.(?:\s|$)", text)[0] + ".") for name, text in found}
+    described = {}
+    for name, text in found:
+        first, *others = re.split(r"(?<=\.)\s+", text)
+        defaults = (each for each in others if each.startswith(("None:", "Default:")))
+        described[name] = _plain(" ".join([first, *defaults]))
+    return described
 
 
 def _plain(text: str) -> str:
-    words = re.sub(r"[`\"]", "", text).replace("None:", "default:").replace("is None", "is unset").split()
+    text = re.sub(r"[`\"]", "", text).replace("is None", "is unset")
+    words = text.replace("; None:", "; default:").replace("None:", "Default:").split()
     if text.split()[0].rstrip(",:").isalpha():  # neither "cpu" nor fp16
         words[0] = words[0][0].upper() + words[0][1:]
     return " ".join(words)

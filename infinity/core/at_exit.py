@@ -1,15 +1,15 @@
-"""What is done when a program ends, after all that others do then.
+"""Work at the end of a program, after all other exit handlers.
 
-[Note: after the last handler] Of handlers, `atexit` calls the newest first. One that was registered before
-infinity was imported comes after any that we register, and a user who saves there would find the engine
-closed. So ours hang on an object that only `atexit` holds: CPython lets go of it when all handlers were
-called, and before it stops the threads that we wait for. Once `weakref`'s own handler has run, no
-`weakref.finalize` does anything any more, so what an open engine needs is none.
+[Note: after the last handler] Python's `atexit` calls the newest handlers first. A handler from before the
+import of infinity runs after any handler that infinity registers, and a user who saves there would find the
+engine closed. So infinity's calls hang on an object that only `atexit` holds: CPython drops it after it has
+called all handlers, and before it stops the threads that infinity waits for. After `weakref`'s own handler
+has run, no `weakref.finalize` has any effect, so an open engine does not depend on one.
 
-[Note: a thread that a drive keeps] An interrupt ends a program whose drive answers no more, and a thread of
-ours is in the system then. If the drive answers while CPython takes the interpreter apart, that thread goes
-on, asks for the interpreter inside of a call of torch's, is ended there (CPython up to 3.13 does so), and
-C++ aborts the process. So such a program ends by its signal as soon as all handlers were called.
+[Note: a thread that a drive keeps] An interrupt ends a program whose drive no longer answers, while a thread
+of infinity is in a system call. If the drive answers while CPython shuts the interpreter down, that thread
+goes on and asks for the GIL inside a call of torch's. CPython (up to 3.13) ends the thread there, and C++
+aborts the process. So such a program ends by its signal as soon as all handlers have run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def interrupted_at_exit() -> bool:
 
 
 def _leave() -> None:
-    """End as CPython does after an interrupt, but now, if a drive keeps one of our threads. See
+    """If a drive keeps one of infinity's threads, end now as CPython does after an interrupt. See
     [Note: a thread that a drive keeps]."""
     kept = any(thread.name.startswith(THREADS) for thread in threading.enumerate())
     if not (kept and interrupted_at_exit()):
@@ -68,13 +68,13 @@ _last: weakref.ref[_Last] | None = None
 
 
 def at_end(call: Callable[[], None], *, last: bool = False) -> None:
-    """Have `call` called when the program ends; `last`: after those that are not."""
+    """Register `call` for the end of the program; `last`: after all calls that are not `last`."""
     _ends.insert(len(_ends) if last else 0, call)
     arm()
 
 
 def arm() -> None:
-    """See to it that the calls will be made by this process: a fork may have lost what its parent had."""
+    """Make sure that this process makes the calls: a fork may have lost the registration of its parent."""
     global _last
     there = _last() if _last is not None else None
     if there is None or there._pid != os.getpid():

@@ -58,84 +58,87 @@ class Config:
     tuple of directories, a mapping from `Tier` to share.
 
     Args:
-        nvme: one directory, or several, for what is placed on ``nvme``. The engine keeps to a
-            subdirectory of its own in each. ``{local_rank}``, ``{rank}`` and ``{host}`` in a path stand for
-            the number of a rank on its machine and in the job, and for the machine's name.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda where there is one.
-        device_memory: bytes that the engine may place on the device (parameters that are
-            gathered, their gradients, state placed there); activations come on top. Default:
-            what is free when the engine starts, less a tenth.
-        host_memory: bytes that the engine may take of host memory. Default: what is available
-            when the engine starts (within the cgroup's limit), less a tenth. On the CPU the two share that:
-            half each, or what the one that is named leaves.
+        nvme: one directory, or several, for everything that is placed on ``nvme``. The engine writes only
+            into a subdirectory of its own in each. ``{local_rank}``, ``{rank}`` and ``{host}`` in a path
+            stand for the number of a rank on its machine and in the job, and for the machine's name.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda if the machine has it.
+        device_memory: bytes that the engine may use on the device (for gathered parameters, their gradients,
+            and state that is placed there); activations come on top. Default: the free memory when the engine
+            starts, less a tenth.
+        host_memory: bytes of host memory that the engine may use. Default: the available memory when the
+            engine starts (within the cgroup's limit), less a tenth. On a CPU device, `device_memory` and
+            `host_memory` share this amount: each gets half, or what the other one leaves.
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
-        gradients: placement of the gradients between backward and update, chunk by chunk; None: ``"host"``,
-            in ZeRO's stages 0 and 1 ``"device"``, which is all that they have.
-        activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between
-            their forward and their backward: ``"device"``, or ``"host"``: copied there behind the
-            forward and back ahead of the backward, with the same bits.
-        activation_memory: bytes of host memory for ``activations="host"``; what finds no room stays
-            on the device. None: a quarter of what `host_memory` leaves after what is placed there
-            and the least leases, at most 16 GiB.
-        dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters but those of BatchNorm,
-            which are fp32, and of what the model's forward is given. None: each parameter keeps its own, and
-            inputs are not cast. fp16 parameters are trained with ``"fp16"`` alone, which scales the loss.
-        output_dtype: dtype of the model's floating-point outputs; None leaves them; ``"auto"``: fp32 where
-            `dtype` is given, else as they are.
-        max_grad_norm: clip the global 2-norm of the gradients to this in `step`; None: do not.
-        units: names of module classes, or of modules as in `named_modules()`, that are to be
-            units; None: found by themselves.
+        gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
+            in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
+        activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
+            forward and their backward: ``"device"`` or ``"host"``. With ``"host"`` the engine copies them to
+            the host after the forward, and back before the backward. The bits stay the same.
+        activation_memory: bytes of host memory for ``activations="host"``; inputs that do not fit stay on the
+            device. None: a quarter of the rest of `host_memory` after everything that is placed there and the
+            smallest set of leases, at most 16 GiB.
+        dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters except those of
+            BatchNorm, which are fp32, and of the floating-point inputs of the model's forward. None: each
+            parameter keeps its own, and the engine does not cast inputs. To train fp16 parameters, set
+            ``"fp16"``: only this setting scales the loss.
+        output_dtype: dtype of the model's floating-point outputs. None: the engine does not cast them.
+            ``"auto"``: fp32 if `dtype` is set, else the engine does not cast them.
+        max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
+        units: names of module classes, or of modules as in `named_modules()`, that become units. None: the
+            engine finds the units.
         update: where the update runs: behind the next forward (``"overlap"``), in `step()` (``"sync"``),
             beside the next forward and backward, which changes the result (``"delayed"``), or in the last
             backward of a step, where nothing can be clipped (``"backward"``).
             ``"overlap"``: `step()` returns when it has the gradients, their norm and the
-            scalars; units are updated behind the next forward, each before it is used.
+            scalars. The update overlaps with the next forward; the engine updates each unit before its use.
             ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
-            ``"delayed"``: after `delay_warmup_steps`, forward and backward run beside the update of
-            the step before and use the parameters before it. This changes the result: AdamW can be
+            ``"delayed"``: after `delay_warmup_steps`, forward and backward overlap with the update of the
+            step before, and use the parameters from before that update. This changes the result: AdamW can be
             sensitive to a staleness of one step.
-            ``"backward"``: in the backward that is a step's last, as `accumulation` says, each unit is
-            updated as soon as its gradients are there, with the param groups as they are when that backward
-            begins; `step()` waits for the rest. The bits are those of ``"sync"``. Between that backward and
-            `step()` gradients and param groups may be looked at; a change of them, or a use of the model, is
-            an error. Not with fp16, nor with `max_grad_norm`, which need the norm of all gradients first.
-        delay_warmup_steps: updates that are made without delay at first; only for ``"delayed"``.
+            ``"backward"``: in the last backward of a step, which `accumulation` counts, the engine updates
+            each unit as soon as its gradients have arrived. It uses the param groups as they are when that
+            backward begins. `step()` waits for the rest. The bits are those of ``"sync"``. Between that
+            backward and `step()` you may read gradients and param groups; it is an error to change them, or
+            to use the model. Not with fp16 or `max_grad_norm`, which need the norm of all gradients first.
+        delay_warmup_steps: number of first updates without delay; only for ``"delayed"``.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
-        prefetch_memory: bytes on the device that units loaded ahead may take; None: as much as
-            `device_memory` leaves, or half of that where `device_memory` is None and the device has a
-            memory of its own: the other half is for activations.
-        chunk_elements: elements of a chunk, a multiple of 65,536; None: 2 Mi with anything on NVMe, else
+        prefetch_memory: bytes on the device for prefetched units. None: what `device_memory` leaves. If
+            `device_memory` is None and the device has its own memory, only half of that: the other half is
+            for activations.
+        chunk_elements: elements of a chunk, a multiple of 65,536. None: 2 Mi with anything on NVMe, else
             4 Mi.
         update_depth: chunks in the update pipeline at once (read, update, write).
-        read_ahead_memory: bytes of host memory into which optimizer state is read while a backward
+        read_ahead_memory: bytes of host memory into which the engine reads optimizer state while a backward
             runs, as far as `host_memory` leaves room.
-        block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB; None: what
-            `infinity tune` found for the drive, else 1 MiB.
-        queue_depth: requests in the kernel at once, per directory, up to 4096; None: as tuned, else 32.
+        block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB. None: the value
+            that `infinity tune` found for the drive, else 1 MiB.
+        queue_depth: requests in the kernel at once, per directory, up to 4096. None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
         io_deadline: seconds, up to 1e9, after which an unfinished transfer is an error.
-        threads: threads of the CPU Adam; None: one per core that this process may use (its affinity,
-            its cgroup's quota, divided by LOCAL_WORLD_SIZE), less one per NVMe directory, and at least one,
-            where the device is not the CPU.
-        check_edits: refuse edits of parameters that torch does not count (``p.data.copy_()``, numpy)
-            outside of `gathered(write=True)`: each use of a unit takes a checksum of its values before
-            and after, and raises `ParameterChangedError`; of parameters that are placed on the device,
-            which are kept else, each step, state dict of the optimizer and `unwrap`. For debugging: slow.
-        zero_stage: what ranks share out, where there are several (ZeRO, arXiv 1910.02054, section 5): 0:
-            nothing; 1: the optimizer state; 2: gradients too; 3: parameters too. Below 3 parameters are
-            placed on the device: they are gathered once in a step, and stay. Below 2 each rank adds its
-            gradients up, in fp32 from the second backward on, and ranks theirs in `step()`.
-        accumulation: backwards in a step, `torch.autograd.grad` included; in stages 0 and 1 ranks add their
-            gradients up behind the last of them then, and not in `step()`; all use the same layers in that
-            one. ``update="backward"`` updates in it. None: that is not known.
-        rank_timeout: seconds that a rank waits for another one that is in a collective, too, or does not
-            answer; three times that in `wrap`, until the first step, and in saves and loads. One that is
-            alive and runs code of its own is waited for without a deadline; both are told, from 30 s on.
-        independent_replicas: whether `mesh` may have fewer ranks than the job: each such group trains a model
-            of its own then, and nothing keeps them in step. Each needs `nvme` directories and paths of
-            checkpoints of its own.
+        threads: threads of the CPU Adam. None: one per core that this process may use (its affinity, its
+            cgroup's quota, divided by LOCAL_WORLD_SIZE). If the device is not the CPU, the default is one
+            thread fewer per NVMe directory, and at least one fewer.
+        check_edits: raise `ParameterChangedError` for edits of parameters that torch does not count
+            (``p.data.copy_()``, numpy) outside of `gathered(write=True)`. The engine computes a checksum of a
+            unit's values before and after each use. For parameters that are placed on the device, whose edits
+            it otherwise keeps, it checks in each step, in each state dict of the optimizer and in `unwrap`.
+            For debugging: slow.
+        zero_stage: what the engine shards over several ranks (ZeRO, arXiv 1910.02054, section 5): 0: nothing;
+            1: the optimizer state; 2: gradients too; 3: parameters too. Below 3, parameters are placed on the
+            device: the engine gathers them once in a step, and they stay. Below 2, each rank accumulates its
+            gradients, in fp32 from the second backward on, and `step()` reduces them over the ranks.
+        accumulation: number of backwards in a step, calls of `torch.autograd.grad` included. Then stages 0
+            and 1 reduce gradients after the last of them, and not in `step()`; all ranks have to use the same
+            layers in that backward. ``update="backward"`` updates in it. None: the number is not known.
+        rank_timeout: seconds that a rank waits for another rank that is in a collective, too, or does not
+            answer; three times as long in `wrap`, until the first step, and in saves, loads and exports. A
+            rank waits without a deadline for another rank that is alive and runs code of its own. Both ranks
+            log waits of 30 s and more.
+        independent_replicas: whether `mesh` may have fewer ranks than the job. Then each such group trains a
+            model of its own, and nothing keeps the groups in step. Each group needs its own `nvme`
+            directories and its own checkpoint paths.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -212,7 +215,7 @@ class Config:
             )
         if self.zero_stage in (0, 1) and set(self.placements["gradients"]) != {Tier.DEVICE}:
             raise ConfigError(
-                f"stage {self.zero_stage} of ZeRO keeps whole gradients on the device until the step",
+                f"ZeRO stage {self.zero_stage} keeps whole gradients on the device until the step",
                 expected='gradients="device", or unset',
                 found=f"gradients={self.gradients!r}",
                 cure="zero_stage=2, or leave gradients out",
@@ -278,13 +281,13 @@ class Config:
             ),
             (
                 self.dtype == "fp16",
-                "no dtype whose steps are skipped where they overflow",
+                "no fp16, which skips steps that overflow",
                 'dtype="fp16"',
                 'dtype="bf16"',
             ),
             (
                 self.max_grad_norm is not None,
-                "no clipping: that takes the norm of all gradients first",
+                "no clipping: it needs the norm of all gradients first",
                 f"max_grad_norm={self.max_grad_norm!r}",
                 "max_grad_norm=None",
             ),
@@ -308,12 +311,12 @@ class Config:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """`dtype` as a dtype of torch, or None where each parameter keeps its own."""
+        """`dtype` as a torch dtype; None if each parameter keeps its own."""
         return None if self.dtype is None else torch_dtype(str(self.dtype))
 
     @property
     def cast_outputs(self) -> torch.dtype | None:
-        """The dtype that outputs are cast to, or None where they are left as they are."""
+        """The dtype to which the engine casts outputs; None if it does not cast them."""
         name = self.output_dtype
         if name == "auto":
             name = None if self.dtype is None else "fp32"
@@ -321,31 +324,31 @@ class Config:
 
     @property
     def elements_per_chunk(self) -> int:
-        """`chunk_elements`, or where it is None 2 Mi with anything on NVMe, and else 4 Mi. Drives are as fast
-        with smaller chunks, which take smaller leases, and memory is not. With 16 Mi an update on the host
+        """`chunk_elements`; if that is None, 2 Mi with anything on NVMe, and 4 Mi otherwise. Drives are as
+        fast with smaller chunks, which need smaller leases; memory is not. With 16 Mi an update on the host
         takes 3 % less time, and leases of gradients are four times as large (benchmarks/README.md)."""
         if self.chunk_elements is not None:
             return self.chunk_elements
         return (2 if any(tiers.get(Tier.NVME) for tiers in self.placements.values()) else 4) * MiB
 
     def replace(self, **changes: Any) -> Config:
-        """Return a copy with some settings changed, checked again."""
+        """Return a copy with some settings changed. The copy is checked again."""
         return replace(self, **changes)
 
     def for_rank(self, rank: int, local_rank: int | None) -> Config:
-        """Return the settings of one rank: with its numbers, and this machine's name, in `nvme`.
+        """Return the settings of one rank: `nvme` then has the numbers of the rank, and this machine's name.
 
         Raises:
-            ConfigError: two directories become one, or `local_rank` is None and needed.
+            ConfigError: two directories become one; or a directory needs `local_rank`, which is None.
         """
         if not any("{" in d for d in self.directories):
             return self
         if local_rank is None and any("{local_rank}" in d for d in self.directories):
             raise ConfigError(
-                "nobody says which number this rank has on its machine",
+                "the number of this rank on its machine is unknown",
                 expected="LOCAL_RANK in the environment, as torchrun sets it",
                 found="no such variable",
-                cure="set LOCAL_RANK, or name `nvme` with {rank} in place of {local_rank}",
+                cure="set LOCAL_RANK, or use {rank} in place of {local_rank} in `nvme`",
             )
         names = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{host}": socket.gethostname()}
         found = []

@@ -4,28 +4,28 @@
 
     InfinityError
     ├── ConfigError (ValueError)         a setting is unknown, contradictory or not available
-    │   └── BudgetError                  a run cannot fit the memory or the disk that it was given
+    │   └── BudgetError                  a run does not fit the memory or disk space that it may use
     ├── BuildError (ImportError)         a native module is missing or does not fit this machine
-    ├── WrapError (ValueError)           a model or an optimizer cannot be taken over
+    ├── WrapError (ValueError)           `wrap` does not support a model or an optimizer
     │   └── OptimizerTypeError           the optimizer, or one of its options, is not supported
-    ├── ParameterError (RuntimeError)    a parameter was used in a way that offloading cannot carry
+    ├── ParameterError (RuntimeError)    a use of a parameter that offloading does not support
     │   ├── ReleasedParameterError       its values are not on the device at this moment
-    │   ├── ParameterChangedError        added, replaced, cast or moved after `wrap`
-    │   └── GradientError                its gradient was used in a way that shards cannot answer
+    │   ├── ParameterChangedError        added, replaced, cast, moved or edited after `wrap`
+    │   └── GradientError                a use of a gradient that its shards do not support
     ├── PrecisionError (RuntimeError)    autocast, GradScaler or an unscaled fp16 backward
     ├── StateDictError (ValueError)      a state dict does not fit the model or the optimizer
     ├── StorageError (OSError)           the storage of a tier failed
     │   ├── DirectoryError               an NVMe directory is missing, full, read-only or in use
     │   ├── TransferError                the system reported an error for a read or a write
-    │   │   ├── ShortTransferError       it moved fewer bytes than asked, for good
+    │   │   ├── ShortTransferError       it moved fewer bytes than requested
     │   │   └── DeadlineError            it did not finish in time; its buffer is quarantined
     │   └── CorruptionError              bytes read differ from the bytes written (CRC mismatch)
-    ├── OutOfMemoryError (MemoryError)   memory ran out in the middle of a run
+    ├── OutOfMemoryError (MemoryError)   the host or the device ran out of memory during a run
     ├── BackendError (RuntimeError)      an I/O backend is unknown or does not work here
-    ├── ClosedError (RuntimeError)       the engine or one of its parts was closed, or forked
-    ├── ThreadError (RuntimeError)       another thread uses the model, and does not end
-    ├── RankError (RuntimeError)         another rank failed, is gone, or has not come in time
-    │   └── DivergenceError              ranks do not do the same
+    ├── ClosedError (RuntimeError)       the engine or one of its parts is closed, or was forked
+    ├── ThreadError (RuntimeError)       another thread holds the engine lock for too long
+    ├── RankError (RuntimeError)         another rank failed, exited, or did not arrive in time
+    │   └── DivergenceError              the ranks do not make the same calls
     └── DataError (ValueError)           training data or a model directory cannot be used
 
 A message says what was expected, what was found and what to change (`cure`).
@@ -66,9 +66,9 @@ class InfinityError(Exception):
     """Base of all errors of this package.
 
     Args:
-        what: one sentence that names the thing and the problem.
-        expected: what would have been right.
-        found: what was there.
+        what: one sentence that names the subject and the problem.
+        expected: the expected value or state.
+        found: the value or state that was found.
         cure: what the user can change.
     """
 
@@ -102,7 +102,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class BudgetError(ConfigError):
-    """A run cannot fit the memory or the disk that it was given."""
+    """A run does not fit the memory or the disk space that it may use."""
 
 
 class BuildError(InfinityError, ImportError):
@@ -110,7 +110,7 @@ class BuildError(InfinityError, ImportError):
 
 
 class WrapError(InfinityError, ValueError):
-    """A model or an optimizer cannot be taken over."""
+    """`wrap` does not support a model or an optimizer; or a call needs a wrapped model."""
 
 
 class OptimizerTypeError(WrapError):
@@ -118,7 +118,7 @@ class OptimizerTypeError(WrapError):
 
 
 class ParameterError(InfinityError, RuntimeError):
-    """A parameter was used in a way that offloading cannot carry."""
+    """The program used a parameter in a way that offloading does not support."""
 
 
 class ReleasedParameterError(ParameterError):
@@ -126,15 +126,16 @@ class ReleasedParameterError(ParameterError):
 
 
 class ParameterChangedError(ParameterError):
-    """A parameter was added, replaced, cast or moved after `wrap`."""
+    """The program added, replaced, cast, moved or edited a parameter after `wrap`."""
 
 
 class GradientError(ParameterError):
-    """A gradient was used in a way that its shards cannot answer."""
+    """The program used a gradient in a way that its shards do not support."""
 
 
 class PrecisionError(InfinityError, RuntimeError):
-    """autocast, GradScaler, or an fp16 backward of an unscaled loss."""
+    """The program uses autocast, GradScaler, or an fp16 backward of an unscaled loss; or a dtype is not
+    supported."""
 
 
 class StateDictError(InfinityError, ValueError):
@@ -176,7 +177,7 @@ class TransferError(StorageError):
 
 
 class ShortTransferError(TransferError):
-    """A transfer moved fewer bytes than asked and could not be continued."""
+    """A transfer moved fewer bytes than requested, and could not be continued."""
 
 
 class DeadlineError(TransferError):
@@ -188,7 +189,7 @@ class CorruptionError(StorageError):
 
 
 class OutOfMemoryError(InfinityError, MemoryError):
-    """The host or the device had no memory in the middle of a run."""
+    """The host or the device ran out of memory during a run."""
 
 
 class BackendError(InfinityError, RuntimeError):
@@ -196,19 +197,19 @@ class BackendError(InfinityError, RuntimeError):
 
 
 class ClosedError(InfinityError, RuntimeError):
-    """The engine, or one of its parts, was closed or belongs to another process."""
+    """The engine, or one of its parts, is closed or belongs to another process."""
 
 
 class ThreadError(InfinityError, RuntimeError):
-    """Another thread uses the model, and does not end."""
+    """Another thread holds the engine lock for too long, or two threads wait for each other."""
 
 
 class RankError(InfinityError, RuntimeError):
-    """Another rank failed, is gone, or has not come in time."""
+    """Another rank failed, exited, or did not arrive in time."""
 
 
 class DivergenceError(RankError):
-    """Ranks do not do the same."""
+    """The ranks do not make the same calls."""
 
 
 class DataError(InfinityError, ValueError):

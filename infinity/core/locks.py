@@ -1,10 +1,10 @@
 """Locks, and the one order in which a thread may take them.
 
 [Note: the order of locks] A thread takes a lock only if every lock that it holds comes before it in `ORDER`
-(or if it holds this very lock, and that is reentrant), and waits for no other thread's work while it holds
-one. So no circle of waits can close. Whose turn it is comes before all of them, and the native modules'
-own mutexes after; no Python runs under those. docs/architecture.md lists who takes which lock, and what
-each thread waits for. While `checking` is set, locks made from then on hold their users to it.
+(or if it holds this very lock, and that is reentrant). It waits for no other thread's work while it holds
+one. So there is no deadlock. The engine lock comes before all of these locks, and the native modules'
+own mutexes after them; no Python runs under those. docs/architecture.md lists which threads take which lock,
+and what each thread waits for. While `checking` is set, new locks check this order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lock(AbstractContextManager[bool], Protocol):
 
 
 def _after_fork() -> None:
-    """Who held a lock is no thread of this process, and would hold it for good."""
+    """Reset the locks: their holders are not threads of this process, and would hold them for good."""
     for each in list(_locks):
         each._at_fork_reinit()
     _mine().clear()

@@ -1,4 +1,4 @@
-"""Packages that only some uses need, and what to do where one is missing or broken."""
+"""Packages that only some uses need, and what to do if one is missing or broken."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DISTRIBUTION: Final = "infinity-offload"
 
 
 def optional(package: str, extra: str | None, *names: str) -> list[Any]:
-    """Return what is called `names` in a package, which the extra `extra` of ours installs; None: none does.
+    """Return the objects `names` of a package. `extra` is infinity's extra that installs it; None: none does.
 
     Raises:
-        DataError: it is not installed, or it, or one that it imports, is broken.
+        DataError: the package is not installed, or it, or a package that it imports, is broken.
     """
     try:
         if importlib.util.find_spec(package) is None:
@@ -34,7 +34,7 @@ def optional(package: str, extra: str | None, *names: str) -> list[Any]:
 
 
 def broken(package: str, error: BaseException) -> DataError:
-    """Return the error of a package that cannot be imported, which names the one that is to blame."""
+    """Return the error for a package that cannot be imported. It names the package that causes this."""
     while error.__cause__ is not None:
         error = error.__cause__
     blamed = _blamed(package, error)
@@ -52,7 +52,7 @@ def broken(package: str, error: BaseException) -> DataError:
 
 
 def _blamed(package: str, error: BaseException) -> str:
-    """Return the package that `package` had called when `error` came: itself, if none."""
+    """Return the package whose code `package` was calling when `error` was raised; else `package` itself."""
     modules = []
     trace = error.__traceback__
     while trace is not None:

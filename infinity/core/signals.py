@@ -1,7 +1,7 @@
 """Signals that ask a process to end, or a run to save.
 
-SIGTERM and SIGHUP end a process as Ctrl-C does: what it has open is closed. Where there is something to be
-saved first (`Asked`), SIGHUP and the first SIGTERM only ask for it.
+SIGTERM and SIGHUP end a process as Ctrl-C does: the process closes everything that it has open. If it has to
+save first (`Asked`), SIGHUP and the first SIGTERM only ask for the save.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ def end(number: int, frame: FrameType | None) -> None:
 
 
 def ended() -> Ended | None:
-    """Return the signal that has come, if one has."""
+    """Return the signal that has arrived, if one has."""
     return _came[0] if _came else None
 
 
 def hung_up() -> bool:
-    """Return whether the terminal has gone while a run was asked to end: every reader went with it."""
+    """Return whether a SIGHUP has asked a run to end: then the terminal is gone, and every reader with it."""
     return bool(_hung_up)
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
-    """Python complains of a signal that came just before it is ignored; of this one it does not."""
+    """A handler that does nothing. SIG_IGN would make Python report a signal that arrived just before it was
+    set."""
 
 
 class Asked:
-    """From `take` to `give_back` signals only ask: SIGTERM and SIGHUP set `came`, to the name of what came
-    first, and SIGUSR1 sets `save`. A second SIGTERM, after `TOGETHER`, raises `Ended`. A second SIGHUP does
-    not: a terminal that is lost sends several.
+    """From `take` to `give_back`, signals only set attributes: SIGTERM and SIGHUP set `came` to the name of
+    the first of them, and SIGUSR1 sets `save`. A second SIGTERM, after `TOGETHER`, raises `Ended`. A second
+    SIGHUP does not, because a lost terminal sends several.
     """
 
     def __init__(self) -> None:
@@ -71,8 +72,8 @@ class Asked:
         self._before: dict[int, Any] = {}
 
     def take(self, also: Collection[Any] = ()) -> None:
-        """Have the handlers. A signal that is ignored (nohup) or that somebody else handles, but for `also`,
-        stays so, and no other thread than the main one can have any."""
+        """Set the handlers, on the main thread; on other threads do nothing. A signal that the program
+        ignores (nohup) or handles itself keeps its handler, unless the handler is in `also`."""
         if threading.current_thread() is threading.main_thread():
             for number in {*ENDING, signal.SIGUSR1} - self._before.keys():
                 before = signal.getsignal(number)
@@ -81,8 +82,8 @@ class Asked:
                     signal.signal(number, self._ask)
 
     def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
-        """Put the handlers back. After a SIGHUP, and in a command that is asked to end, the next SIGHUP is
-        ignored: the process is about to end, and it must not disturb that."""
+        """Restore the handlers. After a SIGHUP, and in a command that was asked to end, ignore the next
+        SIGHUP: the process is about to end, and the signal must not disturb that."""
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)

@@ -75,8 +75,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def parse_precision(value: str | torch.dtype, name: str = "dtype") -> str:
-    """Return the short name for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names, or its dtype); `name`
-    is that of the setting.
+    """Return the short name for ``fp32``, ``bf16`` or ``fp16`` (or torch's own names, or its dtype). `name`
+    is the name of the setting.
 
     Raises:
         ConfigError: `value` names no supported compute dtype.
@@ -93,7 +93,7 @@ def parse_precision(value: str | torch.dtype, name: str = "dtype") -> str:
 
 
 def parse_dtype(value: str | torch.dtype, name: str = "dtype") -> torch.dtype:
-    """Return torch's dtype for what `parse_precision` takes, and raise what it does."""
+    """Return torch's dtype for every value that `parse_precision` takes. Raises the same errors."""
     return torch_dtype(parse_precision(value, name))
 
 
@@ -118,7 +118,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Return `nbytes` for a person: ``512 B``, ``1.50 GiB``."""
+    """Return `nbytes` in a readable form: ``512 B``, ``1.50 GiB``."""
     sign = "-" if nbytes < 0 else ""
     size = abs(nbytes)
     if size < KiB:

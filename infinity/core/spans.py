@@ -1,14 +1,14 @@
 """What the engine is doing and when: counters of the last step, always; spans, while a trace is on.
 
 A span is one piece of work of one kind. Times are nanoseconds of
-CLOCK_MONOTONIC, which on Linux are those of `time.perf_counter_ns` and of the I/O engine's tickets;
-what a device of its own does is a `Moment`, which becomes a time when it has happened.
+CLOCK_MONOTONIC, which on Linux is the clock of `time.perf_counter_ns` and of the I/O engine's tickets.
+For work on a separate device the time is a `Moment`, which becomes a number when the work has happened.
 
 [Note: the user's thread] The thread that runs the model is in one place at a time: in the forward or
-backward of a unit, in a wait of the engine (a *stall*), in `step()`, or in the user's own code. Forward
-and backward are cut where a stall begins and go on where it ends, so no two of these overlap, and
-together they are the step. On CUDA the backward runs on a thread of autograd while the user's waits:
-the two count as one.
+backward of a unit, in a wait of the engine (a *stall*), in `step()`, or in the user's own code. A stall
+interrupts the piece of forward or backward in which it begins, so no two of these overlap, and
+together they add up to the step. On CUDA the backward runs on a thread of autograd while the user's thread
+waits: the two count as one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Recording:
         self.dropped += 1
 
     def add_cost(self, ns: int) -> None:
-        """Note what recording a span took, where it is more than an append."""
+        """Add the cost of recording a span that costs more than an append."""
         if len(self.costs) < self._limit:
             self.costs.append(ns)
 
@@ -91,8 +91,8 @@ class Recording:
         self._inside.append((owner, phase, unit))
 
     def backward(self, owner: object, forward_end: int) -> None:
-        """A backward begins, after the forward that ended at `forward_end` (0: not known): what lies
-        between is the loss."""
+        """A backward begins, after the forward that ended at `forward_end` (0: not known). The time between
+        them is the loss."""
         if forward_end > self.began and not self._inside:
             self._inside.append((owner, "loss", -1))
             self._since = max(self._since, forward_end)
@@ -101,7 +101,8 @@ class Recording:
         self.enter(owner, "backward", -1)
 
     def leave(self, owner: object) -> None:
-        """It does not any more; `owner` need not be the last that entered, or may be gone."""
+        """The user's thread no longer computes for `owner`, which need not be the last that entered, or may
+        be gone."""
         found = [i for i, entry in enumerate(self._inside) if entry[0] is owner]
         if found:
             self._lap()
@@ -145,7 +146,7 @@ class Recording:
 
 
 class Recorder:
-    """What an engine's parts tell; one per engine, handed to their constructors.
+    """Collects the reports of an engine's parts; one per engine, which passes it to their constructors.
 
     Attributes:
         log: what a trace records; None: no trace is on. Take it into a local before use: another
@@ -168,7 +169,7 @@ class Recorder:
         self._last: tuple[int, int, int, dict[str, int], int, int] | None = None
 
     def waits(self) -> Wait:
-        """The user's thread is about to wait; hand the result to `waited`."""
+        """The user's thread is about to wait; pass the result to `waited`."""
         log = self.log
         begin = now()
         if log is None or log.moment is None:
@@ -224,8 +225,8 @@ class Recorder:
 
 
 def span_cost() -> float:
-    """Return the ns that recording a piece of forward takes on this machine, now: a median. Of what is
-    an append and no more, that is the dearest."""
+    """Return the ns that recording a piece of forward takes on this machine, now: a median. Of all spans that
+    cost one append, this one costs most."""
     count, rounds = 1000, []
     for _ in range(7):
         log, owner = Recording(), object()

@@ -1,9 +1,9 @@
-"""What a thread is inside of, by its Python frames.
+"""Which calls a thread is in, by its Python frames.
 
 [Note: looks at the stack] torch calls no hook when a KeyboardInterrupt ends a forward, when an error ends a
-backward, or when a state dict's own hooks raise; it does not tell a saved-tensor hook who saves; and a thread
-that a forward starts has no link to it. What nobody tells is found where it must be true: on the stack. This
-is the one way to it.
+backward, or when a state dict's own hooks raise. It does not tell a saved-tensor hook which code saves. A
+thread that a forward starts has no link to the forward. The engine finds these facts on the stack, and only
+through this file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def user_place() -> str:
-    """Return where the main thread is: the innermost line that is no library's, what is called there, and
-    where in a library that is: "`barrier` at train.py:33 (`_wait` at torch/distributed/x.py:7)"."""
+    """Return where the main thread is: the innermost line outside of libraries, the function that it calls,
+    and the place in a library: "`barrier` at train.py:33 (`_wait` at torch/distributed/x.py:7)"."""
     innermost = called = None
     for frame in frames(threading.main_thread().ident):
         innermost = innermost or frame
@@ -60,17 +60,17 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__fi
 
 
 def calls_of(module: object) -> int:
-    """Return how many calls of a module this thread is inside of."""
+    """Return how many calls of a module are on this thread's stack."""
     return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames())
 
 
 def is_called() -> bool:
-    """Return whether this thread is inside of a call of any module."""
+    """Return whether this thread is in a call of any module."""
     return any("_call_impl" in frame.f_code.co_name for frame in frames())
 
 
 def is_outermost(module: object) -> bool:
-    """Return whether this thread is inside of one call of `module`, and of no other module's."""
+    """Return whether this thread is in exactly one call of `module`, and in no call of another module."""
     count = 0
     for frame in frames():
         if "_call_impl" not in frame.f_code.co_name:

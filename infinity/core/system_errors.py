@@ -1,4 +1,4 @@
-"""What the system says of a failure, with the limit that made it where there is one."""
+"""The system's text for a failure, with the limit that caused it, if a limit did."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LIMITS: Final = {
 
 
 def reason(number: int | None) -> str:
-    """Return the text of a system's error number, and which limit it is."""
+    """Return the system's text for an error number, and the limit that it names, if it names one."""
     text = os.strerror(number or 0)
     return f"{text} ({_LIMITS[number]})" if number in _LIMITS else text
 
 
 def cure(number: int | None, usual: str) -> str:
-    """Return what to change: the limit, if the error is one, else what is `usual`."""
+    """Return what to change: the limit, if the error number names one, else `usual`."""
     return f"raise {_LIMITS[number]}" if number in _LIMITS else usual
 
 
 def name_limit(error: InfinityError) -> None:
-    """Have an error of the system's say which limit it is, if it is one."""
+    """Make a system error name the limit that caused it, if a limit did."""
     error.cure = cure(getattr(error, "errno", None), error.cure or "") or None

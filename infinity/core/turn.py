@@ -1,21 +1,23 @@
-"""Whose turn it is: one thread at a time uses an engine, and others wait.
+"""The engine lock, which the code calls a turn: one thread at a time uses an engine, and others wait.
 
 [Note: turns] A forward of the model, a backward, a `gathered` block, a state dict and every single call of
-the engine are *uses*. While a thread has one, other threads wait before theirs; between its uses they come
-in. So a thread that saves or evaluates beside the one that trains finds nothing half done. Threads that a
-forward itself starts (a block whose children run side by side) are its *guests* and do not wait where they
-call modules or use parameters; for `gathered` and backwards of their own they wait like others. Who looks at
-a parameter on the device while its update is under way waits for that alone.
+the engine are *uses*. While a thread has a use, it holds the engine lock, and other threads wait before their
+uses. Between its uses they can take the lock. So a thread that saves or evaluates beside the training thread
+never sees a use half done. Threads that a forward itself starts (a block whose children run side by side) are
+its *guests*: they do not wait when they call modules or use parameters. For `gathered` and backwards of their
+own they wait like other threads. A reader of a parameter on the device waits only for the update of that
+parameter.
 
-No lock is taken, for an exception from a signal handler could leave it so: the turn belongs to a thread, by
-its number. What an error or an interrupt left of it goes when that thread comes back, or when another one
-waits and finds it ended, or inside of nothing any more. What has an end of its own (a block, a call) has a
-`Use`, which only the frame or the object that will end it refers to: one that is gone has ended, even where
-an error came before its end could be called. A guest is one for as long as the frame that it
-joined in is on its stack: a thread's number is given to another when it ends.
+The engine lock is not a mutex, because an exception from a signal handler could leave a mutex locked. It
+belongs to a thread, by the thread's number. If an error or an interrupt leaves it held, it is released when
+that thread comes back, or when another thread waits and finds that the holder has ended, or is in no use any
+more. A use that has an end of its own (a block, a call) has a `Use`. Only the frame or the object that will
+end it refers to the `Use`: when the `Use` is gone, the use has ended, even if an error came before the call
+of its end. A thread is a guest as long as the frame in which it joined is on its stack, because the system
+reuses the numbers of threads that have ended.
 
 On a device, autograd runs a backward on threads of its own. Python knows them only while a hook runs there:
-what they have begun goes on for as long as some thread is inside of a backward.
+their uses go on as long as some thread is inside a backward.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from .stack import frames, frames_of_others, has_frames
 from .waiting import POLL, Bell
 
 _PAUSE: Final = 1e-4
-#: Seconds that a thread waits for its turn.
+#: Seconds that a thread waits for the engine lock.
 LIMIT: Final = 300.0
 
 
 class Use:
-    """A use of an engine that lasts until `leave`, or until nobody refers to it."""
+    """A use of an engine that lasts until `leave`, or until there is no reference to it."""
 
     __slots__ = ("__weakref__",)
 
 
 class Turn:
-    """Who may use an engine now. See [Note: turns]."""
+    """The engine lock: which thread may use an engine now. See [Note: turns]."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
@@ -55,11 +57,11 @@ class Turn:
         self._bell = Bell()
 
     def enter(self, use: object, *, who: int | None = None, wait: bool = True) -> None:
-        """Begin a use of the thread `who` (None: this one); wait until it may, unless told not to. Does
-        nothing for a guest, and for a use that is under way. `reset` leaves a `Use`.
+        """Begin a use of the thread `who` (None: this thread). With `wait`, wait until it holds the engine
+        lock. Does nothing for a guest, and for a use that has begun already. `reset` does not end a `Use`.
 
         Raises:
-            ThreadError: another thread has had a use for `limit` seconds, or waits for this one.
+            ThreadError: another thread has held the lock for `limit` seconds, or waits for this one.
         """
         who = threading.get_ident() if who is None else who
         if self._holder.setdefault("", who) != who:
@@ -86,13 +88,13 @@ class Turn:
                 time.sleep(_PAUSE)  # who comes back at once would be before who has waited
 
     def reset(self) -> None:
-        """End what this thread has begun and nobody will end: a forward or a backward that raised."""
+        """End the uses of this thread that nothing else will end: a forward or a backward that raised."""
         if self.mine and self._uses:
             self._uses.clear()
             self._pass_on()
 
     def _lasts(self) -> bool:
-        """Whether somebody still refers to a `Use` that was begun."""
+        """Whether there is still a reference to a `Use` that was begun."""
         for use in tuple(self._lasting):
             if use() is None:
                 self._lasting.discard(use)
@@ -100,17 +102,17 @@ class Turn:
 
     @property
     def holder(self) -> int:
-        """The number of the thread that has the turn; 0: none."""
+        """The number of the thread that holds the engine lock; 0: none."""
         return self._holder.get("", 0)
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has the turn."""
+        """Whether this thread holds the engine lock."""
         return self.holder == threading.get_ident()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Have the turn for a block."""
+        """Hold the engine lock for a block."""
         use = Use()
         self.enter(use)
         try:
@@ -119,8 +121,8 @@ class Turn:
             self.leave(use)
 
     def join(self, frame: FrameType) -> bool:
-        """Make this thread a guest of the one that has the turn until `part`, or until `frame` of its stack
-        has ended; return whether it was another one."""
+        """Make this thread a guest of the thread that holds the engine lock, until `part`, or until `frame`
+        of its stack has ended; return whether another thread holds the lock."""
         me = threading.get_ident()
         if self._holder.get("", me) == me:
             return False
@@ -159,9 +161,9 @@ class Turn:
             if circles > 1:
                 raise ThreadError(
                     "two threads wait for each other",
-                    expected="threads that use several models to use them in one order",
-                    found=f"{_name(holder)} has this model and waits for one that {_name(who)} has",
-                    cure="have both gather all that they need in one `gathered`, or use one model after "
+                    expected="the same order of models in all threads that use several",
+                    found=f"{_name(holder)} holds this model and waits for one that {_name(who)} holds",
+                    cure="gather everything that each thread needs in one `gathered`, or use one model after "
                     "the other",
                 )
             ours = _is_started_here(holder)
@@ -176,10 +178,10 @@ class Turn:
             elif time.monotonic() > until:
                 raise ThreadError(
                     "the model is in use by another thread",
-                    expected=f"a turn within {self._limit:g} s",
+                    expected=f"the engine lock within {self._limit:g} s",
                     found=f"{_name(holder)} is inside a forward, a backward, a `gathered` block or a call",
-                    cure="use the model and its optimizer from one thread, or have that thread end it first; "
-                    "what threads that a forward starts need inside `gathered`, gather before they start",
+                    cure="use the model and its optimizer from one thread, or wait until that thread has "
+                    "finished; if a forward starts threads that need `gathered`, gather before they start",
                 )
 
 

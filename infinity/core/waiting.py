@@ -2,10 +2,10 @@
 
 CPython runs Python's signal handlers on the main thread wherever a function begins, a call returns or a
 loop goes back, and a handler may raise there. `threading.Condition` and `threading.Event` are written in
-Python: an exception where their lock was just taken leaves it taken, for good. Here every waiter sleeps
-on a lock of its own, which nobody else ever takes, and those who wake only release.
+Python: an exception right after they take their lock leaves it locked for good. Here every waiter sleeps
+on a lock of its own, which no other thread ever takes, and a thread that wakes others only releases locks.
 
-A fork has none of the threads that ring: a wait there, for what its parent has begun, raises ClosedError.
+A fork has none of the threads that ring. So a wait in a fork for work of its parent raises ClosedError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ look: Callable[[Bell], None] | None = None
 
 
 class Bell:
-    """Wakes all that wait. `ring` takes no lock: finalizers and signal handlers may call it."""
+    """Wakes all waiting threads. `ring` takes no lock: finalizers and signal handlers may call it."""
 
     __slots__ = ("_pid", "_sleepers")
 
@@ -37,7 +37,7 @@ class Bell:
         self._sleepers: deque[_thread.LockType] = deque()
 
     def ring(self) -> None:
-        """Wake all that wait. What they wait for is true before this is called."""
+        """Wake all waiting threads. The caller makes their condition true before this call."""
         sleepers = self._sleepers
         for _ in range(len(sleepers)):  # no longer: who wakes may sleep again at once
             try:
@@ -47,17 +47,18 @@ class Bell:
             sleeper.release()
 
     def wait(self, until: Callable[[], object], timeout: float = POLL) -> None:
-        """Sleep until somebody rings, `timeout` seconds at most, unless `until` is true already.
+        """Sleep until another thread rings, for at most `timeout` seconds. Return at once if `until` is true.
 
         Raises:
-            ClosedError: this process is a fork of the one that made the bell, where nobody rings.
+            ClosedError: this process is a fork of the process that made the bell, and has no thread that
+                rings.
         """
         if os.getpid() != self._pid and not until():
             raise ClosedError(
-                "a wait for what the parent of this process does",
+                "this process cannot wait for work of its parent process",
                 expected="a call in the process that wrapped the model",
                 found=f"process {os.getpid()}, a fork of process {self._pid}",
-                cure="wrap a model of its own in this process; or fork where nothing is under way, after "
+                cure="wrap a separate model in this process; or fork while the engine is idle, after "
                 "`infinity.flush`",
             )
         if locks.checking:
@@ -90,7 +91,7 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let all pass who wait, and who come later. A second call does nothing."""
+        """Wake all waiting threads; later waits return at once. A second call does nothing."""
         self._open = True
         self._bell.ring()
 

@@ -12,12 +12,12 @@ def read_yaml(path: str | os.PathLike[str], *, expected: str, cure: str) -> Any:
     """Return what a YAML (or JSON) file holds.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or says one thing twice.
+        ConfigError: the file is not readable, is not YAML, or names a key twice.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Keeps nothing of a mapping that names a key twice: YAML forbids it, and PyYAML takes the last."""
+        """Refuses a mapping that names a key twice: YAML forbids it, and PyYAML would take the last value."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]

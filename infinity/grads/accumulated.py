@@ -1,7 +1,7 @@
-"""What this rank has of units' gradients, added up over backwards, until ranks add up theirs.
+"""Units' gradients on one rank, accumulated over backwards, before the ranks reduce them.
 
-In ZeRO's stages 0 and 1 every rank keeps its whole gradients until the step. The first backward's stay in the
-compute dtype, as autograd made them; what later ones bring is added in fp32.
+In ZeRO stages 0 and 1 every rank keeps its whole gradients until the step. The gradients of the first
+backward stay in the compute dtype, as autograd made them; those of later backwards are added in fp32.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A unit's gradient on the device: one flat buffer, from autograd to the tier.
 
-[Note: one buffer] The buffer is laid out as the unit's copy is, where what is trainable comes first: a chunk
-is one range of it, in the chunk's dtype, and what did not arrive is zero. A parameter's gradient is copied to
-its place as it arrives, and autograd's tensor let go; one copy takes a chunk away. One unit's buffer is
-filled while that of the unit before leaves.
+[Note: one buffer] The buffer has the layout of the unit's compute parameters, where the trainable ones come
+first: a chunk is one range of it, in the chunk's dtype, and a gradient that did not arrive is zero. The
+engine copies a parameter's gradient to its place when it arrives, and drops autograd's tensor. One copy moves
+a chunk to its tier. One unit's buffer fills while that of the unit before leaves.
 
-Where device memory is host memory nothing crosses, and the copy to its place would be one more pass over
-memory: there the buffer keeps what autograd made, and a chunk's pieces are written to its tier one by one.
+On a CPU device no transfer is needed, and the copy to its place would be one more pass over memory. There the
+buffer keeps autograd's tensors, and the engine writes a chunk's pieces to its tier one by one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class UnitBuffer:
         return 0 if index in self._kept else self.layout.params[index].nbytes
 
     def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
-        """Have `grad` as the gradient of parameter `index` as soon as `arrivals` has it: an interrupt before
-        that leaves the parameter as it was, or to be put again. `shared`: others may write to `grad`."""
+        """Put `grad` as the gradient of parameter `index`. It counts as soon as `arrivals` has it: an
+        interrupt before that leaves the parameter as it was, or lets a repetition put it again. `shared`:
+        other code may write to `grad`."""
         spec, grad = self.layout.params[index], grad.detach()
         if self._keeps:
             flat = grad.to(spec.dtype).contiguous().view(-1)

@@ -1,10 +1,10 @@
-"""What a program makes of gradients between its backwards, which has to be the same on all ranks.
+"""A program's changes of gradients between its backwards, which have to be the same on all ranks.
 
-[Note: changes are compared] Behind a backward every rank has a gradient of what any rank has used, so all see
-the same. What a program does to it next (`zero_grad()`, `p.grad = None`, a factor) each rank only knows of
-itself: where one alone drops its gradients, the others would go on with theirs, and the sum would be neither.
-So ranks compare what they find where a backward begins, and where gradients are asked for. The former goes
-along with the end of that backward, before anybody sees what it has made.
+[Note: changes are compared] After a backward every rank has a gradient of each parameter that any rank has
+used, so all ranks see the same gradients. Each rank only knows its own changes after that (`zero_grad()`,
+`p.grad = None`, a factor): if one rank alone dropped its gradients, the others would go on with theirs, and
+the sum would be wrong. So the ranks compare their changes when a backward begins, and when the program reads
+gradients. The end of the backward carries the first comparison, before the program sees the new gradients.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ def check_alike(comm: Comm, names: Sequence[str], changes: Sequence[Change]) -> 
                 f"{name!r} is frozen on some ranks, and not on others",
                 expected="the same `requires_grad` on all ranks",
                 found=found,
-                cure=f"call `requires_grad_()` of {name!r} on all ranks alike",
+                cure=f"make the same `requires_grad_()` calls for {name!r} on all ranks",
             )
         raise DivergenceError(
-            f"the gradient of {name!r} was changed on some ranks, and not on others",
-            expected="zero_grad(), `p.grad = None`, and what else is done to gradients behind a backward, on "
-            "all ranks alike",
+            f"some ranks have changed the gradient of {name!r}, and others have not",
+            expected="after a backward, the same changes of gradients on all ranks: zero_grad(), "
+            "`p.grad = None` and others",
             found=found,
-            cure="have all ranks decide it together, as by an all_reduce of whether a batch is skipped; a "
-            "rank whose batch does not count multiplies its loss by 0. To go on: `zero_grad()` on all ranks",
+            cure="let all ranks decide together, for example by an all_reduce, whether to skip a batch; or "
+            "multiply the loss by 0 on the rank with the bad batch. To go on, call `zero_grad()` on all "
+            "ranks",
         )
     raise AssertionError("what differs has no name")
 

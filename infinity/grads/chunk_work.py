@@ -1,5 +1,5 @@
-"""What the gradients' worker does with one chunk after the other: takes what leaves the device to its place,
-erases, clamps, reads."""
+"""The work of the gradients' thread, one chunk after the other: it moves gradients that leave the device to
+their place, erases, clamps and reads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ChunkWork:
             leaving.issued.open()
 
     def _finish(self, work: GradientIO, leaving: Leaving) -> None:
-        """Have what arrived for a chunk in its place, and its squares."""
+        """Put the gradients that arrived for a chunk in their place, and compute their squares."""
         chunk, arrivals = work.chunk, leaving.arrivals
         entry = self._chunks.entries[chunk.id]
         with work:

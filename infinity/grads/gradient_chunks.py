@@ -312,7 +312,7 @@ class GradientIO:
         self._entry.dtype = torch.float32
 
     def replace(self, target: torch.Tensor) -> None:
-        """Have what arrived in `target`, the whole chunk, and zeros beside it."""
+        """Put the gradients that arrived into `target`, the whole chunk, with zeros elsewhere."""
         if self._crossed is not None:
             self.put(target, self._crossed)
         end = 0

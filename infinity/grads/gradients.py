@@ -1,9 +1,9 @@
 """Gradients on their way from the backward to the update.
 
-A unit's gradient leaves the device once, in the compute dtype, when its backward ends ([Note: one buffer]);
-what arrives later (another backward, a shared layer, reentrant checkpointing) is added in fp32. One worker
-thread starts the copies of all chunks and then sees to each as it comes, so the backward waits for it only
-when it is a whole unit ahead. A gradient that is zero is a note and takes no bytes.
+A unit's gradient leaves the device once, in the compute dtype, when its backward ends ([Note: one buffer]).
+Gradients that arrive later (another backward, a shared layer, reentrant checkpointing) are added in fp32. One
+worker thread starts the copies of all chunks and then handles each as it arrives, so the backward waits for
+the worker only when it is a whole unit ahead. For a gradient of zeros the engine keeps a note and no bytes.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class Gradients:
             grad.check(sharded)
         elif grad is not None:
             raise GradientError(
-                f"{sharded.name!r} was given a gradient, and there are several ranks",
+                f"with several ranks, you cannot assign a gradient to {sharded.name!r}",
                 expected="the gradient that a backward made, or None",
                 found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
-                cure="set `p.grad = None` again; add what you want to the loss, and call its backward",
+                cure="set `p.grad = None` again; add a term to the loss instead, and call its backward",
             )
 
     def _take_over(self, sharded: ShardedParam, factor: float, *, made: bool = False) -> None:
@@ -153,8 +153,8 @@ class Gradients:
                     f"the gradient of {sharded.name!r} is sparse",
                     expected="dense gradients",
                     found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
-                    cure="make it with sparse=False; one of your own, with p.grad.to_dense(). This one goes "
-                    "with `optimizer.zero_grad()`",
+                    cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
+                    "`optimizer.zero_grad()` drops this one",
                 )
             buffer = self._buffer_for(sharded)
             buffer.put(sharded.index, grad)
@@ -212,11 +212,13 @@ class Gradients:
         """Raise `GradientError` if a parameter was updated already, with the gradient that is to change."""
         if sharded.unit in self.used:
             raise GradientError(
-                f"the gradient of {sharded.name!r} changes, and the parameter was updated with it already",
+                f"the gradient of {sharded.name!r} changes after the update has used it",
                 expected='with update="backward", one gradient of each parameter in the last backward, which '
                 "stays as it is until `step()`",
-                found="another gradient in that backward" if in_backward() else "a change behind it",
-                cure='make the change before that backward; or leave it to update="overlap"',
+                found="another gradient in that backward"
+                if in_backward()
+                else "a change after that backward",
+                cure='make the change before that backward; or use update="overlap"',
             )
 
     def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
@@ -378,7 +380,8 @@ class Gradients:
             self._join(came)
 
     def _join(self, came: Mapping[int, Mapping[int, Arrival]]) -> None:
-        """Have what arrived in a backward on any rank as this one's, too, so that all see the same."""
+        """Treat gradients that arrived on any rank in a backward as this rank's, too, so that all ranks see
+        the same."""
         layouts = [unit.layout for unit in self.units]
         told = self._agree("the end of a backward", codes_of_all(layouts, came), self._found)
         for index, arrivals in of_all(layouts, came, told).items():
@@ -387,7 +390,7 @@ class Gradients:
                 self._waiting.join(unit, i, self._arrived_elsewhere(unit.params[i], arrivals[i]))
 
     def _arrived_elsewhere(self, sharded: ShardedParam, arrival: Arrival) -> Arrival:
-        """Have a gradient of a parameter of which one has arrived on another rank alone (`elsewhere`)."""
+        """Add a gradient of a parameter for which one has arrived only on another rank (`elsewhere`)."""
         grad = sharded.param.grad
         if not isinstance(grad, ShardedGrad) or (arrival.fresh and not self.holds(grad)):
             sharded.param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)
@@ -421,7 +424,7 @@ class Gradients:
         self.sending.send(unit, buffer)
 
     def _forget_replaced(self, unit: ParamUnit, arrivals: Mapping[int, Arrival]) -> None:
-        """Forget the values of chunks that nobody will see again: another gradient replaces them, or
+        """Drop the values of chunks that no code will read again: another gradient replaces them, or
         `p.grad` is gone. Then nothing is read, and the slots may flip."""
         if not any(self.entries[c.id].present for c in unit.layout.trainable_chunks):
             return
@@ -523,15 +526,15 @@ class Gradients:
         their parameters, unscaled, with their factors. Collective, with several ranks.
 
         Raises:
-            GradientError: they do not fit the host memory that the budget leaves, and are not gathered; or a
-                backward of several ranks is under way.
+            GradientError: the gradients do not fit the host memory that the budget leaves, and are not
+                gathered; or a backward of several ranks is running.
         """
         first = grads[0].sharded.name
         if in_backward() and self._comm.world > 1:
             raise GradientError(
-                f"the gradient of {first!r} is not added up yet",
-                expected="a look at gradients behind the backward, where there are several ranks",
-                found=f"one inside of it, on rank {self._comm.rank}",
+                f"the gradient of {first!r} is not reduced over the ranks yet",
+                expected="with several ranks, reads of gradients after the backward",
+                found=f"a read inside the backward, on rank {self._comm.rank}",
                 cure="read it when the backward has returned",
             )
         apart = [g for g in grads if not self.units[g.sharded.unit].keepers]
@@ -539,10 +542,10 @@ class Gradients:
         if nbytes > self._spare:
             raise GradientError(
                 f"the whole gradient of {first!r} does not fit the host memory that is left",
-                expected=f"{format_size(nbytes)} ({nbytes} bytes), to be read as one tensor",
+                expected=f"{format_size(nbytes)} ({nbytes} bytes), to read it as one tensor",
                 found=f"{format_size(self._spare)} ({self._spare} bytes) left of host_memory",
-                cure="read it inside `with infinity.gathered(p):`, or `infinity.gradient(p)`, which take "
-                "memory beside the budget; or raise host_memory",
+                cure="read it inside `with infinity.gathered(p):`, or by `infinity.gradient(p)`, which use "
+                "memory outside the budget; or raise host_memory",
             )
         return [self.full(g).to(g.device, g.dtype) for g in grads]
 

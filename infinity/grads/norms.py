@@ -1,11 +1,11 @@
 """2-norms of gradients, from the sums of their squares.
 
-[Note: norms] A shard is cut into fixed blocks of 65,536 elements. What one parameter has of a block is a
-piece, whose squares are summed in double as a halving tree, once for each gradient: by the CPU while it is at
-hand, by a device when the first norm is asked for, all that it has in one pass. A norm adds factor² times
-the sums of its parameters' pieces, one after the other in the order of the chunks. So neither clipping nor
-one parameter's norm reads a gradient again, and a norm depends neither on the tier, nor on the size of a
-chunk, nor on the instruction set.
+[Note: norms] A shard is cut into fixed blocks of 65,536 elements. The elements of one parameter in a block
+are a piece. The engine sums the squares of a piece in double as a halving tree, once for each gradient. The
+CPU sums them while it processes the gradient; a device sums all of its pieces in one pass, at the first
+request for a norm. A norm adds factor² times the sums of its parameters' pieces, one after the other in the
+order of the chunks. So neither clipping nor one parameter's norm reads a gradient again, and a norm does not
+depend on the tier, the size of a chunk or the instruction set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reductions that are under way while the backward goes on: [Note: behind compute]."""
+"""Reductions that overlap with the backward: [Note: behind compute]."""
 
 from __future__ import annotations
 

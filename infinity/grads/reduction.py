@@ -1,11 +1,12 @@
-"""Gradients of several ranks: what arrived on any of them, added up, and of that this rank's slices.
+"""Reduction of gradients over several ranks: the sum of the gradients on all ranks, and this rank's slices.
 
 [Note: one order of sums] Every rank has a slice of each run of a unit. Ranks send each other their parts of
-it; the owner adds them in fp32 in the order of the ranks, and divides once. What replaces a gradient is then
-rounded to the compute dtype, once; what is added to one stays fp32. So at one number of ranks the placement,
-the tier and the size of chunks change no bit. Where several arrive for one parameter before its unit is
-reduced, they are added on their rank: of one backward in the dtype in which autograd made them, as autograd
-would; of several (stages 0 and 1) in fp32, and so the stage changes no bit of the gradients of one backward.
+it; the owner adds them in fp32 in the order of the ranks, and divides once. A result that replaces a gradient
+is then rounded to the compute dtype, once; a result that is added to a gradient stays fp32. So for a given
+number of ranks, the placement, the tier and the size of chunks change no bit. If several gradients arrive for
+one parameter before its unit is reduced, their rank adds them: those of one backward in the dtype in which
+autograd made them, as autograd would; those of several backwards (stages 0 and 1) in fp32. So the stage
+changes no bit of the gradients of one backward.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _together(
                 f"ranks do not agree on whether {spec.name!r} has a gradient already",
                 expected="zero_grad() and `p.grad = None` at the same point of the program on all ranks",
                 found=", ".join(f"rank {r}: {_said(code)}" for r, code in enumerate(said)),
-                cure="call `optimizer.zero_grad()` on all ranks alike",
+                cure="call `optimizer.zero_grad()` at the same point on all ranks",
             )
         factor = arrivals[index].factor if index in arrivals else 1.0
         together[index] = Arrival(_ADDED not in kinds, factor, zero=kinds == {_ZERO})

@@ -1,4 +1,4 @@
-"""Gradients that leave the device: one unit's after the other, by one worker."""
+"""Gradients that leave the device: one worker sends them, unit by unit."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Sending:
         self._reserved = dict(slots)
 
     def let_go(self) -> None:
-        """Have the memory of what is leaving be the device's again: the host waits until the copies are
+        """Return the memory of gradients that are leaving to the device: the host waits until the copies are
         issued, and the device's compute until they are done."""
         while self.leaving:
             leaving = self.leaving[0]
@@ -126,7 +126,7 @@ class Sending:
         self._device.wait_on_device(self._stream.submit(work).result())
 
     def sum_squares(self) -> None:
-        """Have the squares of all gradients, which are complete."""
+        """Compute the squares of all gradients, which are complete."""
         if not self._chunks.are_summed:
             task = self._stream.submit(self._chunks.sum_squares)
             wait = self._recorder.waits()

@@ -1,16 +1,16 @@
-"""What `p.grad` is after a backward: a wrapper without storage that answers from the shards.
+"""`p.grad` after a backward: a tensor subclass without storage that reads from the shards.
 
-It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms are answered from
+It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms come from
 the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
-that the update applies. So does `clip_grad_value_`: the shards are clamped. Adding a tensor
-accumulates, which is also how autograd delivers a second backward. An operator that only reads is given
-the whole gradient, unscaled, for the time of that operator. Every other edit raises `GradientError`.
+that the update applies. `clip_grad_value_` works, too: the engine clamps the shards. Adding a tensor
+accumulates, which is also how autograd delivers a second backward. An operator that only reads gets
+the whole gradient, unscaled, for the duration of that operator. Every other edit raises `GradientError`.
 
-[Note: a gradient is a view] It has no values of its own: it shows what the shards hold for its
-parameter. When they get another gradient it has nothing to show any more, and says so, also when it
-is put back into `p.grad`. Values that are to be kept are those that `infinity.gradient` returns. A view of it
-(`p.grad.view(-1)`, `p.grad[0]`) is one, too, and its values are read when they are used: an edit of a view
-would be lost, and raises.
+[Note: a gradient is a view] It has no values of its own: it shows the values in the shards of its
+parameter. When the shards get another gradient, every use of the old object raises an error, also when the
+program puts it back into `p.grad`. To keep values, call `infinity.gradient`. A view of it
+(`p.grad.view(-1)`, `p.grad[0]`) reads its values from the shards, too, when an operator uses it. An edit of a
+view would be lost, and raises an error.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class _Shown(torch.Tensor):
         raise GradientError(
             f"the gradient of {found[0].of.sharded.name!r} is in shards",
             expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
-            "tensor, zero_(), metadata, or what only reads it",
+            "tensor, zero_(), metadata, or an operator that only reads it",
             found=str(func),
-            cure="edit the values of `g = infinity.gradient(p)`, and put them there with "
+            cure="edit the values of `g = infinity.gradient(p)`, and assign them with "
             "`p.grad = g.to(p.device, p.dtype)`",
         )
 
@@ -146,7 +146,7 @@ class _Shown(torch.Tensor):
             f"the gradient of {self.of.sharded.name!r} is in shards and has no memory to share",
             expected="`infinity.gradient(parameter)`",
             found="an exchange of memory by DLPack",
-            cure="share what `infinity.gradient(parameter)` returns",
+            cure="share the tensor that `infinity.gradient(parameter)` returns",
         )
 
     def __format__(self, spec: str) -> str:
@@ -161,10 +161,10 @@ class _Shown(torch.Tensor):
 
 
 class ShardedGrad(_Shown):
-    """The gradient of one parameter, in shards. `factor` is what they are to be multiplied by: one over
-    the loss scale that they came with, times what the user made of it. `limits`: those that its elements were
-    clamped to, one after the other. `is_zero`: it was made zero, and nothing was added since. `has_graph`: a
-    backward with ``create_graph=True`` made a part of it, and of the graph nothing is kept."""
+    """The gradient of one parameter, in shards. `factor`: the update multiplies the shards by it; it is one
+    over the loss scale of the backward, times the user's factors. `limits`: the limits to which its elements
+    were clamped, in order. `is_zero`: it was set to zero, and nothing was added since. `has_graph`: a
+    backward with ``create_graph=True`` made a part of it, and the engine has not kept the graph."""
 
     sharded: ShardedParam
     source: GradientSource
@@ -202,18 +202,18 @@ class ShardedGrad(_Shown):
         name = self.sharded.name
         if owner is not None and owner is not self.sharded:
             raise GradientError(
-                f"the gradient of {name!r} was put on {owner.name!r}",
+                f"the gradient of {name!r} was assigned to {owner.name!r}",
                 expected="a tensor, or the parameter's own gradient",
                 found="a view of another parameter's shards",
-                cure="put its values there: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
+                cure="assign its values: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
             )
         if not self.source.holds(self):
             raise GradientError(
-                f"this gradient of {name!r} is gone: it was kept, but is a view of shards that hold another "
-                "one now, or none",
+                f"this gradient of {name!r} is gone: the program kept a view of shards that now hold another "
+                "gradient, or none",
                 expected="the gradient that the last backward left in `p.grad`",
-                found="one from before `p.grad = None` or zero_grad()",
-                cure="keep the values, `g = infinity.gradient(p)`, before it is dropped; "
+                found="a gradient from before `p.grad = None` or zero_grad()",
+                cure="keep the values, `g = infinity.gradient(p)`, before you drop the gradient; "
                 "put them back with `p.grad = g.to(p.device, p.dtype)`",
             )
 
@@ -226,7 +226,8 @@ class ShardedGrad(_Shown):
             f"the gradient of {self.sharded.name!r} is in shards and cannot be shared",
             expected="a model without gradients",
             found="share_memory_()",
-            cure="call optimizer.zero_grad() first; share what `infinity.gradient(parameter)` returns",
+            cure="call optimizer.zero_grad() first; share the tensor that `infinity.gradient(parameter)` "
+            "returns",
         )
 
 
@@ -265,8 +266,8 @@ def _check_graph(func: Any, found: Sequence[_Shown]) -> None:
         return
     raise GradientError(
         f"the gradient of {graphs[0].sharded.name!r} was made with create_graph=True, and has no graph here",
-        expected="a look at its values inside `with torch.no_grad():`",
-        found=f"{func} where grad mode is on",
+        expected="reads of its values inside `with torch.no_grad():`",
+        found=f"{func} while grad mode is on",
         cure="for gradients with a graph write `torch.autograd.grad(loss, parameters, create_graph=True)`",
     )
 

@@ -1,7 +1,7 @@
 """AdamW and Adam in plain torch, for tensors of any device: the bits of the native kernel.
 
-It serves what is placed on a CUDA device. Single multiplications and additions, each rounded once:
-[Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl.
+It updates state that is placed on a CUDA device, with single multiplications and additions, each rounded
+once: [Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Asynchronous I/O between host memory and files: rings, tickets, checksums.
 
 A `Ring` is one native I/O thread with its kernel queue, for one directory. `read` and `write` give
-a `Ticket` at once; the ring cuts it into blocks, keeps at most `queue_depth` of them in the kernel,
-and tries again what can be tried again. It promises no order between tickets. The native part is
-csrc/aio. All others import from here.
+a `Ticket` at once. The ring cuts the transfer into blocks, keeps at most `queue_depth` of them in the kernel,
+and retries blocks where a retry can help. It promises no order between tickets. The native part is
+csrc/aio. All other files import from here.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Ring:
         if error == -numbers.EINVAL:
             raise ValueError(f"out of range: {offset=}, {address=:#x}, {nbytes=}, {priority=}")
         raise TransferError(
-            f"{self._label} takes no more transfers",
+            f"{self._label} accepts no more transfers",
             errno=-error,
             path=file.path,
             offset=offset,

@@ -1,4 +1,4 @@
-"""The native I/O module, found or explained, and what to do about each error number that it reports."""
+"""The native I/O module, or the error that explains its absence; and what to do about each error number."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ALIGNMENT: Final = int(lib.AIO_ALIGN)
 POLL_MS: Final = int(lib.AIO_MAX_WAIT_MS)
 #: What to do about an error, by errno.
 CURES: Final = {
-    numbers.EIO: "the drive could not do it: look at dmesg and smartctl, use another drive",
+    numbers.EIO: "the drive reports an I/O error: check dmesg and smartctl, and use another drive",
     numbers.ENOSPC: "free space on that drive, or name a larger one",
     numbers.EDQUOT: "raise the quota, or name a directory without one",
     numbers.EFBIG: "raise the limit on file sizes (ulimit -f)",
     numbers.EROFS: "mount the file system for writing",
     numbers.EBADF: "keep the file open, for this direction, until its transfers are complete",
     numbers.EFAULT: "keep the buffer mapped until its transfers are complete",
-    numbers.EINVAL: "INFINITY_AIO=threads shows whether direct I/O is at fault; use another file system",
-    numbers.ENODATA: "the file is shorter than what was asked for, or takes no more bytes",
+    numbers.EINVAL: "set INFINITY_AIO=threads to see whether direct I/O fails; or use another file system",
+    numbers.ENODATA: "make sure that nothing truncates the file: it is shorter than the request, or full",
     numbers.ESHUTDOWN: "see the first error of this directory; its drive did not answer in time",
-    numbers.ETIMEDOUT: "look at dmesg; use another drive, or raise io_deadline",
+    numbers.ETIMEDOUT: "check dmesg; use another drive, or raise io_deadline",
 }

@@ -10,8 +10,8 @@ The order of `auto`, each step with its reason in the answer:
 4. ``uring``: io_uring, where Linux AIO is refused.
 5. ``threads``: always works.
 
-For `auto` a backend counts as working when it has written and read back a block in the directory, for
-others when it can be opened. The environment variable INFINITY_AIO forces one; it outweighs the argument.
+With `auto`, a backend works if it has written and read back a block in the directory; otherwise, if it can be
+opened. The environment variable INFINITY_AIO selects a backend and overrides the argument.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _scratch(path: str) -> DirectFile:
             raise
     except OSError as error:
         raise DirectoryError(
-            f"no file can be made in {path}",
+            f"cannot create a file in {path}",
             errno=error.errno,
             path=path,
             expected="a writable directory",
@@ -209,7 +209,7 @@ def choose_backend(backend: str, path: str | None) -> tuple[str, str]:
                 f"the I/O backend {wanted!r} does not work here ({by})",
                 expected="a backend that works",
                 found=verdict,
-                cure="auto takes the best that works",
+                cure="use auto, which takes the best backend that works",
             )
         chosen, reason = wanted, f"asked for by {by}"
     else:

@@ -1,4 +1,4 @@
-"""When things happen on a CUDA device, in the time of the host: for traces."""
+"""Times of events on a CUDA device, by the host's clock: for traces."""
 
 from __future__ import annotations
 

@@ -1,23 +1,24 @@
-"""Ranks: what N processes that train one model tell each other. The only file that names torch.distributed.
+"""Ranks: the collectives of N processes that train one model. The only file that names torch.distributed.
 
-[Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted, and ends when the other rank
-comes or minutes later. So works are started asynchronously and asked whether they are complete; meanwhile
-this rank learns whether another failed, is gone (`watch`) or is too late. gloo's `send` and `recv` do not
-know whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in place:
-gloo's own all-gather allocates its output a second time, and takes three times as long.
+[Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted. It ends when the other rank
+arrives, or minutes later. So the engine starts works asynchronously and polls them. Meanwhile
+this rank learns whether another rank failed, is gone (`watch`) or is too late. gloo's `send` and `recv` do
+not report whether they are complete; its collectives do. So a gather is `world` broadcasts at once, each in
+place: gloo's own all-gather allocates its output a second time, and takes three times as long.
 
-[Note: one collective behind] What NCCL does is put on the device's streams: what uses the result waits
-there, and the host goes on. A thread polls in its place, and the next collective waits for that: an exchange
-before it begins, one of NCCL when it has been enqueued. So for a rank that comes back from an exchange all
-before it has ended well, and no update uses what has not. A kernel whose other rank is gone never ends, nor
-does who waits for the device: so NCCL's group is aborted where that is found, before it is told.
+[Note: one collective behind] The engine puts NCCL's work on the device's streams: uses of the result wait
+there, and the host goes on. A thread polls in place of the host. The next collective waits for that thread:
+an exchange before it begins, one of NCCL when it has been enqueued. So when a rank returns from an exchange,
+all earlier collectives have succeeded, and no update uses a failed result. If the other rank is gone, a
+kernel never ends, and neither does a wait for the device: so the engine aborts NCCL's group as soon as it
+detects this, before it reports the error.
 
-[Note: a group that is stuck is never destroyed] Where a rank does not answer, gloo's threads wait inside a
-work until the group's deadline, and the group's destructor waits for them. Such a group is kept for ever; the
-process may end all the same. So is a work that was left before its end: were gloo's thread the last that has
-it, that would ask for the interpreter to give its tensors back. Where the interpreter comes to its end
-meanwhile, CPython (up to 3.13) ends the thread there, and C++ aborts the process. And the default group that
-`connect` made stays until the process ends: a rank that made it anew might reach the store of the one that
+[Note: a group that is stuck is never destroyed] If a rank does not answer, gloo's threads wait inside a
+work until the group's deadline, and the group's destructor waits for them. The engine keeps such a group for
+ever; the process can end all the same. It also keeps a work that was left before its end: if gloo's thread
+had the last reference to it, the thread would ask for the GIL to free its tensors. If the interpreter shuts
+down meanwhile, CPython (up to 3.13) ends the thread there, and C++ aborts the process. The default group that
+`connect` made stays until the process ends: if a rank made it again, it might reach the store that
 rank 0 is about to close.
 """
 
@@ -102,17 +103,17 @@ def connect(
     process alone. Collective.
 
     Args:
-        device: what is gathered and reduced lies on; gloo for the CPU, NCCL for CUDA.
-        timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; for
-            one that is alive and outside there is no deadline ([Note: alive and outside], `watch.py`).
-        patience: how many times that all may take, until it is set otherwise on what is returned.
-        notice: seconds after which a wait is told, on the rank that waits and on the one that it waits for.
+        device: the device of the tensors that are gathered and reduced; gloo for the CPU, NCCL for CUDA.
+        timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; a
+            wait for a rank that is alive and outside has no deadline ([Note: alive and outside], `watch.py`).
+        patience: factor of `timeout` for all waits, until the caller sets another one on the result.
+        notice: seconds after which the waiting rank, and the rank that it waits for, log the wait.
         independent: whether the mesh may have fewer ranks than the job.
 
     Raises:
-        ConfigError: the mesh is not 1-D, without this rank or without others, or the environment lacks a
+        ConfigError: the mesh is not 1-D, or leaves out this rank or others, or the environment lacks a
             variable.
-        RankError: a rank has not come in time, failed or is gone.
+        RankError: a rank did not arrive in time, failed or is gone.
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
@@ -123,11 +124,11 @@ def connect(
 
 
 def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | None]:
-    """Return the number that `connect` would give this rank, and that on its node, as far as they are known:
-    nothing is made, and nobody is asked.
+    """Return the number that `connect` would give this rank, and its number on its node, as far as they are
+    known, without a connection.
 
     Raises:
-        ConfigError: as `connect`, of the mesh.
+        ConfigError: as `connect`, for the mesh.
     """
     known = dist.is_available() and dist.is_initialized()
     if mesh is None and not known:
@@ -144,7 +145,7 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
         found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
         raise ConfigError(
             "the mesh has to be a DeviceMesh of one dimension",
-            expected="a mesh of all ranks of the job; shards that are replicated come later",
+            expected="a mesh of all ranks of the job; infinity does not support replicated shards yet",
             found=found,
             cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`',
         )
@@ -157,18 +158,18 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
     ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
     if len(ranks) < world and not independent:
         raise ConfigError(
-            "the mesh does not have all ranks of the job: the others would train copies of the model that "
+            "the mesh does not have all ranks of the job: the others would train replicas of the model that "
             "nothing keeps in step with this one",
-            expected=f"a mesh of {world} ranks; shards that are replicated come later",
-            found=f"one of {len(ranks)}: {', '.join(map(str, ranks))}",
-            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a model of its own '
+            expected=f"a mesh of {world} ranks; infinity does not support replicated shards yet",
+            found=f"a mesh of {len(ranks)} ranks: {', '.join(map(str, ranks))}",
+            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a separate model '
             "on each such mesh, Config(independent_replicas=True)",
         )
     return group
 
 
 def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
-    """Have `path`, where they save or else have arenas, be that of these ranks, unless they are all of the
+    """Claim `path`, where these ranks save or else have arenas, for them, unless they are all ranks of the
     job."""
     if len(ranks) == dist.get_world_size():
         return
@@ -179,10 +180,10 @@ def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
     if owner != mine:
         name = "checkpoints" if saved else path
         raise ConfigError(
-            f"{path} is where another replica of the job " + ("is saved" if saved else "has its arenas"),
-            expected="a path of its own for each replica, with Config(independent_replicas=True)",
-            found=f"that of ranks {owner}, on ranks {mine}",
-            cure=f"name it with the number of the replica, as {name}/0 and {name}/1",
+            f"another replica of the job {'saves or exports to' if saved else 'has its arenas in'} {path}",
+            expected="a separate path for each replica, with Config(independent_replicas=True)",
+            found=f"the path of ranks {owner}, on ranks {mine}",
+            cure=f"put the number of the replica into the path, as in {name}/0 and {name}/1",
         )
 
 
@@ -210,7 +211,7 @@ def _group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
         raise RankError(
             f"the process group of {launch.world} ranks cannot be initialised",
             found=str(error).partition("\n")[0],  # what follows are frames of C++
-            cure=f"see that all ranks run and reach rank 0 at {at}",
+            cure=f"make sure that all ranks run and reach rank 0 at {at}",
         ) from error
     _made_here = dist.group.WORLD
     return _made_here
@@ -233,7 +234,7 @@ def _meeting(launch: Launch, seconds: float) -> Any:
                 raise RankError(
                     f"rank 0 has not come within {seconds:g} s to connect",
                     found=f"{launch.address}:{launch.port}: {error}",
-                    cure="see that rank 0 runs, and that MASTER_ADDR names its machine on all ranks",
+                    cure="make sure that rank 0 runs, and that MASTER_ADDR names its machine on all ranks",
                 ) from error
         time.sleep(0.05)
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -574,7 +575,8 @@ class Ranks(Comm):
                 self._abort()
 
     def _abort(self) -> None:
-        """Have no kernel of NCCL go on: it would wait on the device for ever, and whoever waits for that."""
+        """Abort all kernels of NCCL: they would wait on the device for ever, and so would every wait for
+        it."""
         for group in self._groups if dist.is_initialized() else ():
             if dist.get_backend(group) == "nccl":
                 getattr(group._get_backend(self._device), "abort", lambda: None)()
@@ -583,7 +585,7 @@ class Ranks(Comm):
         if self._closed:
             raise ClosedError(
                 "the ranks' connection was closed, or this process is a fork of a rank",
-                cure="make a new engine on every rank",
+                cure="create a new engine on every rank",
             )
         self.check()
         if self._error is not None:
@@ -640,7 +642,8 @@ class Ranks(Comm):
         raise error
 
     def _broken(self, what: str, error: Exception) -> RankError:
-        """Return why a call to gloo or NCCL failed: what ended another rank, if that is told soon."""
+        """Return why a call to gloo or NCCL failed: the error that ended another rank, if it reports it
+        soon."""
         until(lambda: self._watch.failed or self._watch.left, _NEWS_SECONDS)
         if self._watch.left:  # or that rank's last word is under way
             until(lambda: self._watch.failed, 0.5)

@@ -1,15 +1,16 @@
-"""Cores and NUMA nodes: how many cores this process may use, who gets them, where its buffers should be.
+"""Cores and NUMA nodes: how many cores this process may use, which threads use them, where buffers should be.
 
-[Note: who gets the cores] On a CPU device torch and the CPU's Adam each have a thread per core: what they do
-alternates or is bound by memory, and the kernel shares the cores between them. With a device of its own Adam
-gets all cores less one per ring, whose thread is asleep most of the time but must not wait when it is not,
-and less one where there is no ring: the thread that launches kernels must not wait either. torch's own thread
-count is the user's: the engine never changes it.
+[Note: who gets the cores] On a CPU device torch and the CPU's Adam each have a thread per core: their work
+alternates or is bound by memory, and the kernel shares the cores between them. With a separate device, Adam
+gets all cores less one per ring: a ring's thread sleeps most of the time but must not wait for a core when it
+wakes. Without a ring, Adam leaves one core free: the thread that launches kernels must not wait either.
+torch's own thread count is the user's: the engine never changes it.
 
 [Note: near memory] On a machine with several NUMA nodes, memory that is pinned for a device, and leases that
-drives read and write, prefer one node: the device's; else that of the drives, if it is one; else the one that
-all cores of this process are on. Preferred, not bound (set_mempolicy(2), mbind(2)): a full node is no error.
-What the kernel does not allow or know is left out: placement is speed, never the result.
+drives read and write, prefer one node: the device's node; else the node of the drives, if they have one; else
+the node of all cores of this process. They prefer it and are not bound to it (set_mempolicy(2), mbind(2)): a
+full node is not an error. If the kernel does not allow or know this, the engine does without: it changes the
+speed, never the result.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def node_for(device: torch.device, directories: Iterable[str]) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have pages of a mapping that are not yet there come from `node`, as far as it has any.
+    """Take the future pages of a mapping from `node`, as far as the node has any.
 
     Args:
         address: a multiple of the page size; `nbytes` are rounded up to it.

@@ -1,9 +1,8 @@
 """AdamW and Adam over flat tensors on the CPU: the native kernel.
 
 It gives the same bits ([Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl) on every
-instruction set and with any number of threads. Every tensor is 1-D and contiguous. What is
-wrong with the arguments raises before a byte is written, and so does a lack of memory. The GIL is free
-while the kernel works.
+instruction set and with any number of threads. Every tensor is 1-D and contiguous. A wrong argument or a lack
+of memory raises an error before the kernel writes a byte. The kernel runs without the GIL.
 """
 
 from __future__ import annotations

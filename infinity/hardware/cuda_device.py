@@ -199,7 +199,7 @@ class CudaDevice:
                 torch.ones(1, device=self.torch_device)
             raise ConfigError(
                 "the driver refuses to pin host memory",
-                expected=f"cudaHostRegister of {format_size(nbytes)} ({nbytes} bytes) to succeed",
+                expected=f"a successful cudaHostRegister of {format_size(nbytes)} ({nbytes} bytes)",
                 found=f"{_named(status)}, with {format_size(self._pinned)} pinned before it",
                 cure="lower host_memory; under WSL and in some virtual machines the driver pins only a part "
                 "of the memory",

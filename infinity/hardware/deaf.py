@@ -1,11 +1,12 @@
 """Ctrl-C in a backward that autograd runs on threads of its own.
 
-[Note: a deaf main thread] For a CUDA device hooks run on autograd's threads, and the main thread is in C++
-until the backward ends: Python runs no signal handler meanwhile, and a wait for a drive that answers no more
-would last for the drive's deadline. CPython's handler in C writes the number of each signal to the descriptor
-of `signal.set_wakeup_fd`, whatever the main thread does. So who waits on a thread of autograd's reads it, and
-raises KeyboardInterrupt in the main thread's place, which autograd hands on. It does that only where one wait
-lasts: a backward that goes on ends by itself, and the main thread hears then.
+[Note: a deaf main thread] On a CUDA device, hooks run on autograd's threads, and the main thread is in C++
+until the backward ends. Python runs no signal handler meanwhile, and a wait for a drive that no longer
+answers would last for the drive's deadline. CPython's C handler writes the number of each signal to the
+descriptor of `signal.set_wakeup_fd`, whatever the main thread does. So a wait on one of autograd's threads
+reads the descriptor, and raises KeyboardInterrupt in place of the main thread; autograd passes the exception
+on. The engine does this only in a long wait: a backward that goes on ends by itself, and then the main thread
+runs the handler.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _heard: _Heard | None = None
 
 
 def hear_in_backwards() -> None:
-    """Have waits of autograd's threads hear Ctrl-C from now on. Does nothing where the program has a wakeup
+    """Make waits of autograd's threads handle Ctrl-C from now on. Does nothing if the program has a wakeup
     descriptor of its own, and on other threads than the main one."""
     global _heard
     if threading.current_thread() is not threading.main_thread():

@@ -1,10 +1,10 @@
 """Descriptors that are closed once, by the process that opened them, and by each fork of it at its start.
 
-[Note: forget, then close] The system gives a number that was closed to the next file that is opened, which
-may be anybody's. So a descriptor is forgotten before it is closed: whoever looks, a second `close` or a fork,
-never closes a number twice. A fork waits for what opens or closes one at that moment, so that it gets no copy
-that nobody knows: a copy would keep the lock of a parent that died. Nobody waits longer than `_PATIENCE`, for
-a drive may never answer; then the fork keeps that one copy.
+[Note: forget, then close] The system reuses a closed number for the next file that any code opens. So the
+engine drops a descriptor's number before it closes it: a second `close` or a fork never closes a number
+twice. A fork waits while a descriptor is being opened or closed, so that the child gets no copy that it does
+not know: such a copy would keep the lock of a parent that died. The wait lasts at most `_PATIENCE`, because a
+drive may never answer; then the fork keeps that one copy.
 """
 
 from __future__ import annotations

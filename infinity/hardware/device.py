@@ -32,8 +32,8 @@ Device = HostDevice | CudaDevice
 
 
 def open_device(name: str | None, recorder: Recorder | None = None) -> Device:
-    """Return the device called `name`; None: cuda where there is one, else the CPU. `recorder` is
-    told of copies while a trace is on.
+    """Return the device called `name`; None: cuda if the machine has it, else the CPU. The device reports
+    copies to `recorder` while a trace is on.
 
     Raises:
         ConfigError: there is no such device.

@@ -70,7 +70,7 @@ class DirectFile:
                 errno=error.errno,
                 path=path,
                 found=error.strerror,
-                cure="check that the path exists and that its permissions let this user in",
+                cure="check that the path exists and that this user has permission to open it",
             ) from error
         try:
             fd = file.number
@@ -162,10 +162,10 @@ def _reopen(path: str, fd: int, access: int) -> int:
     except OSError as error:
         if error.errno != numbers.ENOENT:
             raise DirectoryError(
-                f"a file that no path names any more cannot be opened again, in {os.path.dirname(path)}",
+                f"cannot open an unlinked file again in {os.path.dirname(path)}",
                 errno=error.errno,
                 path=path,
-                expected="a file system on which /proc/self/fd does that, as ext4, XFS and btrfs are",
+                expected="a file system that allows this through /proc/self/fd, such as ext4, XFS and btrfs",
                 found=error.strerror,
                 cure="name a directory on another file system",
             ) from error

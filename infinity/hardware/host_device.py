@@ -1,4 +1,4 @@
-"""The CPU as the device: pages that units have in turn, and host streams that copy."""
+"""The CPU as the device: pages that units use one after the other, and host streams that copy."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if _mallinfo is not None:
 
 
 class Spare:
-    """Flat memory that is made and dropped all the time. The kernel fills fresh pages with zeros, so what
-    nobody refers to any more is taken again; no more than `most` bytes stay for that."""
+    """Flat memory that is allocated and dropped constantly. The kernel fills fresh pages with zeros, so this
+    class reuses memory without references; it keeps at most `most` bytes for that."""
 
     def __init__(self) -> None:
         self.most = 0
         self._kept: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` that nobody else refers to: uint8, of any content."""
+        """Return `nbytes` without other references: uint8, of any content."""
         free = sorted((t for t in self._kept if _owners(t) == 1), key=torch.Tensor.numel)
         for each in free:
             if each.numel() >= nbytes:

@@ -1,8 +1,8 @@
-"""Which rank of a job this process is, as the program that started it says: torchrun, or SLURM's srun.
+"""Which rank of a job this process is, by the variables of its launcher: torchrun, or SLURM's srun.
 
-[Note: a step of SLURM] A batch script has SLURM's variables too, and is one process. What srun starts has
-those of a *step*, whose number of tasks is that of the ranks. torchrun's variables count first: it may have
-been started by srun, once on each node.
+[Note: a step of SLURM] A batch script has SLURM's variables too, and is one process. Processes of srun have
+the variables of a *step*, whose number of tasks is the number of ranks. torchrun's variables take precedence:
+srun may have started torchrun, once on each node.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not said.isdecimal():
         raise ConfigError(
             f"{name} is not a number",
-            expected="what torchrun or srun sets",
+            expected="the number that torchrun or srun sets",
             found=repr(said),
             cure="start every rank with torchrun or srun",
         )

@@ -1,7 +1,7 @@
-"""What a directory really stands on, below overlays, loop devices and mapped devices; and how worn that is.
+"""The drive of a directory, below overlays, loop devices and mapped devices; and how worn the drive is.
 
-/proc and /sys say the first. The second only a drive itself knows: the kernel has it for eMMC, for others
-smartctl or nvme is asked, where it is installed and this user may.
+/proc and /sys tell the drive. Only the drive itself knows its wear: the kernel reports it for eMMC. For other
+drives this file asks smartctl or nvme, if it is installed and this user may run it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Memory of units on a CPU device: at addresses that stay, on pages that come and go.
+"""Memory of units on a CPU device: at constant addresses, on pages that move between units.
 
-[Note: pages that move] A unit's memory goes when another one's comes, all the time, and the kernel fills
-fresh pages with zeros. So pages of what goes are kept, protected, and moved to the address of what comes
-next: mremap(2) moves entries of page tables, and copies nothing. What is kept is no more than what the
-units that are filled leave of their budget. Memory that somebody holds does not go, so nobody finds another
-unit's values at an address of his. Where the kernel cannot move pages (before Linux 5.7), they are fresh
-each time.
+[Note: pages that move] The engine constantly frees the memory of one unit for another, and the kernel fills
+fresh pages with zeros. So the engine keeps the pages of a freed unit, protects them, and moves them to the
+address of the next unit: mremap(2) moves entries of page tables, and copies nothing. It keeps no more pages
+than the filled units leave of their budget. It does not free memory that is held, so an alias never shows
+another unit's values. If the kernel cannot move pages (before Linux 5.7), pages are fresh each time.
 
-They are kept in pieces of whole huge pages, at multiples of their size, so that the kernel need split none.
-Each piece is in a mapping of its own, of which the kernel gives a process some ten thousands: what has come
-to many pieces is given back as it goes.
+The engine keeps pages in pieces of whole huge pages, at multiples of their size, so that the kernel need not
+split any. Each piece is in a mapping of its own, and the kernel allows a process some ten thousand mappings:
+memory that has split into many pieces is returned to the system when it is freed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _libc.mremap.restype = _pointer
 
 
 class Pages:
-    """The pages of one device's units. Who has the turn uses them.
+    """The pages of one device's units. The thread that holds the engine lock uses them.
 
     Attributes:
         most: bytes that may be filled and kept at once; what would be more is not kept.
@@ -155,12 +154,13 @@ class PagedMemory:
         _protect(self._address, self._whole, 0)
 
     def give_back(self) -> None:
-        """Have no pages."""
+        """Drop all pages."""
         self.pieces.clear()
         self._map_anew(0)
 
     def _take(self, other: PagedMemory, offset: int, at: int) -> int:
-        """Have the end of a piece of another's at byte `at`, as much of it as is needed; return its bytes."""
+        """Take the end of a piece of another memory at byte `at`, as much of it as is needed; return its
+        bytes."""
         there = other.pieces.pop(offset)
         nbytes = min(there, self._whole - at)
         if nbytes < there:
@@ -175,7 +175,7 @@ class PagedMemory:
         return nbytes
 
     def _map_anew(self, offset: int) -> None:
-        """Have no pages from byte `offset` on, and one mapping of the kernel's, protected."""
+        """Drop the pages from byte `offset` on, and map this range once, protected."""
         place, nbytes = self._address + offset, self._nbytes - offset
         if _libc.mmap(place, nbytes, 0, _FLAGS | _MAP_FIXED, -1, 0) == _FAILED:
             raise _refused("mmap")

@@ -1,7 +1,7 @@
 """What this machine has: memory within its limits, drives, file systems, NUMA nodes, GPUs.
 
-Everything is read from /proc, /sys and the system calls that are made for it; what the kernel does
-not say is None.
+Everything comes from /proc, /sys and the system calls for this purpose. A value that the kernel does not
+report is None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The ranks that train one model: what they can do together, and what one alone does instead.
+"""The ranks that train one model: their collectives, and what a single rank does instead.
 
-A collective is called by one thread of a rank at a time, on all ranks, in the order of the program.
+One thread of a rank at a time calls a collective, on all ranks, in the order of the program.
 
-[Note: behind compute] What is begun runs on a thread of its own while the program computes. Whatever
-collective comes next waits for it first: so their order is still that of the program, on every rank.
+[Note: behind compute] A collective that was begun runs on a thread of its own while the program computes. The
+next collective waits for it first. So their order is still the order of the program, on every rank.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Comm:
         the device has ended what it was given of them."""
 
     def claim(self, path: str, *, saved: bool = True) -> None:
-        """Have `path`, where this model is saved, or else has its arenas, be that of no other group of ranks
-        of the job.
+        """Claim `path`, where this model is saved, or else has its arenas, so that no other group of ranks of
+        the job uses it.
 
         Raises:
-            ConfigError: it is one's.
+            ConfigError: another group uses it.
         """
 
     def total(self, value: float) -> float:
@@ -117,9 +117,9 @@ class Comm:
 
 @contextlib.contextmanager
 def told(comm: Comm) -> Iterator[None]:
-    """Have all ranks raise where this one does, each in the collective that it makes next: what it raises
-    comes of what its program has done, and the others would wait for it. Errors of drives and of memory are
-    not told so: they may come between two collectives."""
+    """Make all ranks raise an error that this rank raises, each in its next collective: the error comes from
+    the program of this rank, and the others would wait for it. Errors of drives and of memory do not go this
+    way: they may come between two collectives."""
     if comm.tells:
         yield
         return

@@ -1,17 +1,18 @@
-"""Where the engine changes its state: on a thread that no signal handler interrupts.
+"""Deferred sections: the engine changes its state on a thread that no signal handler interrupts.
 
 [Note: an interrupt ends a wait] CPython runs Python's signal handlers on the main thread, between almost
-any two lines of it, and a handler may raise: Ctrl-C does. So what changes the engine's state over more
-than one line is run on a thread of its own, and the user's thread only waits for it. An interrupt ends
-that wait and not what was waited for: that goes on, and the next call of the engine, whichever it is,
-waits for it first. So every call has happened wholly, or not at all.
+any two lines of it, and a handler may raise: Ctrl-C does. So code that changes the engine's state over more
+than one line is a *deferred section*: it runs on a thread of its own, the shelter, and the user's thread only
+waits for it. An interrupt ends the wait and not the section. The section goes on, and the next call of the
+engine, whichever it is, waits for it first. So every call takes effect completely, or not at all.
 
-On other threads (autograd's own, for a CUDA device) no handler runs, and the call is made there. Every call
-has the engine to itself: [Note: turns].
+On other threads (autograd's own, for a CUDA device) no handler runs, and the section runs there. Every
+section holds the engine lock: [Note: turns].
 
-[Note: room on the stack] The shelter's thread has a stack of its own, and a call that is made on another one
-has what is left of that: near the limit a RecursionError would come as an interrupt does, in the middle of
-changes. So it comes before the first, where less is left than such a call may need.
+[Note: room on the stack] The shelter's thread has a stack of its own. A section on another thread has the
+rest of that thread's stack: near the limit a RecursionError would come like an interrupt, in the middle of
+changes. So the error comes before the first change, if the rest of the stack may be too small for the
+section.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def in_backward() -> bool:
 
 
 class Shelter:
-    """Makes calls for the user's thread where no signal handler runs. See
+    """Runs calls for the user's thread as deferred sections, where no signal handler runs. See
     [Note: an interrupt ends a wait].
 
     Args:
@@ -83,12 +84,12 @@ class Shelter:
         self._finalizer.atexit = False  # the user's own handlers may save
 
     def run(self, call: Callable[[], _R], *, hold: float = 0.0, turn: bool = True) -> _R:
-        """Return what `call` returns, or raise what it raises; an exception from a signal handler comes
-        before it began, or does not stop it. It runs without grad mode.
+        """Return what `call` returns, or raise what it raises. An exception from a signal handler comes
+        before the call begins, or does not stop it. The call runs without grad mode.
 
-        `hold`: seconds for which an interrupt is held back until the call is over. For what is quick and
-        looks at what is the user's (`p.grad`, param groups), which the user changes next. `turn`: it has the
-        engine to itself.
+        `hold`: seconds for which an interrupt is deferred until the call has ended, for quick calls that
+        read the user's objects (`p.grad`, param groups), which the user changes next. `turn`: the call holds
+        the engine lock.
         """
         here, wait, backward = threading.get_ident(), self._waits(), in_backward()
         self.wait_interrupted()
@@ -120,8 +121,8 @@ class Shelter:
         self.turn.enter(use, wait=self._waits())
 
     def _waits(self) -> bool:
-        """Return whether this thread waits for its turn. In a backward on a device it does not: several
-        threads make it, autograd's and the one that has called it, and each may have the turn."""
+        """Return whether this thread waits for the engine lock. In a backward on a device it does not:
+        several threads run it, autograd's and the calling one, and each may hold the lock."""
         return not (self._staged and torch._C._current_graph_task_id() != -1)
 
     def _make_here(self, call: Callable[[], _R], who: int, turn: bool, wait: bool) -> _R:
@@ -157,8 +158,8 @@ class Shelter:
                 self.turn.leave(use)
 
     def wait_interrupted(self, patience: float | None = None) -> None:
-        """Wait for what an interrupt left under way, `patience` seconds at most if given; raise what came of
-        it."""
+        """Wait for a section that an interrupt left running, for at most `patience` seconds if given; raise
+        its error."""
         task = self._under_way
         if task is None or os.getpid() != self._pid or threading.get_ident() != self._main:
             return  # it is the main thread's; for others it has the turn, or waits for theirs
@@ -175,8 +176,8 @@ class Shelter:
             del task
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Finish what is under way and end the thread; return whether it ended within `timeout` seconds.
-        Calls are made at once from then on."""
+        """Finish the running section and end the thread; return whether it ended within `timeout` seconds.
+        From then on, calls run on their own threads."""
         self._closed = True
         self._finalizer.detach()
         self._queue.put(None)  # each time: an interrupt may have ended the last call before it came here
@@ -186,7 +187,7 @@ class Shelter:
 
 
 def sheltered(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Have a method run in the `shelter` of its object."""
+    """Make a method a deferred section: it runs in the `shelter` of its object."""
 
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         shelter: Shelter = self.shelter

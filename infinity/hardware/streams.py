@@ -1,6 +1,6 @@
 """Host streams: a queue of calls that one thread runs in order, with events like those of a device.
 
-With INFINITY_DELAY_SEED set, they sleep at random before each task, so that a missing wait shows on
+With INFINITY_DELAY_SEED set, they sleep for a random time before each task, so that a missing wait shows on
 a machine without a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Tickets: one transfer of a ring each, and every error that it can end with."""
+"""Tickets: each is one transfer of a ring, with every error that can end it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Ticket:
             + (f" within {self._ring.deadline} s" if kind is DeadlineError else ""),
             found=f"{os.strerror(number)} ({name}) at offset {int(info.offset)}, "
             f"{int(info.moved)} bytes moved",
-            cure=CURES.get(number, "look at dmesg for what the drive or file system reported"),
+            cure=CURES.get(number, "check dmesg for errors of the drive or the file system"),
         )
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
-"""What `infinity tune` has found for each drive, kept in one JSON file, for rings set to ``auto``.
+"""The results of `infinity tune` for each drive, in one JSON file, for rings set to ``auto``.
 
 The file is ``$XDG_CONFIG_HOME/infinity/tuned.json`` (``~/.config/infinity/tuned.json``). An entry
-belongs to a drive and a file system on it, not to a directory. It is advice: a backend in it worked
-when it was measured and must be tried again before it is used, and a file that is damaged, or was
-written by a later version, counts as empty.
+belongs to a drive and a file system on it, not to a directory. An entry is advice: its backend worked
+at the time of the measurement, and the engine tries it again before it uses it. A file that is damaged, or
+that a later version wrote, counts as empty.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) ->
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         raise DirectoryError(
-            "the settings cannot be kept",
+            "cannot write the settings file",
             errno=error.errno,
             path=str(file),
             expected="a file that this user may write",

@@ -1,20 +1,20 @@
-"""Who of the ranks is gone, and who failed first: a star of TCP connections to rank 0, one thread per rank.
+"""Which ranks are gone, and which failed first: a star of TCP connections to rank 0, one thread per rank.
 
-[Note: the kernel is asked who lives] No rank sends heartbeats: a process that computes for minutes holds the
-GIL or a stopped core, and a thread that should say "I live" would be late. The kernel answers for it. The
-connections of a process that ends, however it ends, are closed: an end of the stream without a goodbye is a
-rank that is gone. A host or a link that is gone answers no keepalive probe, which the kernel reports within
-ten seconds. A process that is stopped is alive; for that one, waits have a deadline.
+[Note: the kernel is asked who lives] No rank sends heartbeats: a process that computes for minutes may hold
+the GIL, or have no core, and a thread that should send "I live" would be late. The kernel answers for it.
+When a process ends, in whatever way, the kernel closes its connections: an end of the stream without a
+goodbye means that the rank is gone. A host or a link that is gone answers no keepalive probe; the kernel
+reports this within ten seconds. A stopped process is alive; for that case, waits have a deadline.
 
 Messages are JSON, one per line. Nothing here takes a lock: `post` may run on any thread, in an exception hook
-and after an interrupt. It puts the message into a queue for each connection; the thread sends them, so a line
-that a full buffer cuts goes on where it was cut. What is no message ends the run with an error that says so.
+and after an interrupt. It puts the message into a queue for each connection; the thread sends the queues, and
+continues a line that a full buffer has cut. A line that is not a message ends the run with an error.
 
-[Note: alive and outside] A rank that waits asks the others, every few seconds, where they are. The thread
-answers, whatever the program does: a process that is stopped, or holds the GIL, does not. A rank that answers
-and whose engines wait in no collective runs code of its own (a barrier, an evaluation, a download). Who waits
-for it has no deadline; both are told where the two are, first after `notice` seconds, then after twice as
-many, and so on.
+[Note: alive and outside] A waiting rank asks the others, every few seconds, where they are. Their thread
+answers, whatever the program does, unless the process is stopped or holds the GIL. If a rank answers
+and none of its engines waits in a collective, it runs code of its own (a barrier, an evaluation, a download).
+A wait for such a rank has no deadline. Both ranks log where the two are, first after `notice` seconds, then
+after twice as many, and so on.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Watch:
         return RankError(
             f"{what}: {who} within {timeout:g} s",
             found="; ".join(other) or None,
-            cure="look at what those ranks do; if they are only slow, a longer timeout",
+            cure="check what those ranks do; if they are only slow, raise the timeout",
         )
 
     def ended(self, what: str) -> RankError:
@@ -513,7 +513,7 @@ def not_come(ranks: list[int], timeout: float) -> RankError:
     have = "has" if len(ranks) == 1 else "have"
     return RankError(
         f"{named(ranks)} {have} not come within {timeout:g} s to connect",
-        cure="look at the output of those ranks; every rank has to make its engine",
+        cure="check the output of those ranks; every rank has to call `wrap`",
     )
 
 
@@ -542,7 +542,7 @@ def check_early(store: Store, ranks: Sequence[int]) -> None:
             store.add(_HEARD, 1)
             raise RankError(
                 f"rank {said['rank']} {said['why']}",
-                cure=f"mend what ended rank {said['rank']}; all ranks have to come to `wrap`",
+                cure=f"fix the cause that ended rank {said['rank']}; all ranks have to come to `wrap`",
             )
 
 
@@ -556,7 +556,7 @@ def gone_early(error: BaseException) -> RankError:
     return RankError(
         "rank 0 is gone: it ended before all ranks had come to `wrap`",
         found=str(error).partition("\n")[0],
-        cure="look at the output of rank 0, and of torchrun",
+        cure="check the output of rank 0, and of torchrun",
     )
 
 
@@ -601,7 +601,7 @@ def diverged(said: Sequence[str]) -> DivergenceError:
     return DivergenceError(
         "ranks do different things",
         found=by_rank(said),
-        cure="run the same code in the same order on every rank; what differs may differ in data only",
+        cure="run the same code in the same order on every rank; only the data may differ",
     )
 
 

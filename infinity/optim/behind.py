@@ -1,16 +1,17 @@
 """The update behind the backward, ``Config(update="backward")``.
 
-[Note: behind the backward] In the last backward of a step, as `Config(accumulation)` says, a unit is
-updated when all of its gradients have come, every forward that used it has had its backward, and nobody has
-a claim on it, an alias of its memory or, in a graph, a reference any more: what an operator needs of a
-parameter it has read before autograd hands that parameter's gradient on. Units come from the last to the
-first; what lacks one of these is updated when that backward ends. So updates run beside the rest of the
-backward, with the scalars that the param groups had when it began.
+[Note: behind the backward] In the last backward of a step, which `Config(accumulation)` counts, the engine
+updates a unit when three conditions hold: all of its gradients have arrived, every forward that used it has
+had its backward, and there is no claim on it, alias of its memory or
+reference to it in a graph any more. (An operator reads a parameter before autograd passes
+that parameter's gradient on.) Units are updated from the last to the first; a unit that lacks one of the
+conditions is updated when that backward ends. So updates overlap with the rest of the backward, with the
+scalars that the param groups had when it began.
 
-Nothing of that can be taken back. So what would have changed the step in between is an error, where it is
-made or at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. Where the
-backward does not come to its end, or what was used has changed, a part of the parameters is of the next
-step, and only a load helps.
+These updates cannot be undone. So every change that would have changed the step is an error, at the change or
+at the latest in `step()`: the bits are those of ``update="sync"``, or there is an error. If the backward does
+not complete, or a value that the update used has changed, some parameters are from the next step, and only a
+load helps.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ class Behind:
         if self.pending:
             raise GradientError(
                 "a backward between the last backward of a step and `step()`",
-                expected="`step()`: accumulation counts every backward, those of `torch.autograd.grad`, too",
+                expected="`step()`: accumulation counts every backward, also those of `torch.autograd.grad`",
                 found="a further backward",
-                cure="call `step()` first; or say how many there are with Config(accumulation=…), or train "
+                cure="call `step()` first; or set the number of backwards with Config(accumulation=…), or "
+                "train "
                 'with update="overlap"',
             )
 
@@ -238,13 +240,13 @@ class Behind:
     def _early(self, what: str, where: str) -> GradientError:
         return GradientError(
             f"{what} before the `step()` whose update has begun in its last backward",
-            expected='with update="backward", `step()` behind the last backward of a step, as '
-            f"accumulation={self._gradients.accumulation} says; each backward counts since the last step or "
-            "`zero_grad()`, those that raised and those of `torch.autograd.grad`, too",
+            expected='with update="backward", `step()` right after the last backward of a step, of '
+            f"accumulation={self._gradients.accumulation}; each backward counts since the last step or "
+            "`zero_grad()`, also one that raised, and one of `torch.autograd.grad`",
             found=f"{what} {where} that backward",
-            cure="call `step()` first, behind that backward"
+            cure="call `step()` first, after that backward"
             if where == "behind"
-            else 'make it behind `step()`, or train with update="overlap"',
+            else 'move it after `step()`, or train with update="overlap"',
         )
 
     def check_options(self) -> None:
@@ -264,7 +266,7 @@ class Behind:
             f"the param group of {changed.name!r} has changed since the last backward began",
             expected=f"{name} as the update had it: {then}",
             found=here,
-            cure="put it back and call `step()` again; change param groups behind `step()`, as schedulers do",
+            cure="restore it and call `step()` again; change param groups after `step()`, as schedulers do",
         )
 
     def changed(self) -> InfinityError | None:
@@ -294,7 +296,7 @@ class Behind:
     @staticmethod
     def _wrong_gradient(sharded: ShardedParam, found: str) -> GradientError:
         return GradientError(
-            f"the gradient of {sharded.name!r} is not the one that its update had",
+            f"the gradient of {sharded.name!r} is not the one that its update used",
             expected='with update="backward", gradients as the last backward has left them',
             found=found,
             cure=_LOAD,

@@ -1,10 +1,10 @@
 """Which `gathered` blocks are open, and how they end.
 
-[Note: the end of a block] An error may come anywhere in the end of a `with` statement, even before anything
-of ours is called: a RecursionError does. So a block does not last until its end was called, but for as long
-as its `with` statement refers to its `Use`: that goes with the statement, or is dropped by the first thing
-that the statement's end does. What an end does can be done again, and is known here: where it did not come to
-its end, the next call of the engine ends the block first, and no edit is lost.
+[Note: the end of a block] An error may come anywhere in the end of a `with` statement, even before it calls
+any code of the engine: a RecursionError does. So a block lasts as long as its `with` statement refers to its
+`Use`, and not until its end was called. The reference goes with the statement, or the first action of the
+statement's end drops it. The engine can repeat the work of an end, and keeps a record of it here: if an end
+did not complete, the next call of the engine ends the block first, and no edit is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Blocks:
         self._open: list[Block] = []  # innermost last
 
     def begin(self, use: Use, named: dict[int, set[int]], *, write: bool, source: int) -> Block:
-        """Claim the units of `named`, in their newest version, until nobody refers to `use`."""
+        """Claim the units of `named`, in their newest version, until there is no reference to `use`."""
         block = Block(use, named, source)
         del use  # an error that a user keeps has this frame
         self._open.append(block)  # before its claims: an interrupt may come in between
@@ -95,10 +95,10 @@ class Blocks:
         self._edits.drop(block, index)
         unit = self._residency.units[index]
         lost = ParameterChangedError(
-            f"the edits of unit {unit.layout.name!r} in a `gathered` block cannot be kept",
-            expected="an end of the block that takes them over, or a second attempt that does",
-            found=f"two that failed, the last with {type(error).__name__}: {error}",
-            cure="see to what failed, and edit again; or load a checkpoint, with `infinity.load`",
+            f"the edits of unit {unit.layout.name!r} in a `gathered` block are lost",
+            expected="an end of the block, or a second attempt, that takes the edits over",
+            found=f"two attempts that failed, the last with {type(error).__name__}: {error}",
+            cure="fix the cause of the failure, and edit again; or load a checkpoint, with `infinity.load`",
         )
         lost.__cause__ = error
         return lost

@@ -1,7 +1,8 @@
-"""One chunk's state, gradient and copy where they can be worked on, whatever their tiers.
+"""One chunk's state, gradient and compute parameters, ready for the update, on any tiers.
 
-A `ChunkIO` brings into one lease (all that it needs or nothing) the parts of a chunk that are on NVMe, and
-those on a GPU that the CPU works on; shows the others where they are; and sends back what changed.
+A `ChunkIO` brings the parts of a chunk that are on NVMe into one lease (all that it needs or nothing), and
+the parts on a GPU that the CPU works on. It gives access to the other parts in place, and writes changes
+back.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class ChunkIO:
             )
 
     def delay(self) -> None:
-        """Have `copy` and `write` mean the back, which nobody uses: [Note: two versions]. It must not be
+        """Make `copy` and `write` use the back, which is not in use: [Note: two versions]. It must not be
         newer than the front."""
         self._delayed = True
         self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
@@ -262,7 +263,7 @@ class ChunkIO:
         return grad if dtype is not None else grad.zero_()
 
     def made(self, version: Version, generation: int) -> None:
-        """Have a version of the copy count as made, in an update's place."""
+        """Record that a version of the compute parameters was written, in place of an update."""
         self._tiers.store.versions.made(self.chunk.id, "copy", version, generation)
 
     def write(self, *, state: bool, copy: bool, after: Event | None = None) -> None:

@@ -1,11 +1,12 @@
-"""Edits of parameters by users: which are found, which become the values that count, which are refused.
+"""Edits of parameters by users: which edits the engine finds, which it keeps, and which it refuses.
 
-[Note: edits] Where a parameter is placed on the device and its master elsewhere, the next update writes the
-parameter anew, from the master. An edit that torch counts shows in the parameter's version. One that it does
-not count (`p.data.mul_()`, numpy) shows in the values alone: a checksum is taken when an update, a load or a
-known edit has made them, and compared before the next update, save or state dict. The master takes over both
-kinds; but while an update is delayed, newer values are about to replace those that were edited, and it is an
-error, as with ``Config(check_edits=True)``. Where the copy is the master there is nothing to take over.
+[Note: edits] If a parameter is placed on the device and its master elsewhere, the next update overwrites the
+parameter, from the master. An edit that torch counts shows in the parameter's version. An edit that torch
+does not count (`p.data.mul_()`, numpy) shows in the values alone. So the engine computes a checksum after
+each update, load or known edit, and compares it before the next update, save or state dict. The master takes
+over both kinds of edits. But while an update is delayed, newer values are about to replace the edited ones,
+and the edit is an error, as with ``Config(check_edits=True)``. If the compute parameters are the master,
+there is nothing to take over.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class Edits:
             residency.drop_copies(u for u in self._tiers.units if u.layout.name in found)
             raise ParameterChangedError(
                 f"parameters of unit {min(found)!r} were edited on another rank",
-                expected="edits inside a `gathered` block, where this stage keeps slices of what is edited",
-                found="an edit of that rank's copy alone",
+                expected="edits inside a `gathered` block: in this ZeRO stage each rank keeps slices of the "
+                "parameters",
+                found="an edit on that rank only",
                 cure="edit inside `with infinity.gathered(params, write=True, source=0):` on all ranks",
             )
 
@@ -196,9 +198,9 @@ class Edits:
             first = unit.params[min(refused)]
             refused.clear()
             raise ParameterChangedError(
-                f"the parameter {first.name!r} was given data that do not fit it",
+                f"the parameter {first.name!r} got data that do not fit it",
                 expected=f"shape {first.spec.shape}",
-                found="another shape; the parameter has the values that it had",
+                found="another shape; the parameter keeps its previous values",
                 cure="assign data of the same shape, or copy_() into the parameter; for another shape, "
                 "`infinity.unwrap(model)`, change it, and wrap it again",
             )
@@ -225,16 +227,17 @@ class Edits:
                     return found, ParameterChangedError(
                         f"the parameter {unit.params[index].name!r} was edited on rank {rank} alone, in a "
                         f"block that keeps the edits of rank {source}",
-                        expected=f"edits that rank {source} makes, too: all ranks have its values",
-                        found=f"other values on rank {rank}; they are gone, and those of rank {source} stay",
+                        expected=f"edits that rank {source} makes, too: all ranks take its values",
+                        found=f"other values on rank {rank}; they are lost, and the values of rank {source} "
+                        "stay",
                         cure=f"edit on rank {source}, or `gathered(params, write=True, source={rank})`",
                     )
         return found, None
 
     @sheltered
     def begin(self, block: Block) -> None:
-        """Have `end` adopt the parameters that the block is for, however they are edited, and others that
-        torch knows were. It keeps the units, which are unsharded."""
+        """Make `end` adopt the parameters that the block names, in whatever way they are edited, and other
+        edits that torch counts. The block keeps the units, which are unsharded."""
         for index in block.named:
             unit = self._tiers.units[index]
             assert unit.state is UnitState.UNSHARDED
@@ -263,7 +266,7 @@ class Edits:
         self.drop(block, index)
 
     def drop(self, block: Block, index: int) -> None:
-        """Have the block edit a unit no more. What was not adopted is an edit outside of a block."""
+        """End the block's edits of a unit. An edit that was not adopted is an edit outside of a block."""
         unit, blocks = self._tiers.units[index], self._blocks.get(index, [])
         if block in blocks:
             blocks.remove(block)

@@ -1,4 +1,4 @@
-"""Chunks that a pass over the state has yielded, and that are not done with."""
+"""Chunks that a pass over the state has yielded, and whose work is not complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer must be like to be taken over, and a state dict of one to be loaded."""
+"""Checks of optimizers that `wrap` takes over, and of optimizer state dicts that the engine loads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
 class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
-    """What `optimizer.state` is: empty, for the state lies on its tiers. Whoever asks for it, or would
-    reset it, is told what to write."""
+    """The type of `optimizer.state`: empty, because the state is on its tiers. A read or a reset raises an
+    error that says what to write."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise StateDictError(
-            "the optimizer's state lies on its tiers, and not in `optimizer.state`",
+            "the optimizer's state is on its tiers, and not in `optimizer.state`",
             expected="`optimizer.state_dict()` and `optimizer.load_state_dict(…)`",
             found="a use of `optimizer.state`",
-            cure="read `optimizer.state_dict()`; to begin anew, load it with an empty state: "
+            cure="read `optimizer.state_dict()`; to reset the state, load it with an empty state: "
             "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
         )
 
@@ -92,7 +92,7 @@ def check_saved_options(group: Mapping[str, Any], saved: str) -> None:
                 f"{saved} was saved with {option}=True",
                 expected=f"{option}=False",
                 found=f"{option}=True",
-                cure="load one of a plain Adam or AdamW",
+                cure="load a state dict of a plain Adam or AdamW",
             )
 
 
@@ -107,7 +107,7 @@ def counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
                 f"{name!r} of the state dict cannot be used",
                 expected="a power of two" if name == "loss_scale" else "a count",
                 found=repr(counts),
-                cure=f"load a state dict as it was saved, or one without the key {OURS!r}",
+                cure=f"load the state dict unchanged, or without the key {OURS!r}",
             )
     return counts
 
@@ -130,7 +130,7 @@ def match(
             "the state dict has other param groups than the optimizer",
             expected=f"groups of {lengths} parameters",
             found=f"groups of {found} parameters" if found is not None else "no param_groups",
-            cure="build the same groups as those that were saved",
+            cure="build the same groups as in the saved state dict",
         )
     for group in groups or ():
         check_saved_options(group, "the state dict")

@@ -1,4 +1,5 @@
-"""What looks at a wrapped model as if it were a plain one: other optimizers, copies, wrappers of models."""
+"""Errors for code that treats a wrapped model as a plain one: other optimizers, copies, wrappers of
+models."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if sharded is not None:
                 raise WrapError(
                     "this optimizer is not the one that `wrap` returned",
-                    expected="step() of that one",
+                    expected="step() of the optimizer that `wrap` returned",
                     found=f"step() of another {type(optimizer).__name__} that has {sharded.name!r}",
                     cure=_CURE,
                 )
@@ -53,9 +54,9 @@ register_optimizer_step_pre_hook(_refuse_step)
 
 def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
     raise WrapError(
-        "this optimizer was handed to `wrap`, which took its state over",
-        expected="state_dict() and load_state_dict() of the one that `wrap` returned",
-        found=f"those of the {type(optimizer).__name__} from before",
+        "`wrap` has taken over the state of this optimizer",
+        expected="state_dict() and load_state_dict() of the optimizer that `wrap` returned",
+        found=f"those of the {type(optimizer).__name__} from before `wrap`",
         cure=_CURE,
     )
 
@@ -63,12 +64,13 @@ def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
 def refuse_copies(name: str, *_: Any) -> NoReturn:
     """Raise the error of `copy.deepcopy`, `pickle` and `torch.save` of what `wrap` returned, a `name`."""
     raise ReleasedParameterError(
-        f"a {name} that is wrapped cannot be copied or pickled: its values are not in it",
-        expected="`state_dict()`, which has them",
+        f"a wrapped {name} cannot be copied or pickled: the object does not hold its values",
+        expected="`state_dict()`, which holds them",
         found="copy.deepcopy, pickle or torch.save of the object itself",
-        cure="for an average of weights (EMA, SWA) copy the model before `wrap`, and later its newest values "
-        "into that copy, `infinity.copy_to(model, plain)`; or save or copy its `state_dict()` and load that "
-        "into one that is built anew; or make the model plain again, `infinity.unwrap(model)`, and copy that",
+        cure="for an average of weights (EMA, SWA) copy the model before `wrap`, and later copy its newest "
+        "values into that copy, `infinity.copy_to(model, plain)`; or save or copy its `state_dict()` and "
+        "load that into a newly built one; or turn the model into a plain one, `infinity.unwrap(model)`, and "
+        "copy that",
     )
 
 
@@ -83,11 +85,12 @@ def refuse_alone(what: str) -> None:
         name = frame.f_code.co_name
         if name in _OF_ONE_RANK and frame.f_globals.get("__name__") == "transformers.trainer":
             raise DivergenceError(
-                f"transformers.Trainer asks for the {what} on one rank alone",
-                expected="with several ranks, state dicts that all ranks ask for: each has a part of them",
+                f"transformers.Trainer asks for the {what} on one rank only",
+                expected="with several ranks, calls for state dicts on all ranks: each rank has a part of "
+                "them",
                 found=f"Trainer.{name}, which other ranks do not call",
                 cure='TrainingArguments(save_strategy="no"), and a TrainerCallback whose on_step_end calls '
-                "infinity.save(optimizer, directory) on all ranks (docs/ranks.md has it in full)",
+                "infinity.save(optimizer, directory) on all ranks (docs/ranks.md has the full example)",
             )
 
 
@@ -95,11 +98,11 @@ def not_for_training(found: str) -> ParameterError:
     """Return the error of what would train a model of `infinity.inference`, or edit it."""
     return ParameterError(
         "this model is for inference",
-        expected="forwards: it has no optimizer and no gradients, and its parameters stay as they are",
+        expected="forwards only: it has no optimizer and no gradients, and its parameters are read-only",
         found=found,
-        cure="build the model inside `with infinity.init(config):` and train what "
-        "`infinity.wrap(model, optimizer, config)` returns; `infinity.unwrap(model)` makes this one a plain "
-        "model again",
+        cure="build the model inside `with infinity.init(config):` and train the model that "
+        "`infinity.wrap(model, optimizer, config)` returns; `infinity.unwrap(model)` turns this one into a "
+        "plain model again",
     )
 
 
@@ -144,11 +147,11 @@ class _Trap:
 
     def __iter__(self) -> Iterator[str]:
         raise WrapError(
-            "DistributedDataParallel around a wrapped model",
-            expected="the model itself: `wrap` adds up the gradients of several ranks",
+            "DistributedDataParallel does not support a wrapped model",
+            expected="the model itself: the engine reduces the gradients of several ranks",
             found="DistributedDataParallel(model)",
             cure="train the model that `wrap` returned as it is; with accelerate or a Trainer call `wrap` on "
-            "every rank, before they are given the model",
+            "every rank, before you pass the model to them",
         )
 
 
@@ -160,11 +163,12 @@ class _Prepared:
         mixed = state().mixed_precision if state is not None and state._shared_state else "no"
         if mixed != "no":
             raise PrecisionError(
-                f"accelerate is to run a wrapped model in {mixed}",
+                f"accelerate cannot run a wrapped model with mixed precision {mixed}",
                 expected='mixed_precision="no": the engine casts, and not torch.autocast',
                 found=f"mixed_precision={mixed!r}",
-                cure='choose the compute dtype with Config(dtype="bf16"); with accelerate or a Trainer leave '
-                "mixed precision off",
+                cure='set the compute dtype with Config(dtype="bf16"); turn mixed precision off in '
+                "accelerate "
+                "or in the Trainer",
             )
         return True
 
@@ -198,10 +202,10 @@ _HOOKS = (
 def guard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ranks: bool = False
 ) -> Callable[[], None]:
-    """Have copies of `model` and its modules, DistributedDataParallel around it, and the state dicts of the
-    `optimizer` from before `wrap` raise what says what to write; without one `train()`, too. Of several
-    `ranks`: have accelerate, and with it transformers' Trainer, leave the model as it is. Return what undoes
-    that."""
+    """Make these raise an error that says what to write: copies of `model` and its modules,
+    DistributedDataParallel around it, and the state dicts of the `optimizer` from before `wrap`; without an
+    optimizer also `train()`. With several `ranks`, make accelerate, and with it transformers' Trainer, leave
+    the model as it is. Return a function that undoes this."""
     ranks = ranks or "LOCAL_RANK" in os.environ  # by which accelerate takes a process for one of several
     handles = []
     if optimizer is not None:

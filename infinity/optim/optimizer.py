@@ -65,10 +65,10 @@ class Seams(Protocol):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam whose state lives on the tiers that Config names.
+    """AdamW or Adam whose state is on the tiers that Config names.
 
-    Param groups are the very dicts of the optimizer that was wrapped, so schedulers made before
-    or after `wrap` both work.
+    It keeps the param group dicts of the optimizer that was wrapped, so schedulers work whether you create
+    them before or after `wrap`.
     """
 
     is_offloaded: Final = True  # tells it from other optimizers over the same parameters
@@ -131,7 +131,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Empty: the state lies on its tiers, and `state_dict()` reads it."""
+        """Empty: the state is on its tiers, and `state_dict()` reads it."""
         return self._state
 
     @state.setter
@@ -152,8 +152,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """The number of steps that were made. A step is made wholly or not at all, so after an interrupt in
-        `step` this says whether it was made."""
+        """The number of completed steps. An interrupt never leaves a step half done, so after an interrupt in
+        `step` this number tells whether the step took place."""
         self.shelter.wait_interrupted()
         return self._steps
 
@@ -161,16 +161,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, as torch's optimizer would.
 
-        fp16: a step whose gradients overflow is skipped and halves the loss scale.
+        fp16: `step` skips the update if gradients overflow, and halves the loss scale.
 
-        Where the update has no memory, it stops, and any call that needs it has it go on. The next `step()`
-        finishes a step that raised that: it makes no other one, and calls no `closure`, unless there was a
-        backward in between. Nothing is lost, and it counts as one.
+        If an update runs out of memory, it stops with an OutOfMemoryError. Any later call that needs the
+        update continues it. If `step()` raised this error, the next `step()` finishes that step: it starts no
+        other step and does not call `closure`, unless there was a backward in between. No update is lost, and
+        the two calls count as one step.
 
         Raises:
             PrecisionError: an fp16 backward of a loss that was not scaled.
-            StorageError: a transfer failed; the parameter's chunk is named.
-            OutOfMemoryError: an update has no memory, this one's or the one before; the unit is named.
+            StorageError: a transfer failed; the error names the parameter's chunk.
+            OutOfMemoryError: this update, or the one before, ran out of memory; the error names the unit.
         """
         start = time.perf_counter()
         if self.behind is not None:
@@ -205,8 +206,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def _finish_step(self) -> None:
-        """Wait for what the end of a step promises. The step is made, and a retry makes another: where the
-        device has no memory for this, whoever uses a unit next meets that."""
+        """Wait for the guarantees of the end of a step. The step is complete, and a retry would make another
+        one: if the device has no memory for this work, the next use of a unit raises the error."""
         at_once = self._update in ("sync", "backward")
         if at_once:
             self._updater.wait()
@@ -218,7 +219,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._residency.prefetch()
 
     def _take_update(self) -> None:
-        """Have the update that the last backward has made be this step's: [Note: behind the backward]."""
+        """Take the update of the last backward as this step's update: [Note: behind the backward]."""
         assert self.behind is not None
         self.behind.check_options()
         if (wrong := self.behind.changed()) is not None:
@@ -284,7 +285,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         new = self._gradients.backwards != self._gradients.stepped
         if self._fp16 and present and not self._scaled and new:
             raise PrecisionError(
-                "fp16 gradients of a loss that was not scaled",
+                "the fp16 gradients come from a loss that was not scaled",
                 expected="`optimizer.scale(loss).backward()`",
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
@@ -298,12 +299,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def flush(self) -> None:
-        """Wait for every update; the next forward uses the newest parameters, also with delayed
-        updates. A graph from before it cannot be used if that changes them, as after a step in torch,
-        and edits that were made to them outside of `gathered` are gone.
+        """Wait for every update. The next forward uses the newest parameters, also with delayed updates. If
+        this changes parameters, an older graph cannot run its backward any more, as after a step in torch,
+        and edits outside of `gathered` are lost.
 
         Raises:
-            ParameterError: that would change parameters inside a `gathered` block.
+            ParameterError: the call would change parameters inside a `gathered` block.
             StorageError: an update failed.
         """
         self._seams.finish()
@@ -312,10 +313,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def publish(self) -> None:
-        """`flush`, unless edits would be gone.
+        """`flush`, unless edits would be lost.
 
         Raises:
-            ParameterChangedError: they would be; or what `flush` raises.
+            ParameterChangedError: edits would be lost. Also all errors of `flush`.
         """
         self._seams.finish()
         self._edits.check_delayed()
@@ -323,7 +324,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; with ``set_to_none=False`` make them zero (not skipped)."""
+        """Drop the gradients; with ``set_to_none=False`` set them to zero, so that `step` updates their
+        parameters all the same."""
         self.shelter.wait_interrupted()  # a step that an interrupt left under way has its gradients
         if self.behind is not None:
             self.behind.check_stepped("`zero_grad()`")
@@ -345,7 +347,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @sheltered
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
-        """Clip the global 2-norm of all gradients to `limit`; return the norm before, fp32."""
+        """Clip the global 2-norm of all gradients to `limit`; return the norm before clipping, fp32."""
         self._seams.finish()
         present = self._present()
         norm = self._norm(present)
@@ -356,13 +358,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after `wrap`: the layout of the state is fixed then."""
+        """Raise `WrapError` after `wrap`: the layout of the state is fixed then."""
         if getattr(self, "_sealed", False):
             raise WrapError(
-                "a param group cannot be added after `wrap`",
-                expected="all groups in the optimizer that is passed to `wrap`",
+                "you cannot add a param group after `wrap`",
+                expected="all groups in the optimizer that you pass to `wrap`",
                 found="add_param_group",
-                cure="build the optimizer with all its groups, then wrap",
+                cure="build the optimizer with all its groups, then call `wrap`",
             )
         super().add_param_group(param_group)
 
@@ -385,8 +387,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     present.append(sharded)
                 elif sharded is None and param.grad is not None:
                     raise GradientError(
-                        "a param group has a parameter that was not there at `wrap`",
-                        expected="the parameters of `wrap`",
+                        "a param group has a parameter that the optimizer did not have at `wrap`",
+                        expected="the parameters that the optimizer had at `wrap`",
                         found=f"a parameter of shape {tuple(param.shape)}",
                         cure="wrap the model with the optimizer that has all parameters",
                     )
@@ -410,7 +412,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return updates
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
-        """Return what the param groups say of each of their parameters, but for its step and its factor.
+        """Return the options that the param groups set for each parameter, without its step and its factor.
 
         Raises:
             OptimizerTypeError: an option is not supported.
@@ -456,16 +458,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # -- state dicts ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the
-        host, `step` as a float32 tensor; where the compute dtype is not fp32 also ``master``, and then also
-        for parameters that were never updated. With delayed updates ``front``, in the compute dtype: the
-        values that the next forward uses, of all parameters, where one of them is not the newest.
-        ``infinity`` has what torch has no place for: the number of steps, those skipped, and with fp16 the
-        loss scale and the steps since it changed.
+        """Return the state in the format of torch's AdamW: exp_avg and exp_avg_sq in fp32 on the host, `step`
+        as a float32 tensor. If the compute dtype is not fp32, it also holds ``master``, then also for
+        parameters that were never updated. With delayed updates, if the next forward uses a value that is not
+        the newest, it also holds ``front``, in the compute dtype: the values that the next forward uses, of
+        all parameters. The key ``infinity`` holds values that torch's format has no place for: the number of
+        steps, the number of skipped steps, and with fp16 the loss scale and the steps since it changed.
 
         Raises:
-            BudgetError: it does not fit what `host_memory` leaves.
-            ParameterChangedError: a parameter was edited in place while its update was delayed.
+            BudgetError: the state dict does not fit the memory that `host_memory` leaves.
+            ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
         with self.shelter.turn.hold():
             return self._make_state_dict()
@@ -490,15 +492,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {**state, OURS: self.counts()}
 
     def counts(self) -> dict[str, float]:
-        """Return what torch's optimizers do not count: steps, those skipped, and with fp16 the loss scale and
-        the steps since it changed."""
+        """Return counts that torch's optimizers do not have: steps, skipped steps, and with fp16 the loss
+        scale and the steps since it changed."""
         counts: dict[str, float] = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         if self._fp16:
             counts.update(loss_scale=self.loss_scale, good_steps=self._good_steps)
         return counts
 
     def set_counts(self, counts: Mapping[str, float]) -> None:
-        """Count on from `counts`; what is not in it stays."""
+        """Continue from `counts`; a count that it does not have stays."""
         self._steps = int(counts.get("steps", self._steps))
         self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
         if self._fp16 and "loss_scale" in counts:
@@ -506,13 +508,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._good_steps = int(counts.get("good_steps", 0))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this optimizer or of torch's AdamW or Adam over the same groups. Where it
-        has masters, the parameters follow them. Where it has a ``front``, and updates are delayed here, the
-        next forward uses that: load the model's state dict before, with the newest values.
+        """Load a state dict of this optimizer, or of torch's AdamW or Adam over the same groups. If it has
+        masters, the parameters get their values. If it has a ``front``, and this optimizer delays updates,
+        the
+        next forward uses the front: load the model's state dict, with the newest values, before.
 
         Raises:
-            StateDictError: the groups or shapes do not fit; nothing has been changed then.
-            ParameterError: parameters that would change are inside a `gathered` block.
+            StateDictError: the groups or shapes do not fit; nothing has changed.
+            ParameterError: a `gathered` block is open for parameters that would change.
         """
         with hooked(self, state_dict) as given:
             pairs, counts = match(given, self.param_groups, self._params), counts_of(given)
@@ -543,9 +546,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         optimizer has just brought. No update may be under way."""
         if self._resumed == self._steps and self._states.with_front():
             raise StateDictError(
-                "the optimizer has loaded the values that the next forward is to use, with delayed updates",
+                "with delayed updates, the optimizer has loaded the values that the next forward will use; "
+                "this load would drop them",
                 expected="model.load_state_dict(…) first, then optimizer.load_state_dict(…)",
                 found="model.load_state_dict(…) after it, and no step between them",
-                cure="load the model first; or, to begin with what you load now, call "
-                "`infinity.flush(optimizer)` before that",
+                cure="load the model first; or, to start from the values that you load now, call "
+                "`infinity.flush(optimizer)` before this load",
             )

@@ -1,4 +1,4 @@
-"""Pieces of flat tensors: what of a parameter is in a chunk, and what of a chunk is a parameter's."""
+"""Pieces of flat tensors: the part of a parameter in a chunk, and the part of a chunk in a parameter."""
 
 from __future__ import annotations
 

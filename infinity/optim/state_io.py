@@ -1,6 +1,6 @@
-"""State and copies, parameter by parameter: for state dicts, and for the take-over in `wrap`.
+"""State and compute parameters, parameter by parameter: for state dicts, and for the take-over in `wrap`.
 
-Everything here goes chunk by chunk through leases, so that its own host memory is bounded.
+Everything here works chunk by chunk through leases, so that its own host memory is bounded.
 """
 
 from __future__ import annotations
@@ -498,6 +498,6 @@ def _no_room(nbytes: int, room: int) -> BudgetError:
         "a state dict does not fit the host memory that is left",
         expected=f"{format_size(nbytes)} ({nbytes} bytes)",
         found=f"{format_size(room)} ({room} bytes) left of host_memory",
-        cure="`infinity.export(model, path)` writes the model to files, `infinity.save(optimizer, path)` the "
-        "whole run, whatever the size; or raise host_memory",
+        cure="write the model to files with `infinity.export(model, path)`, or the whole run with "
+        "`infinity.save(optimizer, path)`, which work at any size; or raise host_memory",
     )

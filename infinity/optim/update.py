@@ -1,15 +1,15 @@
 """The update: read chunk c+1 ‖ update c ‖ write c−1.
 
-One pass of the kernel unscales, clips, decays, updates and writes the compute-dtype copy. It
+One pass of the kernel unscales, clips, decays, updates and writes the compute parameters. It
 runs where the state is: on the CPU for `host` and `nvme`, on the device for `device`, with the
 same bits ([Note: one rounding per operation]).
 
-Where there is no memory for a chunk of which nothing is changed yet, the update stops, and goes on later:
+If there is no memory for a chunk that the update has not changed yet, the update stops, and goes on later:
 [Note: updates that stop].
 
-[Note: a feed] What is to be updated comes at once, by `step()`, or unit by unit while a backward runs. The
-worker does not tell these apart: it takes what has come, and where nothing has, it hands on what it has
-made and reads ahead the state of what is expected next.
+[Note: a feed] Work for the update arrives all at once, by `step()`, or unit by unit while a backward runs.
+The worker does not distinguish these: it takes the work that has arrived. If there is none, it passes its
+results on and reads the state of the expected next units ahead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
 
 #: What helps where an update that cannot go on has changed something.
 LOST: Final = (
-    "build the model anew and load the last checkpoint (`infinity.load`), with more memory: free some, or "
+    "build the model again and load the last checkpoint (`infinity.load`), with more memory: free some, or "
     "lower host_memory, device_memory or chunk_elements"
 )
 
@@ -183,8 +183,8 @@ class Updater:
     def add(
         self, chunks: Sequence[Chunk], landed: Task | None, make: Callable[[], Sequence[ChunkUpdate]]
     ) -> None:
-        """Have `chunks`, all that is to be updated of their units, updated when their gradients have
-        `landed`; see `Batch`."""
+        """Update `chunks`, all chunks of their units that have an update, when their gradients have `landed`;
+        see `Batch`."""
         if not chunks:
             return
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
@@ -197,8 +197,8 @@ class Updater:
         self._feed.end()
 
     def wait(self) -> None:
-        """Block until what was posted is complete on its tier; raise what went wrong. What stopped goes on,
-        if somebody was told of that.
+        """Block until all posted updates are complete on their tier; raise their error. An update that
+        stopped goes on, if an earlier call has raised that.
 
         Raises:
             GradientError: a hook of the user's asks, in the backward that the rest of the update comes from.
@@ -207,10 +207,10 @@ class Updater:
         if task is not None:
             if self._feed.is_open and in_backward():
                 raise GradientError(
-                    "parameters or their state are looked at in the last backward of a step",
-                    expected='with update="backward", such looks behind `step()`',
-                    found="one in a hook or a function of that backward, which updates them",
-                    cure='look behind `step()`, or train with update="overlap"',
+                    "the program reads parameters or their state in the last backward of a step",
+                    expected='with update="backward", such reads after `step()`',
+                    found="a read in a hook or a function of that backward, which updates them",
+                    cure='read them after `step()`, or train with update="overlap"',
                 )
             wait = self._recorder.waits()
             while True:
@@ -254,7 +254,7 @@ class Updater:
         return len(self._ahead)
 
     def drop_ahead(self) -> None:
-        """Give up what was read ahead: somebody is about to change state, or needs the leases."""
+        """Drop the state that was read ahead: the caller is about to change state, or needs the leases."""
         while self._ahead:
             self._ahead[0].close()  # what fails here is closed by the next call
             self._ahead.popleft()
@@ -319,8 +319,8 @@ class Updater:
             f"{what} has no memory; {len(left)} chunks wait, and nothing is lost",
             expected="memory for the update of one chunk",
             found=found,
-            cure="free memory, then make the same call again: the update goes on where it stopped, and a "
-            "`step()` that raised this is finished by the next `step()`",
+            cure="free memory, then make the same call again: the update goes on where it stopped, and the "
+            "next `step()` finishes a `step()` that raised this",
         )
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:

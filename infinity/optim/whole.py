@@ -1,5 +1,5 @@
-"""Whole parameters of several ranks: what each has of them, brought together; and that all do the same to
-them. With one rank, nothing is done."""
+"""Whole parameters from the parts of several ranks, and checks that all ranks change them in the same way.
+With one rank, nothing here has any effect."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def of_first_rank(comm: Comm, tensor: torch.Tensor) -> torch.Tensor:
 def of_owners(
     comm: Comm, units: Sequence[ParamUnit], kind: str, values: Mapping[ShardedParam, torch.Tensor]
 ) -> None:
-    """Have what other ranks own of whole parameters, flat: one after the other, in the order of units.
-    Collective.
+    """Fetch the elements of whole parameters that other ranks own, flat: one parameter after the other, in
+    the order of units. Collective.
 
     Raises:
-        RankError: another rank failed, or looks at something else.
+        RankError: another rank failed, or reads something else.
     """
     parts = [s for s in values if not units[s.unit].layout.whole]
     for sharded in sorted(parts, key=lambda s: (s.unit, s.index)):
@@ -47,12 +47,12 @@ def agree_on_step(
     present: Sequence[ShardedParam],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Have all ranks update the same parameters with the same options, after the same clipping: each only
-    sees its own slices. Collective.
+    """Check that all ranks update the same parameters with the same options, after the same clipping: each
+    rank only sees its own slices. Collective.
 
     Raises:
         DivergenceError: they would not.
-        RankError: another rank failed, or does something else.
+        RankError: another rank failed, or makes another call.
     """
     if comm.world > 1:
         options = json.dumps(
@@ -70,7 +70,7 @@ def agree_on_step(
             told = comm.exchange("the options of a step, which differ", options)
             raise DivergenceError(
                 "the ranks make a step with different options",
-                expected="the same in the param groups of all ranks",
+                expected="the same options in the param groups of all ranks",
                 found=differences([json.loads(each) for each in told]),
                 cure="set the options of param groups, and step schedulers, in the same way on every rank",
             )
@@ -78,12 +78,12 @@ def agree_on_step(
 
 
 def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Sequence[str]) -> set[str]:
-    """Have the user made the same edits on all ranks: values by name. Return which of their `copies` of units
-    were edited on any. Collective.
+    """Check that the user made the same edits on all ranks: values by name. Return which of their replicas of
+    units (`copies`) were edited on any rank. Collective.
 
     Raises:
-        DivergenceError: they are not the same.
-        RankError: another rank failed, or does something else.
+        DivergenceError: the edits are not the same.
+        RankError: another rank failed, or makes another call.
     """
     said = json.dumps([{name: f"{crc_of(value):08x}" for name, value in edited.items()}, copies]).encode()
     if len({*comm.exchange("the edits of parameters", zlib.crc32(said).to_bytes(4, "little"))}) == 1:
@@ -93,20 +93,20 @@ def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Seque
     if any(each != values[0] for each in values):
         raise DivergenceError(
             "ranks have edited parameters outside of a `gathered` block, and not all in the same way",
-            expected="the same values on all ranks, as each has a copy",
-            found=f"CRC-32 of what was edited: {differences(values)}",
-            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: that rank's values "
-            "count then",
+            expected="the same values on all ranks, because each has a replica",
+            found=f"CRC-32 of the edited values: {differences(values)}",
+            cure="edit inside `with infinity.gathered(params, write=True, source=0):`: then all ranks take "
+            "the values of that rank",
         )
     return {name for each in told for name in each[1]}
 
 
 def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None:
-    """Have all ranks load the same tensors, by name: each keeps its own slices of them. Collective.
+    """Check that all ranks load the same tensors, by name: each keeps its own slices of them. Collective.
 
     Raises:
         DivergenceError: they do not have the same names and values.
-        RankError: another rank failed, or does something else.
+        RankError: another rank failed, or makes another call.
     """
     if comm.world == 1:
         return
@@ -122,8 +122,8 @@ def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None
                 f"ranks load different values of {name!r}",
                 expected="the same state dict on all ranks",
                 found="; ".join(f"rank {rank}: CRC-32 {crc}" for rank, crc in enumerate(crcs)),
-                cure="load one file on all; or edit inside `infinity.gathered(…, write=True, source=0)`, "
-                "where that rank's values count",
+                cure="load the same file on all ranks; or edit inside "
+                "`infinity.gathered(…, write=True, source=0)`, which takes the values of that rank",
             )
 
 

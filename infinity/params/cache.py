@@ -1,14 +1,15 @@
-"""The units' memory on the device, within a number of bytes: what is loaded next, and what goes for it.
+"""The units' memory on the device, within a number of bytes: which unit to load next, and which to evict.
 
-A unit that nobody uses stays while there is room; when room is needed, the one whose next use is farthest
-away goes first: [Note: load and gather]. One whose memory somebody else holds stays as long as that lasts,
-over the budget if need be: [Note: held units].
+A unit that is not in use stays while there is room. When the engine needs room, it evicts the unit whose next
+use is farthest away first: [Note: load and gather]. A held unit stays as long as it is held, over the budget
+if necessary: [Note: held units].
 
-[Note: worth the wait] What is loaded ahead may take the place of a unit that comes later, but what is used
-until then and comes again later still would be the better one to go. Cycle after cycle, whoever does not wait
-for it loads a model whole of which a part could have stayed. So it is waited for, but not until a drive has
-nothing to do: a unit before which fewer bytes are used than it has itself takes what there is (P. Cao et al.,
-"A study of integrated prefetching and caching strategies", 1995: it is between their two).
+[Note: worth the wait] A prefetched unit may take the place of a unit whose next use is later. But a unit that
+is used until then, and whose next use is later still, would be the better victim. A cache that never waits
+for it loads a whole model in each cycle, although a part could have stayed. So the cache waits for the better
+victim, but not until a drive has nothing to do: if fewer bytes are used before a unit than the unit has
+itself, it takes the room that there is (P. Cao et al., "A study of integrated prefetching and caching
+strategies", 1995: this is between their two strategies).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _NEVER: Final = math.inf
 
 
 class Cache:
-    """Which units have memory on the device. `capacity`: bytes, of those that are not placed there.
+    """Which units have memory on the device. `capacity`: bytes, for the units that are not placed there.
 
     Attributes:
-        loads: that were begun.
-        peak: bytes that were in use at once, at most.
-        in_backward: a backward is under way; its nodes let go of what they hold soon.
+        loads: number of loads that were begun.
+        peak: largest number of bytes that were in use at once.
+        in_backward: a backward is running; its nodes soon release the memory that they hold.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Cache:
         self.peak = max(self.peak, self.allocated)
 
     def load_now(self, unit: ParamUnit) -> None:
-        """Load a unit that is needed, whatever has to go for it."""
+        """Load a unit that is needed, and evict any units for it."""
         self._make_room(unit)
         try:
             self.load(unit, urgent=True)
@@ -87,7 +88,7 @@ class Cache:
             self.load(unit, urgent=True)
 
     def invalidate(self, unit: ParamUnit) -> None:
-        """Free the memory of an idle unit, whose values are about to be those of another version."""
+        """Free the memory of an idle unit, whose values are about to change to another version."""
         if unit.state in IDLE_STATES:
             self.wait_for(unit, unit.invalidate)
             if unit.stale:

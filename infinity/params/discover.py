@@ -1,15 +1,15 @@
-"""Finding the units of a model, and the modules at whose edges they come and go.
+"""Finding the units of a model, and the modules at whose boundaries they are loaded and released.
 
-A *scope* is a module with hooks: before its forward the units that it needs are unsharded, after
-it they are released. By themselves, units are: each of a group of sibling modules of one class
+A *scope* is a module with hooks: the engine unshards the units that it needs before its forward, and
+releases them after it. By default, units are: each of a group of sibling modules of one class
 (the blocks of a ModuleList or Sequential), with everything below it; each other subtree that has
-no such group, as high up as possible below the root; and what a module in between owns directly.
-What is frozen in such a subtree is a unit of its own: it never changes, so it stays on the device where there
-is room, whatever the rest does (low-rank adapters train some thousandths of a block).
+no such group, as high up as possible below the root; and the parameters that a module in between owns
+directly. The frozen parameters of such a subtree are a unit of their own: they never change, so they stay on
+the device if there is room, whatever the rest does (low-rank adapters train some thousandths of a block).
 A tied parameter belongs to the unit that has it first; every scope that uses it needs that unit.
 
-Some modules of torch look at parameters below them before those modules begin, to choose a faster way, and
-would not take it for one that is released. They are scopes, too, that have present what they look at.
+Some torch modules read parameters of their submodules before these begin, to choose a fast path, which they
+do not take for released parameters. They are scopes, too, which load the parameters that they read.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _own_precision(name: str, param: nn.Parameter, trains: bool) -> str:
         )
     if trains and param.dtype is torch.float16:
         raise PrecisionError(
-            f"the parameter {name!r} is fp16, in which gradients of an unscaled loss vanish",
+            f"the parameter {name!r} is fp16, and fp16 gradients of an unscaled loss underflow",
             expected='Config(dtype="fp16"), with which `optimizer.scale(loss).backward()` scales the loss',
             found="dtype=None, and a parameter that is torch.float16",
             cure='Config(dtype="fp16") and `optimizer.scale(loss).backward()`; or Config(dtype="bf16")',

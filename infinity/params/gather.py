@@ -42,10 +42,10 @@ class Gather:
             self._task = self._comm.begin(gather)
 
     def finish(self, runs: Sequence[torch.Tensor]) -> None:
-        """Have `runs` gathered: wait for what was begun, or do it now.
+        """Complete the gather of `runs`: wait for the one that was begun, or do it now.
 
         Raises:
-            RankError: another rank failed, or does something else.
+            RankError: another rank failed, or makes another call.
         """
         if self._task is not None:
             self._comm.finish(self._task)

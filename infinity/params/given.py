@@ -1,8 +1,9 @@
 """What state dicts give out: a storage of its own for each tensor, and which copies were edited.
 
-torch's parameters have a storage each, and what saves models tells tied ones by that (safetensors,
-accelerate, `torch.save`). A unit's parameters lie in one storage; so what is given out of it is an alias
-through DLPack, which has a storage over exactly its bytes and keeps the unit's for as long as it lives.
+In torch each parameter has a storage of its own, and libraries that save models (safetensors, accelerate,
+`torch.save`) recognise tied parameters by it. A unit's parameters share one storage. So a state dict gets an
+alias through DLPack, which has a storage over exactly its bytes and keeps the unit's storage for as long as
+it lives.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Given:
                 copy.version = copy.now
 
     def check(self) -> None:
-        """Tell of edits that torch counts since the last look; also of copies that are gone since.
+        """Check for edits that torch counts since the last check, also of copies that are gone since.
 
         Raises:
-            ParameterChangedError: there are. On a device that is not the host it is a warning.
+            ParameterChangedError: there is an edit. On a device that is not the host this is a warning.
         """
         if not self._copies:
             return
@@ -80,12 +81,12 @@ class Given:
             return
         self.forget(edited)
         error = ParameterChangedError(
-            f"a copy of the parameter {edited[0].name!r} was edited, which a state dict gave out; the "
-            "parameter has the values that it had",
+            f"the program edited a copy of the parameter {edited[0].name!r} from a state dict; the parameter "
+            "itself has not changed",
             expected="edits of parameters themselves",
             found=f"an in-place edit of tensors of `state_dict()`, of {len(edited)} parameters",
-            cure="edit inside `with infinity.gathered(params, write=True):`, or give what was edited to "
-            "`load_state_dict`; clone() what is to be edited and not to change the model",
+            cure="edit inside `with infinity.gathered(params, write=True):`, or pass the edited tensors to "
+            "`load_state_dict`; clone() tensors whose edits are not for the model",
         )
         if not self._staged:
             raise error

@@ -1,14 +1,14 @@
-"""Loads: the way of a copy to the device, `read` → lease → `h2d`, on a thread of its own.
+"""Loads: compute parameters to the device, `read` → lease → `h2d`, on a thread of its own.
 
-The loader keeps as many reads under way as its quota has leases, over the boundaries of units,
-and hands each chunk to the device's copy stream as soon as its bytes are checked. It waits for no copy: a
-lease goes back to the pool with the event of the copy that reads it.
+The loader keeps as many reads running as its quota has leases, across the boundaries of units,
+and passes each chunk to the device's copy stream as soon as its bytes are checked. It waits for no copy: a
+lease returns to the pool with the event of the copy that reads it.
 
 [Note: load and gather] A load is local: it brings this rank's slice of a unit to its place in the unit's
-storage, is started when there is room, and may take any time. A gather makes the slices of all ranks a whole.
-It is asked for where the program uses a unit, so its order is the program's on every rank, and what is
-evicted for it depends on the schedule and on bytes, never on what has come. With one rank the slice is the
-whole.
+storage. It starts when there is room, and may take any time. A gather combines the slices of all ranks. It
+runs where the program uses a unit, so its order is the program's order on every rank. The units that are
+evicted for it depend on the schedule and on bytes, never on the order of arrival. With one rank the slice is
+the whole unit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Load:
         """Block until the copies are on the stream, or it failed.
 
         Raises:
-            OutOfMemoryError: the update that it may wait for found no memory, and is to be tried again.
+            OutOfMemoryError: the update that it waits for found no memory, and has to run again.
         """
         while not self.issued.wait(POLL):
             if self.look is not None:

@@ -1,14 +1,14 @@
-"""Parameters that come and go.
+"""Parameters that the engine loads and releases.
 
-`ShardedParam` is what the engine knows of one `nn.Parameter`; nothing is hung on the parameter.
+`ShardedParam` holds the engine's data about one `nn.Parameter`; the parameter itself gets no attributes.
 
 [Note: released parameters] Released storage has no memory (on CUDA its size is 0, on a CPU its pages are
 protected) while the shape stays: any operator would crash, and `torch.save` might silently write nothing.
-So while a parameter is released its `__class__` is `ReleasedParameter`, whose `__torch_function__` makes it
-present in a forward or a backward, and raises elsewhere (torch's `UninitializedParameter` is the precedent).
-Metadata stays readable. `unshard` restores the class. Storage is refilled in place and without a version
-bump, so graphs that saved the parameter stay valid; `step()` bumps the versions of what it updates, so that
-a graph from before the step fails as it does in torch.
+So while a parameter is released its `__class__` is `ReleasedParameter`. Its `__torch_function__` loads the
+parameter in a forward or a backward, and raises an error elsewhere (torch's `UninitializedParameter` is the
+precedent). Metadata stays readable. `unshard` restores the class. The engine refills storage in place and
+without a version bump, so graphs that saved the parameter stay valid. `step()` bumps the versions of the
+parameters that it updates, so that a graph from before the step fails as it does in torch.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ _CURE = (
 
 
 def traced_error(found: str) -> ParameterError:
-    """Return the error of what records a forward of a wrapped model."""
+    """Return the error for code that records a forward of a wrapped model."""
     return ParameterError(
-        "a wrapped model cannot be recorded: its parameters come and go, and in a recorded forward they stay",
+        "a wrapped model cannot be recorded: the engine loads and releases its parameters, and a recorded "
+        "forward cannot do that",
         expected="a plain model",
         found=found,
-        cure="record what `infinity.unwrap(model)` returns, or a model that is built anew and has loaded "
+        cure="record the model that `infinity.unwrap(model)` returns, or a newly built model that has loaded "
         "`model.state_dict()`",
     )
 
@@ -119,7 +120,7 @@ class ReleasedParameter(nn.Parameter):
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
-            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released one",
+            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released parameter",
             cure=_CURE,
         )
 
@@ -131,7 +132,7 @@ class ReleasedParameter(nn.Parameter):
             f"the parameter {name_of(self)!r} cannot be copied",
             expected="a parameter that belongs to no engine",
             found="deepcopy of a released parameter",
-            cure="copy the model before `wrap`, and later its newest values into that copy, "
+            cure="copy the model before `wrap`, and later copy its newest values into that copy, "
             "`infinity.copy_to(model, plain)`; or copy its `state_dict()`",
         )
 
@@ -145,8 +146,8 @@ class ReleasedParameter(nn.Parameter):
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter that is on the device while its update is under way: metadata is
-    answered at once, whoever needs the values waits for the unit."""
+    """The class of a parameter that is on the device during its update: metadata is available at once, and a
+    read of the values waits for the unit."""
 
     plain: ClassVar[type] = nn.Parameter
 
@@ -268,7 +269,7 @@ def _unchanged(param: ReleasedParameter, dtype: Any, device: Any, found: str, co
         f"the parameter {name_of(param)!r} cannot be moved, cast or copied by {found} after `wrap`",
         expected=f"{param.dtype} on {param.device}",
         found=found,
-        cure="choose dtype and device in Config, before `wrap`; `infinity.unwrap(model)` makes it a plain "
+        cure="set dtype and device in Config, before `wrap`; `infinity.unwrap(model)` turns it into a plain "
         "model again",
     )
 
@@ -381,19 +382,20 @@ class ShardedParam:
             return int(self.param._version)
 
     def keep_accumulator(self) -> None:
-        """Hold on to the node that accumulates the parameter's gradient. It refers to the parameter, and
-        would come and go with graphs; held, it is a constant of `owners`."""
+        """Keep a reference to the node that accumulates the parameter's gradient. The node refers to the
+        parameter, and would come and go with graphs; with the reference it is a constant of `owners`."""
         if self.param.requires_grad:
             with torch.enable_grad():
                 self._accumulator = self.param.view_as(self.param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
     def let_accumulator_go(self) -> None:
-        """Undo `keep_accumulator`: the two would keep each other for good."""
+        """Undo `keep_accumulator`: otherwise the two would keep each other alive for good."""
         self._accumulator = None
 
     @property
     def owners(self) -> int:
-        """How many own the parameter's tensor, in C++: Python is one, a graph that saved it another."""
+        """The number of C++ owners of the parameter's tensor: Python is one, a graph that saved it
+        another."""
         with torch._C.DisableTorchFunctionSubclass():
             return int(self.param._use_count())  # type: ignore[attr-defined]
 
@@ -435,14 +437,14 @@ class ShardedParam:
         if not wrong and (storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage)):
             return
         raise ParameterChangedError(
-            f"the parameter {self.name!r} was cast, moved or given other data after `wrap`",
+            f"the parameter {self.name!r} was cast, moved or got other data after `wrap`",
             expected=f"{self.spec.dtype}, shape {self.spec.shape}, in the engine's storage",
             found=f"{param.dtype}, shape {tuple(param.shape)}" if wrong else "other storage",
             cure="`infinity.unwrap(model)`, resize it, and wrap it again"
             if tuple(param.shape) != self.spec.shape
-            else "`with infinity.gathered(params, write=True): pass` keeps the values that it has now, as "
-            f"{self.spec.dtype}; edit inside such a block from then on. `infinity.unwrap(model)` works after "
-            "one, to cast it and wrap it again",
+            else "`with infinity.gathered(params, write=True): pass` keeps its current values, as "
+            f"{self.spec.dtype}; edit inside such a block from then on. After such a block, "
+            "`infinity.unwrap(model)` works, to cast the model and wrap it again",
         )
 
 
@@ -450,7 +452,7 @@ _SHARDED: Any = WeakIdKeyDictionary()
 
 
 def sharded_of(param: torch.Tensor) -> ShardedParam | None:
-    """Return what an engine knows of `param`; None if it belongs to none."""
+    """Return the engine's data about `param`; None if it belongs to no engine."""
     reference = _SHARDED.get(param)
     return reference() if reference is not None else None
 
@@ -461,6 +463,6 @@ def any_sharded() -> bool:
 
 
 def name_of(param: torch.Tensor) -> str:
-    """Return the name that the engine knows a parameter by."""
+    """Return the engine's name of a parameter."""
     sharded = sharded_of(param)
     return sharded.name if sharded is not None else "?"

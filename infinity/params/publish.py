@@ -1,17 +1,17 @@
-"""What moves between the versions of a copy, when updates are delayed.
+"""The two versions of compute parameters with delayed updates, and the moves between them.
 
 [Note: two versions] With ``update="delayed"`` forward and backward of step t+1 use θ_{t−1} while
 the update of step t makes θ_t (ZeRO-Offload, arXiv 2101.06840, section 5.2, "one-step delayed
-parameter update"). So a trainable chunk's copy has two slots: the version in front, which forward and
+parameter update"). So a trainable chunk's compute parameters have two slots: the front, which forward and
 backward use, and the back, into which the next update writes ([Note: front and back]). `step()`
-publishes what the update before it has made: the back comes to the front.
+publishes the result of the update before it: the back becomes the front.
 
 - Off the device the two slots flip.
-- On the device the front is the unit's storage, and the back is in host memory; publishing copies it
-  to the device, in the order of the forward. `swap` exchanges the two, for whoever wants to see the
-  newest without changing what the training sees; publishing flips them then.
+- On the device the front is the unit's storage, and the back is in host memory; publishing copies the back
+  to the device, in the order of the forward. `swap` exchanges the two, for readers of the newest version that
+  must not change what the training uses; publishing then flips them.
 
-Otherwise a copy has one version and nothing here ever does anything.
+Without delayed updates there is one version, and nothing in this file has any effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who uses which unit, and in which version: claims, and what changes the values under them."""
+"""The uses of units: claims, the versions that they use, and the changes of values under them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .updates import Updates
 
 
 class Residency:
-    """The claims on units. A unit that somebody uses is UNSHARDED; what nobody uses is the cache's.
+    """The claims on units. A unit in use is UNSHARDED; units that are not in use belong to the cache.
 
-    `in_order`: units are gathered in the order of their numbers, those before the one that is needed first
-    (ZeRO's stage 1): then ranks may use different ones, as long as all come to the same `gather_all`.
-    `ahead`: while one is used, the next is gathered ([Note: behind compute]); then all ranks use the same.
+    `in_order`: the engine gathers units in the order of their numbers, first those before the needed one
+    (ZeRO stage 1). Then ranks may use different units, as long as all come to the same `gather_all`. `ahead`:
+    while a unit is in use, the engine gathers the next one ([Note: behind compute]); then all ranks use the
+    same units.
 
     Attributes:
         hits: units that were loaded, or being loaded, when they were needed.
@@ -67,7 +68,7 @@ class Residency:
         return self._publisher.has_two_versions
 
     def held(self) -> list[ParamUnit]:
-        """Return the units whose memory somebody else holds, of those that nobody uses or writes."""
+        """Return the held units, of those that are not in use and not being written."""
         idle = (u for u in self.units if u.filled and not u.in_use and u.load_is_over())
         return [u for u in idle if u.arriving is None and u.is_held()]
 
@@ -89,8 +90,8 @@ class Residency:
         the schedule, and load what comes next. `keep`: the claim outlives `forget_users`.
 
         Raises:
-            ParameterError: somebody else uses another version of one of them.
-            GradientError: the last backward of a step has updated one of them, and `step()` is to come.
+            ParameterError: another user has claimed another version of one of them.
+            GradientError: the last backward of a step has updated one of them, and `step()` has not run.
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
@@ -132,7 +133,7 @@ class Residency:
                 return
 
     def gather_all(self) -> None:
-        """Gather what was not needed on this rank, if that is to be in order."""
+        """With `in_order`, gather the units that this rank did not need."""
         if self._in_order:
             self._gather_rest()
 
@@ -141,7 +142,7 @@ class Residency:
         self._gather_first(len(self.units))
 
     def use_all(self) -> None:
-        """Have every unit as after its use, if that is to be in order: ranks may have used different ones."""
+        """With `in_order`, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
             everything, owner = range(len(self.units)), object()
             self.acquire(everything, owner, newest=False, note=False)
@@ -180,8 +181,8 @@ class Residency:
         self._idle(self.units)
 
     def _idle(self, units: Sequence[ParamUnit], *, persistent: bool = False) -> None:
-        """Make those of `units` idle that nobody uses, all of them, then raise what one of them raised; also
-        those that are `persistent`. What was edited in place goes at once, so that nobody sees the edit."""
+        """Make all `units` idle that are not in use, then raise the error of any of them; with `persistent`
+        also persistent units. Free units that were edited in place at once, so that no code sees the edit."""
         error: ParameterChangedError | None = None
         for unit in units:
             stays = unit.on_device or (unit.persistent and not persistent)
@@ -229,8 +230,8 @@ class Residency:
             # What is placed on the device has its update in the block, unless that is delayed.
             if unit.keepers and (self.has_two_versions or not unit.on_device):
                 raise ParameterError(
-                    f"the parameters of unit {unit.layout.name!r} are about to change inside a "
-                    "`gathered` block",
+                    f"a call would change the parameters of unit {unit.layout.name!r} inside a `gathered` "
+                    "block",
                     expected="step() and load_state_dict() outside the block",
                     found="a block that is still open",
                     cure="leave `with infinity.gathered(...)` first",
@@ -244,16 +245,16 @@ class Residency:
 
     @sheltered
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
-        """Have units gathered anew when they are used next. Raises what is said of edits."""
+        """Make the next use of units gather them again. Raises the errors of edits."""
         for unit in units:
             self._idle([unit], persistent=True)
             self.cache.invalidate(unit)
 
     @sheltered
     def refresh(self) -> None:
-        """Give the memory of changed units that somebody holds its new values; when this returns, an
-        alias shows them. With several ranks it does when its unit is used next: who holds what is not
-        the same on all."""
+        """Write the new values into the memory of changed units that are held; when this returns, an alias
+        shows them. With several ranks an alias shows them at the next use of its unit, because held units
+        differ between ranks."""
         stale = [u for u in self.units if u.waits_for_owner]
         for unit in stale:
             if unit.on_device:
@@ -269,7 +270,7 @@ class Residency:
 
     @sheltered
     def expect_updates(self, indices: Iterable[int]) -> None:
-        """Make whoever looks at the values of units on the device wait for the update that was posted."""
+        """Make every read of the values of units on the device wait for the posted update."""
         for unit in (self.units[i] for i in indices):
             if unit.on_device:
                 self._expect(unit, functools.partial(self._wait_updated, unit.index))
@@ -317,8 +318,8 @@ class Residency:
 
     @sheltered
     def publish(self) -> list[ShardedParam]:
-        """Have forward and backward use the newest copies from now on, with no update under way; return
-        the parameters that changed."""
+        """Make forward and backward use the newest compute parameters from now on. No update may be running.
+        Return the parameters that changed."""
         changed = [u for u in self.cache.forward_order() if self._publisher.is_newer(u)]
         if not changed:
             return []
@@ -333,8 +334,8 @@ class Residency:
         return [p for u in changed for p in u.params]
 
     def show(self, *, newest: bool) -> None:
-        """Have what is placed on the device and nobody uses show one version: what a graph, or a function of
-        the user's, takes there of a unit is not seen, and no claim comes before it."""
+        """Make the units that are placed on the device, and not in use, show one version: the engine does not
+        see a read of such a unit by a graph or a user's function, and no claim comes before it."""
         if self.has_two_versions:
             self._show(newest)
 
@@ -354,8 +355,8 @@ class Residency:
 
     @sheltered
     def change_roles(self, units: Iterable[ParamUnit]) -> None:
-        """Have what was written to the backs of units, off the device or placed there, be the front, and the
-        front the newest."""
+        """Exchange the roles of the slots of units, off the device or placed there: the backs that were
+        written become the fronts, and the fronts become the newest versions."""
         for unit in units:
             self._publisher.change_roles(unit)
 
@@ -371,7 +372,7 @@ class Residency:
         self._recorder.waited(wait, ("h2d", 0))
 
     def _change_version(self, unit: ParamUnit, user: object, newest: bool) -> None:
-        """Have `unit` show the version that is wanted."""
+        """Make `unit` show the requested version."""
         if unit.newest == newest:
             return
         if newest:
@@ -380,10 +381,10 @@ class Residency:
             return  # there is but one
         if (unit.users | unit.keepers) - {user}:
             raise ParameterError(
-                f"two versions of unit {unit.layout.name!r} are wanted at once",
+                f"the program needs two versions of unit {unit.layout.name!r} at once",
                 expected="a training forward or backward outside of `gathered` blocks, which show the "
                 "newest parameters",
-                found="one inside such a block, with delayed updates",
+                found="a training forward or backward inside such a block, with delayed updates",
                 cure="leave `with infinity.gathered(...)` first, or call `infinity.flush` before it",
             )
         if unit.on_device:

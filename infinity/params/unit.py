@@ -9,12 +9,12 @@ UNSHARDED.
 
 What is written last is what says that the rest was done: an error may end each of them between any two lines.
 
-[Note: held units] Whoever has an alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a
-module returned, a graph that saved it without our hooks) still refers to the unit's memory. Before the
-memory goes the owners of the storage and of the parameters are counted; were there more than when the
-unit was bound, somebody else is among them. Then the memory stays, and new values are written into it, so
-that an alias shows what it shows in torch. Raw addresses (`data_ptr()`, CUDA graphs, IPC) cannot be
-counted.
+[Note: held units] An alias of a parameter (`p.detach()`, `p.data`, `.numpy()`, a view that a module
+returned, a graph that saved it without the engine's hooks) still refers to the unit's memory. Before the
+engine frees the memory it counts the owners of the storage and of the parameters. If there are more than
+when the unit was bound, code outside of the engine is among them. Then the memory stays, and the engine
+writes new values into it, so that an alias shows what it shows in torch. The engine cannot count raw
+addresses (`data_ptr()`, CUDA graphs, IPC).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .unit_memory import UnitMemory
 class UnitState(enum.Enum):
     """Where the parameters of a unit are.
 
-    SHARDED: their storage is empty. LOADING: it is being filled. LOADED: this rank's slice is there (the
-    whole, with one rank). GATHERED: the whole is there, and nobody uses it. UNSHARDED: usable.
+    SHARDED: their storage is empty. LOADING: a load is filling it. LOADED: this rank's slice is there (with
+    one rank, the whole unit). GATHERED: the whole unit is there, and not in use. UNSHARDED: usable.
     """
 
     SHARDED = "sharded"
@@ -74,7 +74,7 @@ class ParamUnit(UnitMemory):
     """The parameters of one unit and their storage on the device.
 
     Args:
-        on_device: placed on the device: the copy's place is the storage.
+        on_device: placed on the device: the storage holds the compute parameters.
         kept_apart, in_place: this rank's shard is placed on the device: see `UnitMemory`.
         persistent: not released after use; what is placed on the device always is.
         look: an edit that torch does not count is an error.
@@ -147,8 +147,8 @@ class ParamUnit(UnitMemory):
         return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage), owners
 
     def is_held(self) -> bool:
-        """Return whether anybody outside of the engine refers to the unit's memory. Nothing may be on its
-        way to it, and no forward or backward use it. See [Note: held units]."""
+        """Return whether code outside of the engine refers to the unit's memory. No load may be running into
+        it, and no forward or backward may use it. See [Note: held units]."""
         if self._owners is None:
             return False
         memory, references, owners = self._count()
@@ -159,26 +159,27 @@ class ParamUnit(UnitMemory):
         return not self.on_device and any(n > b for n, b in zip(owners, before[2], strict=True))
 
     def warn_held(self) -> None:
-        """Tell the user, once, that the memory was to go and is held."""
+        """Warn the user, once, that the engine needed the memory and that it is held."""
         if self._warned:
             return
         self._warned = True
         warnings.warn(
             f"{format_size(self.layout.gathered_nbytes)} of unit {self.layout.name!r} stay on the device: "
             "something outside of the engine refers to them (a detached parameter, its `.data`, a numpy "
-            "array, a view that a module returned). They count as yours, beside device_memory, until it "
-            "lets go; clone() what you keep. metrics() counts such units as memory/held_units.",
+            "array, a view that a module returned). Until the program drops these references, this memory "
+            "comes on top of device_memory; keep a clone() instead. metrics() counts such units as "
+            "memory/held_units.",
             RuntimeWarning,
             stacklevel=5,
         )
 
     def warn_room(self, needed: int, planned: int) -> None:
-        """Tell the user that units in use at once need `needed` bytes and not `planned`."""
+        """Warn the user that units in use at once need `needed` bytes and not `planned`."""
         warnings.warn(
             f"unit {self.layout.name!r} needs {format_size(self.layout.gathered_nbytes)} on the device while "
             f"other units are in use: {format_size(needed)} instead of the planned {format_size(planned)}; "
-            "more units are used at once than the model's structure shows. Name larger units with "
-            "Config(units=[...]) to have this planned.",
+            "the model uses more units at once than its structure shows. Name larger units with "
+            "Config(units=[...]), so that the plan includes this.",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -320,11 +321,11 @@ class ParamUnit(UnitMemory):
             self.state = UnitState.LOADED
 
     def gather(self) -> None:
-        """LOADED → GATHERED: have the slices of all ranks. The slice of the only one is the whole: see
+        """LOADED → GATHERED: get the slices of all ranks. With one rank, its slice is the whole unit: see
         [Note: load and gather].
 
         Raises:
-            RankError: another rank failed, or does something else.
+            RankError: another rank failed, or makes another call.
         """
         if self.state is not UnitState.LOADED:
             return
@@ -348,7 +349,7 @@ class ParamUnit(UnitMemory):
         self._become(UnitState.UNSHARDED)
 
     def idle(self) -> None:
-        """UNSHARDED → GATHERED: nobody uses it; the storage stays filled until room is needed.
+        """UNSHARDED → GATHERED: the unit is not in use; the storage stays filled until the engine needs room.
 
         Raises:
             ParameterChangedError: a parameter was edited, which would be lost.
@@ -360,7 +361,7 @@ class ParamUnit(UnitMemory):
             self._forget_edits()
             raise ParameterChangedError(
                 f"the parameter {edited[0].name!r} was edited in place while it was gathered for use",
-                expected="parameters that only the optimizer changes" if self._trains else "values that stay",
+                expected="parameters that only the optimizer changes" if self._trains else "read-only values",
                 found="an in-place edit",
                 cure=_CURES[self._trains],
             )
@@ -401,10 +402,13 @@ class ParamUnit(UnitMemory):
                 wait_over(event)
 
     def reshard(self) -> bool:
-        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The copy was clean: nothing is written.
+        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The compute parameters were clean, so the
+        engine writes nothing.
 
-        Returns False, and does nothing, if somebody holds it: [Note: held units]. With several ranks it is
-        SHARDED on all at the same time: what somebody holds on one keeps its memory, and is filled again.
+        Returns False, and does nothing, if the unit is held: [Note: held units]. With several ranks it
+            becomes
+        SHARDED on all at the same time: a unit that is held on one rank keeps its memory there, and is filled
+        again.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
@@ -430,7 +434,7 @@ class ParamUnit(UnitMemory):
         return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
-        """As `reshard`, for another version is about to come. What somebody holds keeps its memory: `stale`.
+        """As `reshard`, because another version is about to arrive. A held unit keeps its memory: `stale`.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -452,14 +456,15 @@ class ParamUnit(UnitMemory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that count as its own on the device. What somebody holds on one rank counts there alone, and
-        must not decide what all ranks do."""
+        """Bytes that count as the unit's own on the device. Memory that is held on one rank counts only
+        there, and must not influence the decisions of all ranks."""
         away = not self.filled if self._comm.world == 1 else self.state is UnitState.SHARDED
         return 0 if away else self.layout.gathered_nbytes
 
     @property
     def waits_for_owner(self) -> bool:
-        """Whether its memory is held, with values from before an update, which `refresh` gives it anew."""
+        """Whether the unit's memory is held, with values from before an update; `refresh` writes the new
+        ones."""
         return self.stale and self._comm.world == 1
 
     @property
@@ -469,7 +474,7 @@ class ParamUnit(UnitMemory):
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody has a claim on it."""
+        """Whether there is a claim on the unit."""
         return bool(self.users or self.keepers)
 
     def load_is_over(self) -> bool:

@@ -1,12 +1,13 @@
-"""Which updates are under way behind the user's back, and how to wait for them.
+"""Which updates run in the background, and how to wait for them.
 
-The update runs on one worker thread, in the order of the forward. Whoever needs a unit waits for
-that unit; whoever needs everything waits for everything. A failure wakes every waiter and is
-raised by each, so nobody waits for what will not come.
+The update runs on one worker thread, in the order of the forward. A thread that needs a unit waits for
+that unit; a thread that needs everything waits for all units. A failure wakes every waiter, and each raises
+the error, so no thread waits for an update that will not come.
 
-[Note: updates that stop] Where the worker found no memory for a chunk, and has not begun to change it, the
-update has stopped: what is left of it waits. That is raised, too, once at least; whoever looks or waits after
-that has it go on. For all others it is under way: its chunks wait, and its gradients are kept for it.
+[Note: updates that stop] If the worker finds no memory for a chunk, and has not begun to change it, the
+update stops: the rest of it waits. At least one call raises this error. The next call that checks or waits
+after that makes the update go on. For all other code the update is running: its chunks wait, and the engine
+keeps its gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Updates:
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, call: Callable[[], None]) -> None:
-        """Have `call` called after every change, on the thread that makes it."""
+        """Register `call`, which runs after every change, on the thread that makes the change."""
         self._listeners.append(call)
 
     def post(self, chunks: Iterable[Chunk], *, blocks_loads: bool = True) -> None:
@@ -91,7 +92,7 @@ class Updates:
         return bool(self._stopped)
 
     def go_on(self) -> None:
-        """Have what stopped go on.
+        """Continue the update that stopped.
 
         Raises:
             ClosedError: the worker has ended, or belongs to another process.
@@ -127,7 +128,7 @@ class Updates:
             raise _copy_error(error)
 
     def check_stopped(self) -> None:
-        """Raise why the update stopped, if nobody was told; else have it go on."""
+        """Raise why the update stopped, if no call has raised it yet; else continue the update."""
         if self._reported:
             self.go_on()
         for error, _ in tuple(self._stopped):
@@ -140,7 +141,7 @@ class Updates:
         return self._error is not None
 
     def check_once(self) -> None:
-        """Raise the error of an update, if nobody was told of it."""
+        """Raise the error of an update, if no call has raised it yet."""
         if not self._reported:
             self.check()
 
@@ -156,8 +157,8 @@ class Updates:
         return True
 
     def blocks_load(self, chunk: int) -> bool:
-        """Return whether a load of a chunk has to wait for its update; raise if that failed, which is
-        not telling the user: it may be a load that nobody waits for."""
+        """Return whether a load of a chunk has to wait for its update; raise if the update failed. This does
+        not count as a report to the user, because no call may be waiting for the load."""
         if not self._blocks_loads or chunk not in self._chunks:
             return False
         if self._error is not None:

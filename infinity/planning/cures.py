@@ -1,8 +1,8 @@
-"""What to change where a run does not fit: changes that were tried, in the words of whoever asked.
+"""Suggestions for a run that does not fit: changes that the planner has tried, as settings or as options.
 
-A *change* is settings by name that replace those given. It is printed only if the whole run, planned with
-it, fits every tier at once; so none leads to another refusal. ``DIR`` in one stands for a directory on a
-drive that is not named yet; how much must be free there is said behind it.
+A *change* is a set of settings by name, which replace the given ones. The planner suggests a change only if
+the whole run, planned with it, fits every tier at once; so no suggestion leads to another refusal. ``DIR`` in
+a change stands for a directory on a drive that is not named yet; the space that must be free there follows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """How many bytes a run takes on each tier, in closed form.
 
-[Note: memory is a promise] What is computed here is what the engine allocates at start-up; a run
-that does not fit is refused with the numbers of this file. Host memory is the state placed
+[Note: memory is a promise] The engine allocates at start-up exactly the bytes that this file computes. It
+refuses a run that does not fit, with the numbers of this file. Host memory is the state placed
 there plus three *quotas* of the pool:
 
-- ``load``: leases through which copies travel from NVMe to the device;
+- ``load``: leases through which compute parameters move from NVMe to the device;
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
 
-and, with ``activations="host"``, a heap for the inputs of checkpointed layers. How many bytes they
-come to only the first forward shows, so the heap is a setting, or a share of what is left.
+and, with ``activations="host"``, a heap for the inputs of checkpointed layers. Only the first forward shows
+their size, so the heap is a setting, or a share of the remaining memory.
 
-A pipeline takes one lease per chunk (that of gradients two) and a quota serves one pipeline, so none can
-starve another. Device memory is the state placed there, the units that are needed at once, the gradients of
-two units (and on a device of its own that of a parameter, which autograd has just made), and what is left of
-the budget is for units loaded ahead. Where that budget was not named it is nearly all that a device of its
-own has, and the first activation would find none: units loaded ahead get half of what is left then.
+A pipeline takes one lease per chunk (the gradients' pipeline two) and a quota serves one pipeline, so no
+pipeline can starve another. Device memory is the state placed there, the units that are needed at once, and
+the gradients of two units (on a separate device also the gradient of one parameter, which autograd has just
+made). The rest of the budget is for prefetched units. The default budget of a separate device is nearly all
+of its memory, and would leave none for the first activation: then prefetched units get half of the rest.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Demand:
         if short[0] is Tier.DEVICE and self.working:
             named += f" (the largest unit is {self.largest[0]!r}, {format_size(self.largest[1])})"
         raise BudgetError(
-            f"the run does not fit the {short[0]} memory that it was given",
+            f"the run does not fit the {short[0]} memory that it may use",
             expected=f"{short[0]}_memory of at least {format_size(needed)} ({needed} bytes): {named}",
             found=f"{format_size(given)} ({given} bytes)"
             + (f" for each of {ranks} ranks" if (ranks := getattr(budget, f"{short[0]}_ranks")) > 1 else ""),

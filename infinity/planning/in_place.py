@@ -1,9 +1,9 @@
-"""Copies that are read where they are, in files of somebody else's: which bytes of them, and where each goes.
+"""Compute parameters that are read in place, from foreign files: which bytes of them, and where each goes.
 
-[Note: windows] Direct I/O moves whole aligned blocks, and tensors in a file begin where they like. What is
-read is a *window*: the blocks around the bytes of one or more tensors that lie together. In a lease the
-windows of a chunk lie one after the other; the bytes that count are *stretches* of them, and each goes to its
-own place in the copy.
+[Note: windows] Direct I/O moves whole aligned blocks, and tensors in a file begin at any byte. A read covers
+a *window*: the blocks around the bytes of one or more adjacent tensors. In a lease the
+windows of a chunk are concatenated. The useful bytes are *stretches* of the windows, and each goes to its
+own place in the compute parameters.
 """
 
 from __future__ import annotations

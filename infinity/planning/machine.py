@@ -1,10 +1,10 @@
-"""What a run is planned for: memory and drives, of this machine or of one that somebody described.
+"""The machine that a run is planned for: memory and drives, of this machine or of a described one.
 
-[Note: one verdict] What the engine places on the device and the activations beside it are one sum, held
-to what the device has; with a device that has no memory of its own the host's part is in it, too. Drives
-are held to what stands there at once: when `wrap` begins, the arenas are taken while the model still
-stands in scratch ([Note: scratch]). Where a run keeps checkpoints, these and what stands in scratch are never
-there at once: room is needed for the larger.
+[Note: one verdict] The engine's device memory and the activations are one sum, which must fit the device; on
+a device without memory of its own, the sum includes the host's part, too. For drives, everything that exists
+at the same time must fit: when `wrap` begins, it allocates the arenas while the model is still
+in scratch files ([Note: scratch]). If a run keeps checkpoints, they and the scratch files never exist
+at the same time: the larger of the two must fit.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ A *unit* is a list of parameters that are gathered and released together.
 - Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
   multiple of SEGMENT_ELEMENTS.
 - A run is cut into as many equal *slices* as there are ranks, padded to SEGMENT_ELEMENTS. They lie side by
-  side in the unit's gathered storage: rank r's is the r-th, in its place. What a rank has of all runs is its
-  shard (the whole unit, with one rank).
+  side in the unit's gathered storage; rank r has the r-th slice. The slices of a rank from all runs are its
+  shard (with one rank, the whole unit).
 - A slice is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is trainable
   as a whole or not at all, and the blocks of a norm lie on the same grid for every chunk size ([Note:
   norms]).
 
-Frozen chunks have a copy and nothing else.
+Frozen chunks have compute parameters and nothing else.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Whatever depends on them derives from here: budgets and quotas (footprint.py), t
 (storage/layout.py), where a part lies in an update's lease (optim/chunk_io.py), what a step moves (`Moved`).
 A new kind of state is a section of ``state``, or a part of its own, in `_parts_of` and nowhere else.
 
-- ``copy``, one section in the chunk's dtype: what forward and backward use; with delayed updates a second
-  slot, which an update writes while the first is in use;
+- ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
+  delayed updates it has a second slot, which an update writes while the first is in use;
 - ``state``, sections of fp32: [master,] exp_avg, exp_avg_sq;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
@@ -40,7 +40,7 @@ class Part(NamedTuple):
             the least that can be read.
         tiers: where each of its slots is: one, or two for a part of which there are two versions.
         lease_offset: byte of the update's lease where it is worked on; None: where it lies.
-        in_place: it is on NVMe in files of somebody else's, where it is only read.
+        in_place: it is on NVMe in foreign files, which the engine only reads.
     """
 
     sections: tuple[int, ...]
@@ -113,7 +113,7 @@ class ChunkParts:
         load_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
-        place: how the copy is read where it is, in files of somebody else's.
+        place: how the compute parameters are read in place, from foreign files.
     """
 
     parts: Mapping[str, Part]
@@ -167,7 +167,7 @@ def plan_chunks(
     Args:
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
-        places: how frozen chunks are read whose copies stay in files of somebody else's, by chunk id.
+        places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
     """
     made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
     plans = []

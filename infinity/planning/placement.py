@@ -1,4 +1,4 @@
-"""Which tier each copy, state and gradient is on, and which directory: shares of bytes."""
+"""The tier and the directory of all compute parameters, state and gradients: shares of bytes."""
 
 from __future__ import annotations
 

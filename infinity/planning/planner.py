@@ -1,7 +1,7 @@
-"""What a run would take, before anything is built: bytes, traffic, wear and bounds on time.
+"""The plan of a run, before anything is built: bytes, traffic, wear and bounds on time.
 
-All of it follows from the shapes of the parameters and the configuration; the footprint is the
-very one that the engine allocates by.
+It follows from the shapes of the parameters and the configuration. The engine allocates by the same
+footprint.
 """
 
 from __future__ import annotations

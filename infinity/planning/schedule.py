@@ -1,10 +1,10 @@
 """The order in which units are used: recorded as it happens, then followed.
 
-A record of a past cycle (one forward and its backward, or a forward alone) predicts the one under way.
-The last few different cycles are kept: mixture of experts, early exit and generation between training
-steps each have orders that come back. A unit that comes out of order moves the position to where that
-unit comes next in the record, or to a record that knows the two last units as neighbours; nothing ever
-stalls to record again, and a wrong guess costs one load that was not hidden.
+A record of a past cycle (one forward and its backward, or a forward alone) predicts the current cycle.
+The schedule keeps the last few different cycles: mixture of experts, early exit and generation between
+training steps each have orders that recur. If a unit is used out of order, the position moves to the next
+place of that unit in the record, or to a record that has the last two units as neighbours. The engine never
+stalls to record again, and a wrong prediction costs one load that nothing hides.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """The arena: one preallocated, locked file per rank and NVMe directory.
 
-It lies in a subdirectory of our own (``infinity``, mode 0700) in the directory that the user named,
-and is opened ``O_DIRECT|O_CLOEXEC|O_NOFOLLOW``, mode 0600. Its space is taken at once
-(``fallocate``), so a full disk is refused at start-up and not in the middle of a run, and it reads
+It is in a subdirectory that the engine owns (``infinity``, mode 0700) in the directory that the user named.
+The engine opens it with ``O_DIRECT|O_CLOEXEC|O_NOFOLLOW``, mode 0600. It allocates the space at once
+(``fallocate``), so a full disk is an error at start-up and not in the middle of a run. A new arena reads
 as zeros.
 
 [Note: one run per arena] The lock (``flock``) is on the arena's own descriptor, which the kernel
 keeps open while a write of a killed process is still in flight, so the lock is free only when
-nothing can write any more. A file that was unlinked between our open and our lock is not the one at
-the path: both are compared. A child after a fork closes its copies of the descriptors, or it would
-keep the lock of a parent that died.
+nothing can write any more. If a file was unlinked between open and lock, it is not the file at
+the path: the engine compares both. A child after a fork closes its copies of the descriptors, because it
+would otherwise keep the lock of a parent that died.
 
-[Note: no arena is left behind] An arena that serves one run only is unlinked at `close`. What a
-killed run leaves is locked by nobody (`leftovers.py`); the next run in that directory takes its space,
-whatever its own size. The last run that ends removes the subdirectory, too; one that begins at that moment
-makes it again. A file that has the arena's name and is none of ours is refused as it is.
+[Note: no arena is left behind] A `close` unlinks the arena of a run. A killed run leaves its arena without a
+lock (`leftovers.py`); the next run in that directory removes it, whatever its own size, and uses the space.
+The last run that ends removes the subdirectory, too; a run that begins at that moment creates it again. If a
+file has the arena's name and does not belong to the engine, the engine leaves it alone and raises an error.
 
-[Note: a key never becomes a path] The names in the directory are ours: a constant and the rank's
-number. Nothing that a user, a model or a checkpoint names becomes part of a path.
+[Note: a key never becomes a path] The engine chooses the names in the directory: a constant and the rank's
+number. No name from a user, a model or a checkpoint becomes part of a path.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ class Arena:
         elif alignment is not None and (alignment > ALIGNMENT or ALIGNMENT % alignment):
             os.close(fd)
             raise self._error(
-                "needs an alignment that the format does not have",
+                "needs an alignment that the format does not support",
                 errno.EINVAL,
                 expected=f"direct I/O in multiples of at most {ALIGNMENT} bytes",
-                found=f"{alignment} bytes",
+                found=f"an alignment of {alignment} bytes",
                 cure="name a directory on another file system",
             )
         return fd
@@ -250,7 +250,7 @@ class Arena:
             # posix_fallocate would write every block instead, which can take an hour.
             warnings.warn(
                 f"{self.directory}: the file system cannot reserve space (fallocate); "
-                "the disk may turn out to be full during the run",
+                "the disk may become full during the run",
                 stacklevel=4,
             )
         elif number:
@@ -258,7 +258,7 @@ class Arena:
         if not self.direct:
             warnings.warn(
                 f"{self.directory}: the file system has no direct I/O (O_DIRECT); transfers go "
-                "through the page cache, which takes host memory outside the budget",
+                "through the page cache, which uses host memory outside the budget",
                 stacklevel=4,
             )
 
@@ -298,8 +298,8 @@ class Arena:
         return self._error(
             "is in use by another run",
             errno.EWOULDBLOCK,
-            expected=f"{self.path} to be locked by nobody",
-            found="a lock that another process, or another model of this one, holds",
+            expected=f"no lock on {self.path}",
+            found="a lock that another process, or another model of this process, holds",
             cure="wait for that run to end, `infinity.close` that model, or name another directory",
         )
 
@@ -310,7 +310,7 @@ class Arena:
             mode = 0
         kind = "a symbolic link" if stat.S_ISLNK(mode) else found or "something else"
         return self._error(
-            "holds something else where the arena belongs",
+            "has another file in the place of the arena",
             number,
             expected=f"{path}: {expected}",
             found=kind,
@@ -340,7 +340,7 @@ class Arena:
             )
         if error.errno in (errno.EACCES, errno.EPERM):
             return self._error(
-                "is closed to this user",
+                "does not let this user write",
                 error.errno,
                 expected=f"permission to write for user {os.geteuid()}",
                 found=str(error.strerror),
@@ -400,11 +400,11 @@ class Arena:
                 self._unlink()
             except OSError as error:
                 raise self._error(
-                    "does not let go of the arena",
+                    "does not allow the removal of the arena",
                     error.errno or 0,
-                    expected=f"{self.path} to be removed",
+                    expected=f"the removal of {self.path}",
                     found=str(error.strerror),
-                    cure=f"see what became of the file system (dmesg), then remove {self.path}",
+                    cure=f"check the file system (dmesg), then remove {self.path}",
                 ) from error
             finally:
                 self.file.close()

@@ -1,18 +1,18 @@
-"""Checkpoints in a directory: which are whole, and how one becomes whole at one moment.
+"""Checkpoints in a directory: which are complete, and how one becomes complete atomically.
 
 `root/step-<n>/` is a checkpoint when it has an index, which names its files. Each save gives its files names
-of its own (a random word is part of them), and puts the index in place last, by a rename, when every other
-byte would survive a power failure. So a directory has the checkpoint from before, or the new one, and never a
-part of either; and a save that was killed leaves files that no index names.
+of its own (with a random word), and puts the index in place last, by a rename, when every other
+byte would survive a power failure. So a directory has the earlier checkpoint or the new one, and never a
+part of either. A save that was killed leaves files that no index names.
 
-[Note: one checkpoint on several file systems] Where ranks share none, each file system has the same directory
-and the same index, and those of the files that its own ranks have written. First all have written all that,
-their indexes under another name; then the first rank's is put in place, and then the others'. So where that
-ended in between, the checkpoint is whole where the first rank is, and ready to be on all others: a `load`
-finishes it there. Older ones go only when it is whole everywhere.
+[Note: one checkpoint on several file systems] If ranks share no file system, each file system has the same
+directory and the same index, and the files that its own ranks have written. First all ranks write all files,
+and their indexes under another name. Then the first rank's index is put in place, and then the others. So if
+a save ends in between, the checkpoint is complete where the first rank is, and prepared on all others: a
+`load` completes it there. Older checkpoints are removed only when the new one is complete everywhere.
 
-[Note: whose a file is] While a save is under way its directory has a mark, an empty file whose name has the
-save's word. Only files with the word of a mark, or that an index of ours named, are ever removed.
+[Note: whose a file is] During a save its directory has a mark, an empty file whose name has the
+save's word. The engine removes only files with the word of a mark, and files that one of its indexes named.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def find(path: str) -> Found:
         raise DirectoryError(
             f"no checkpoint in {path}",
             path=path,
-            expected=f"a directory with {INDEX}, or one with such directories, step-<n>",
+            expected=f"a directory with {INDEX}, or a directory of such directories, step-<n>",
             found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
-            cure="name the directory that `infinity.save` was given; one that was being written when its run "
-            "was killed is no checkpoint",
+            cure="name the directory that you passed to `infinity.save`; an incomplete directory of a run "
+            "that was killed is not a checkpoint",
         )
     return found[-1]
 
@@ -123,7 +123,7 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
 
 
 def finish(path: str, counter: int) -> None:
-    """Have the checkpoint at `path` whole whose counter is that, if it is ready to be:
+    """Complete the checkpoint at `path` with this counter, if it is prepared:
     [Note: one checkpoint on several file systems].
 
     Raises:
@@ -146,7 +146,7 @@ def check_root(path: str) -> None:
     """Raise `DirectoryError` if `path` is a checkpoint: none is ever made inside of another."""
     if _has_index(path):
         raise DirectoryError(
-            f"{path} is a checkpoint, in which no others are saved",
+            f"{path} is a checkpoint, and cannot contain other checkpoints",
             path=path,
             expected="a directory of checkpoints, or a new one",
             found=INDEX,
@@ -221,12 +221,12 @@ def _read(path: str, index_name: str = INDEX) -> Found:
 
     def wrong(expected: str, found: object) -> CorruptionError:
         return CorruptionError(
-            f"{name} is no index of a checkpoint that can be read",
+            f"{name} is not a readable index of a checkpoint",
             path=name,
             expected=expected,
             found=found,
-            cure="load another checkpoint of that directory by its name, or bring this one again from where "
-            "it was copied",
+            cure="load another checkpoint of that directory by its name, or copy this one again from its "
+            "source",
         )
 
     try:
@@ -277,11 +277,11 @@ def _crc(text: bytes) -> str:
 
 
 class Save:
-    """One save under way: a `with` block, which ends in `commit` or leaves nothing.
+    """One running save: a `with` block, which ends in `commit` or leaves nothing.
 
     Attributes:
-        mark: a name that nothing else has, which is in `path` while this is under way.
-        counter: is higher than that of every checkpoint that is in the root.
+        mark: a unique name, which is in `path` during the save.
+        counter: higher than the counter of every checkpoint in the root.
     """
 
     def __init__(self, root: str, step: int) -> None:
@@ -437,9 +437,9 @@ class Save:
 def warn_apart(path: str, count: int) -> None:
     """Warn, once, that `path` is on `count` file systems."""
     warnings.warn(
-        f"{path} is not one directory for all ranks, but {count}, as where nodes share no file system. In "
-        "each of them a checkpoint has what its ranks have; they load it from there. Others need the files "
-        "of all in one directory.",
+        f"{path} is not one directory for all ranks, but {count} directories: the nodes share no file system "
+        "there. Each directory holds the part of a checkpoint that its ranks have; the same ranks load it "
+        "from there. For every other use, copy the files of all into one directory.",
         RuntimeWarning,
         stacklevel=1,
     )

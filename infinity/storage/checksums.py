@@ -1,9 +1,9 @@
-"""Checksums of tensors in files, range by range; and that of bytes of which every rank has seen a piece.
+"""Checksums of tensors in files, range by range; and checksums of ranges of which each rank has a piece.
 
 [Note: ranges] A tensor's bytes are cut into ranges of `RANGE_NBYTES` from its beginning, each with a CRC-32C
-of its own. They do not depend on how a run is cut into chunks and over ranks, so that one may be saved in one
-way and loaded in another. What one rank sees of a tensor comes in order; where that begins or ends inside of
-a range, the range's checksum is put together from those of its pieces.
+of its own. The ranges do not depend on chunks and ranks, so a run may save with other chunks and ranks than
+the one that loads. The bytes of a tensor on one rank come in order. If they begin or end inside a range, the
+range's checksum is combined from those of its pieces.
 """
 
 from __future__ import annotations

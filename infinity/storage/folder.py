@@ -1,10 +1,10 @@
-"""A directory of files that is whole, or has nothing in it; and what every directory of files needs.
+"""A directory of files that is complete or empty; and helpers for every directory of files.
 
-[Note: incomplete files] Files of a `Folder` are written as ``<name>.<word>.incomplete``. When all of them
-would survive a power failure they are renamed, in the order in which they were named; the last one when the
-others are known to have their names. So what says that a directory is whole, an index or a configuration, is
-named last. Whoever is killed leaves files that nobody takes for more than they are, and the next one removes
-them.
+[Note: incomplete files] The files of a `Folder` are written as ``<name>.<word>.incomplete``. When all of them
+would survive a power failure, the folder renames them in the order of their creation; the last one after the
+renames of the others are durable. So the file that marks a directory as complete, an index or a
+configuration, comes last. A writer that is killed leaves files that are recognisably incomplete, and the next
+writer removes them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Folder:
                     f"{self.path} is not empty",
                     errno=errno.ENOTEMPTY,
                     path=self.path,
-                    expected="a new directory, or an empty one: nothing that is there is ever replaced",
+                    expected="a new directory, or an empty one: infinity never replaces files that exist",
                     found=", ".join(there[:8]) + " …" * (len(there) > 8),
                     cure="name another directory, or remove this one first",
                 )
@@ -139,10 +139,10 @@ class Folder:
 
 
 class Claim:
-    """A directory that is one run's for as long as a `with` block lasts, whoever saves into it meanwhile.
+    """A directory that belongs to one run for a `with` block, even if others save into it meanwhile.
 
-    The lock is that of a hidden file, which goes with the claim. One that a killed run left has no lock, and
-    counts for nothing. Directories that the block has made are removed where nothing came into them.
+    The lock is on a hidden file, which is removed with the claim. A file that a killed run left has no lock,
+    and has no effect. The end of the block removes directories that the block has created and that are empty.
     """
 
     def __init__(self, path: str) -> None:
@@ -229,8 +229,8 @@ def _lock(opened: Descriptor, path: str, what: str) -> None:
                 errno=error.errno,
                 path=path,
                 expected=f"one process at a time that writes a {what} into a directory",
-                found="one that holds its lock",
-                cure="wait for it, or give each a directory of its own",
+                found="another process that holds the lock of the directory",
+                cure="wait for that process, or use a separate directory for each",
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Pinned host memory for pieces of any size: one mapping, lent first fit.
 
-The pool lends equal buffers, which is what chunks need. Activations come in sizes that only the first
-forward shows, and go home in the reverse order of their coming: there first fit leaves no holes.
+The pool lends equal buffers, which suit chunks. Only the first forward shows the sizes of activations, and
+they are returned in the reverse order of their allocation: there first fit leaves no holes.
 """
 
 from __future__ import annotations

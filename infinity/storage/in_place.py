@@ -1,7 +1,7 @@
-"""Copies that are read from files of somebody else's: [Note: windows] has how.
+"""Compute parameters that are read from foreign files, as [Note: windows] describes.
 
-What such a file has nobody here has written. So the first read of a window counts as what is there, and every
-later one is held to it: a file that is changed while it is used is an error, and not another model.
+The engine has not written such a file. So the first read of a window defines its content, and the engine
+compares every later read with it: a file that changes during use is an error, and not another model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ctrl-C ends a program within two seconds, whatever its drives do.
 
-Closing, by the user or at exit, waits for what the drives still owe, for as long as their deadline
-allows. Where an interrupt is ending the program there is nothing left to wait for.
+`close`, by the user or at exit, waits for outstanding transfers as long as the drives' deadline
+allows. If an interrupt is ending the program, nothing needs them any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _last: list[Callable[[], None]] = []
 
 
 def give_up_on_interrupt(thing: GivesUp) -> None:
-    """Have `thing.give_up` called, before `before_exit`'s calls, if an interrupt ended the program."""
+    """Register `thing.give_up`, which runs before the calls of `before_exit` if an interrupt ended the
+    program."""
     _watched.add(thing)
 
 
@@ -64,7 +65,7 @@ def asked_apart(call: Callable[[], object], patience: Callable[[], float | None]
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Have `call`, which closes what was not closed, called at exit: after users' handlers and `give_up`."""
+    """Register `call`, which closes open objects at exit: after users' handlers and `give_up`."""
     _last.append(call)
 
 

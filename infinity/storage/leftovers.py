@@ -1,14 +1,14 @@
-"""Arenas in a directory: which of them a killed run has left, the space they hold, and their removal.
+"""Arenas in a directory: which of them killed runs have left, the space they hold, and their removal.
 
-[Note: whose an arena is] The last page of an arena is its mark: words of ours and the arena's size. It is
-what gives the file its size, so a file of ours is empty or marked, whenever its run was killed. What is not
-marked, has a second name or is no regular file belongs to somebody else: it is never written, emptied or
-removed.
+[Note: whose an arena is] The last page of an arena is its mark: a fixed text and the arena's size. Writing
+the mark gives the file its size, so an arena of the engine is empty or marked, whenever its run was killed. A
+file that is not marked, has a second name or is not a regular file belongs to somebody else: the engine never
+writes, empties or removes it.
 
 [Note: an arena is dead when nobody has locked it] A run holds a lock (`flock`) on its arena for as long as
-it, or a write of it that the kernel has under way, can touch the file. Whoever removes one holds that lock
-meanwhile, and has seen that the path still names the file that is locked. A run that opened the file before
-and gets the lock afterwards sees that the path does not, and makes a new one.
+the run, or one of its writes in the kernel, can touch the file. Code that removes an arena holds that lock
+meanwhile, and has checked that the path still names the locked file. A run that opened the file before
+and gets the lock afterwards sees that the path names another file, and creates a new one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host memory that the engine owns: one mapping, and the memory of the host tier cut from one.
 
-A mapping is anonymous, of exactly the size asked, made once at start-up, on huge pages where the
-system has them, and never copied into a child. It is populated at once only if it is to be
-registered with a device; otherwise memory is taken as it is touched.
+A mapping is anonymous, of exactly the requested size, created once at start-up, on huge pages if the
+system has them, and never copied into a child. The engine populates it at once only if it registers it
+with a device; otherwise the system allocates memory at the first touch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostMapping:
                 "the system refused host memory",
                 expected=f"{format_size(nbytes)} ({nbytes} bytes)",
                 found=os.strerror(error.errno),
-                cure=f"free as much memory, or let this process have {-(-nbytes // 1024)} KiB more "
+                cure=f"free that much memory, or allow this process {-(-nbytes // 1024)} KiB more "
                 "(`ulimit -v`, or the memory limit of its cgroup)",
             ) from error
 
@@ -99,8 +99,9 @@ class HostMapping:
 
 
 def _populate(memory: torch.Tensor) -> None:
-    """Have pages for all of `memory`, uint8. Some threads take a slice each at a time, and the caller hears
-    signals meanwhile: one call for 100 GB would keep the kernel busy, and deaf, for a minute or more."""
+    """Populate the pages of all of `memory`, uint8. Several threads take one slice each at a time, and the
+    caller handles signals meanwhile: one call for 100 GB would block signals in the kernel for a minute or
+    more."""
     slices = iter(memory.split(_SLICE))
     stop = threading.Event()
 

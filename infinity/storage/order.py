@@ -1,12 +1,13 @@
 """When each transfer of the store may begin, and what its end means.
 
 [Note: the order of transfers] The I/O engine promises no order between tickets; this file does.
-Of each slot at most one write is under way; a later one begins when it is complete, and when no read of
-the slot is pending. A read of a slot with a write pending begins after that write. Nobody waits at the
-call for any of this: such a transfer begins when the last one before it is complete.
+Each slot has at most one running write; a later write begins when it is complete, and when no read of
+the slot is pending. A read of a slot with a pending write begins after that write. No call
+waits for this order: such a transfer begins when the last one before it is complete.
 
-[Note: no memory for a transfer] A call that finds no memory has begun nothing and keeps nothing. What finds
-none at a transfer's end is done by the next who looks, as is the beginning of what has waited for that.
+[Note: no memory for a transfer] A call that finds no memory has begun nothing and keeps nothing. If the end
+of a transfer finds no memory for its work, the next caller does this work, and begins the transfers that
+waited for it.
 """
 
 from __future__ import annotations

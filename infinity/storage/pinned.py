@@ -1,11 +1,11 @@
 """The pool of pinned host memory: quotas of equal buffers, lent as leases.
 
-[Note: one owner] A buffer given to the kernel or to the device belongs to one *lease* until its
-ticket or event is complete. Each user of a lease (the one that asked for it, the store while a
-transfer is under way) holds a handle of its own; the buffer goes home to the pool when the last handle is
-released. Who gives one up behind a copy that still reads it names the copy's event: the buffer is lent
-again when that is over, and nobody waits before. A buffer whose transfer never ended is quarantined: it
-goes home never. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
+[Note: one owner] A buffer that the kernel or the device has received belongs to one *lease* until its
+ticket or event is complete. Each user of a lease (the caller that requested it, the store during a
+transfer) holds a handle of its own; the buffer returns to the pool when the last handle is
+released. A user that releases a lease while a copy still reads it names the copy's event: the pool lends the
+buffer again when the event is complete, and nobody waits before. A buffer whose transfer never completed is
+quarantined: it never returns. With ``protect=True`` the pool is a memfd that is mapped twice: the kernel gets
 one mapping, and the CPU's is protected between `Lease.begin_io` and `Lease.end_io`, so that a touch
 of a buffer in flight is a fault where it happens. (Protecting the only mapping would make the
 kernel's own access fail with EFAULT.)
@@ -234,7 +234,7 @@ _away: dict[int, weakref.ref[Any]] = {}
 def _return_when_gone(
     owner: object, returned: deque[list[int]], run: list[int], mapping: HostMapping
 ) -> None:
-    """Have `run` put into `returned` when `owner` is garbage; `mapping` stays until then."""
+    """Put `run` into `returned` when `owner` is garbage; `mapping` stays until then."""
 
     def home(gone: weakref.ref[Any], mapping: HostMapping = mapping) -> None:
         returned.append(run)
@@ -348,11 +348,11 @@ class PinnedPool:
                 left = POLL if timeout is None else start + timeout - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(
-                        f"no lease of the quota {quota!r} came home in {timeout} s",
+                        f"no lease of the quota {quota!r} was returned in {timeout} s",
                         expected=f"a free buffer of {format_size(share.buffer_nbytes)}",
                         found=f"{share.in_use} of {share.buffers} buffers lent, "
                         f"{share.quarantined} in quarantine",
-                        cure="give the quota more buffers (host_memory), or look for a slow drive",
+                        cure="give the quota more buffers (raise host_memory), or look for a slow drive",
                     )
                 reclaimed = [reclaim(min(left, _HELP)) for reclaim in tuple(self._reclaimers)]
                 with self._lock:
@@ -399,9 +399,9 @@ class PinnedPool:
         return runs
 
     def add_reclaimer(self, reclaim: Callable[[float], bool]) -> None:
-        """Have `reclaim(seconds)` called while a thread waits for a lease, without a lock held.
+        """Register `reclaim(seconds)`, which a thread calls, without a lock, while it waits for a lease.
 
-        It may wait so long for what holds leases, and returns whether there was anything."""
+        `reclaim` may wait so long for the holders of leases, and returns whether there were any."""
         with self._lock:
             self._reclaimers.append(reclaim)
 
@@ -429,7 +429,7 @@ class PinnedPool:
             raise StorageError(
                 f"the quota {quota.name!r} has no buffer left",
                 expected=f"{quota.buffers} buffers",
-                found=f"{quota.quarantined} in quarantine, after transfers that never ended",
+                found=f"{quota.quarantined} in quarantine, after transfers that never completed",
                 cure="replace the drive that does not answer, then start again",
             )
         quota.take_returned()
@@ -445,9 +445,9 @@ class PinnedPool:
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ClosedError(
-                "pinned memory belongs to the process that made it",
+                "pinned memory belongs to the process that created it",
                 found=f"process {os.getpid()}, a child of {self._pid}",
-                cure="make a new engine in the child",
+                cure="create a new engine in the child",
             )
 
     def stats(self) -> dict[str, QuotaStats]:

@@ -111,8 +111,8 @@ class Shards:
         file.close()
 
     def finish(self) -> None:
-        """Have every file complete, and write the index, if there are several; on one of several ranks: have
-        what it has written synced, and the first one writes the index."""
+        """Complete every file, and write the index if there are several files. With several ranks, each rank
+        syncs its own writes, and the first one writes the index."""
         if self._rank is not None:
             for index in self._open:
                 if self._left[index]:

@@ -1,4 +1,4 @@
-"""The log of a run: a line with a JSON object for each step. A run that goes on cuts it back to its steps."""
+"""The log of a run: a line with a JSON object for each step. A resumed run truncates it to its own steps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StepLog:
                     head = b""
             if head:
                 raise DataError(
-                    f"{path!r} is no log of a run, and would be lost",
+                    f"{path!r} is not the log of a run, and this run would overwrite it",
                     expected="a log, or a new file",
                     found=f"a file that begins with {head!r}",
                     cure=f"change {self._option}",

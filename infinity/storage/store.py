@@ -299,9 +299,9 @@ class Store:
         """
         if self._pid != os.getpid():
             raise ClosedError(
-                "the store belongs to the process that made it",
+                "the store belongs to the process that created it",
                 found=f"process {os.getpid()}, a child of {self._pid}",
-                cure="make a new engine in the child",
+                cure="create a new engine in the child",
             )
         self._order.sweep()
         failed = self._order.failed
@@ -417,7 +417,7 @@ class Store:
             raise StorageError(
                 f"part {part!r} of chunk {chunk} cannot be transferred",
                 expected="a version on the host tier or on NVMe",
-                found="one on the device, whose bytes are not the store's",
+                found="a version on the device, whose bytes the store does not have",
             )
         if tier is Tier.NVME:
             extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)

@@ -1,9 +1,9 @@
-"""The chunk table: what is valid on NVMe, and what it must look like.
+"""The chunk table: which content is valid on NVMe, and its checksums.
 
-[Note: every read is checked] For each slot of a part its length and one CRC32C per section: 8 bytes, and 4 a
-section, in memory; nothing of it in the payload. So transfers stay aligned, and a write that was lost, torn,
-stale or misdirected shows as a mismatch at the next read. A fresh arena reads as zeros, and so the table
-begins with the CRCs of zeros: nothing need be written first.
+[Note: every read is checked] For each slot of a part the table holds its length and one CRC32C per section: 8
+bytes, and 4 per section, in memory, and none in the payload. So transfers stay aligned, and a write that was
+lost, torn, stale or misdirected shows as a mismatch at the next read. A fresh arena reads as zeros, so the
+table starts with the CRCs of zeros, and the engine need not write anything first.
 """
 
 from __future__ import annotations

@@ -123,11 +123,11 @@ class TensorFile:
             found = file.size
             file.close()
             raise CorruptionError(
-                f"{path} is not the file that another rank has made",
+                f"{path} is not the file that another rank has created",
                 path=path,
                 expected=f"{end_of(text, within)} bytes",
                 found=f"{found} bytes",
-                cure="a directory on a file system on which ranks see at once what others do",
+                cure="use a directory on a file system that shows each rank at once what the others write",
             )
         return cls([file], ring, *located(file, tensors, within, parts))
 
@@ -210,7 +210,7 @@ class TensorFile:
                 path=self._absent[0],
                 expected=f"{', '.join(self._absent)}, of ranks that saved on other file systems",
                 found="no such file",
-                cure="copy it from the node that has it, or give each node the ranks that it had",
+                cure="copy it from the node that has it, or run the same ranks on each node as at the save",
             )
         return found
 
@@ -343,7 +343,7 @@ class TensorFile:
             nbytes=piece.end - piece.begin,
             expected=f"CRC-32C {expected:08x} of bytes {piece.begin}…{piece.end}",
             found=f"{piece.crc:08x}",
-            cure="load another checkpoint; or bring this one again from where it was copied",
+            cure="load another checkpoint; or copy this one again from its source",
         )
 
     def pieces(self) -> dict[str, list[Piece]]:

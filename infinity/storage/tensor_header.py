@@ -69,11 +69,11 @@ def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:
 
     def wrong(expected: str, found: object) -> CorruptionError:
         return CorruptionError(
-            f"{path} is no safetensors file that can be read",
+            f"{path} is not a readable safetensors file",
             path=path,
             expected=expected,
             found=found,
-            cure="load another checkpoint; or bring this one again from where it was copied",
+            cure="load another checkpoint; or copy this one again from its source",
         )
 
     size = file.size

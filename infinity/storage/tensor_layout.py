@@ -1,8 +1,8 @@
-"""Where tensors lie in safetensors files: in one that has all of them, or in several of which each has parts.
+"""The places of tensors in safetensors files: in one file that has all, or in several that each have parts.
 
-[Note: files of parts] Where ranks share no file system, each file system has a file of what its ranks have
-of the tensors. In it elements b to e of tensor x are a flat tensor ``x[b:e]``. Whoever reads and writes them
-sees whole tensors: checksums are of their ranges, wherever these lie.
+[Note: files of parts] If ranks share no file system, each file system has a file with its ranks' parts
+of the tensors. In it elements b to e of tensor x are a flat tensor ``x[b:e]``. Readers and writers
+see whole tensors: checksums cover their ranges, in whichever file these are.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def opened_to_read(path: str, stack: contextlib.ExitStack | None = None) -> Dire
         regular = False
     if not regular:  # and a pipe is not waited for
         raise CorruptionError(
-            f"{path} is no file that can be read",
+            f"{path} is not a readable file",
             path=path,
             expected="the file that the index of the checkpoint names",
             found="something else" if os.path.lexists(path) else "nothing",
-            cure="load another checkpoint; or bring this one again from where it was copied",
+            cure="load another checkpoint; or copy this one again from its source",
         )
     file = DirectFile.open(path, os.O_RDONLY)
     if stack is not None:
@@ -73,7 +73,7 @@ def not_the_file(path: str, expected: str, found: str) -> CorruptionError:
         path=path,
         expected=expected,
         found=found,
-        cure="load another checkpoint; or bring this one again from where it was copied",
+        cure="load another checkpoint; or copy this one again from its source",
     )
 
 
@@ -157,10 +157,10 @@ def laid_out(
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0):
         if dtype not in NAMES:
             raise StateDictError(
-                f"{name!r} is of {dtype}, which a safetensors file cannot have",
+                f"{name!r} has the dtype {dtype}, which safetensors files do not support",
                 expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
                 found=str(dtype).removeprefix("torch."),
-                cure="make it another dtype, or a buffer that is not persistent",
+                cure="cast it to another dtype, or make it a buffer that is not persistent",
             )
         nbytes = nbytes_of(dtype, shape)
         header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}

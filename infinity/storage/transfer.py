@@ -1,7 +1,8 @@
 """One read or write of the store, from the call that began it to its end.
 
-No thread is there to wait for transfers. Whoever notices first completes one: its own `wait`, a later call of
-the store, or a thread that waits for the pool and so for the leases that transfers hold.
+No thread exists only to wait for transfers. The first caller that notices the end of a transfer completes it:
+its own `wait`, a later call of the store, or a thread that waits for the pool and so for the leases of
+transfers.
 """
 
 from __future__ import annotations
@@ -270,13 +271,13 @@ class Transfer:
         if found == expected:
             return None
         return CorruptionError(
-            f"{self.path} is not what it was when it was first read",
+            f"{self.path} has changed since it was first read",
             path=self.path,
             offset=self.extent.offset,
             nbytes=self.nbytes,
             expected=f"CRC32C {expected:08x} for {self.nbytes} bytes at offset {self.extent.offset}",
             found=f"{found:08x}",
-            cure="leave the files of a model as they are while it is used, and check the drive (smartctl, "
+            cure="do not change the files of a model while you use it, and check the drive (smartctl, "
             "dmesg); start again",
         )
 
@@ -296,7 +297,7 @@ class Transfer:
                     nbytes=size,
                     expected=f"CRC32C {expected:08x} for {size} bytes at offset {at} of {self.path}",
                     found=f"{found:08x}",
-                    cure="check the drive (smartctl, dmesg); start again from a saved state",
+                    cure="check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
             address += size
             at += size

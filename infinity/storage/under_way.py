@@ -1,4 +1,4 @@
-"""Transfers that are on their way, and what follows each of them."""
+"""Transfers that are running, and the work that follows each of them."""
 
 from __future__ import annotations
 

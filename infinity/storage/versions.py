@@ -1,12 +1,13 @@
 """Which version of each chunk's part is in which slot.
 
-[Note: front and back] A part with two slots has one *in front*, which everybody uses, and one in the *back*,
-into which the next version is made; `flip` puts that in front. Which slot is in front is a bit per chunk and
-part, never a function of the update's number: what an update skips does not flip. Each slot has a generation,
-the number of the update that made what it holds, so the back is *newer* than the front until they flip.
+[Note: front and back] A part with two slots has a *front*, which everybody uses, and a *back*,
+into which the next update writes; `flip` makes the back the front. Which slot is in front is a bit per chunk
+and part, never a function of the update's number: a chunk that an update skips does not flip. Each slot has a
+generation, the number of the update that wrote its content, so the back is *newer* than the front until they
+flip.
 
-The slots of a part may be on different tiers. What is on the device is not the store's, but its versions are
-kept here, too: whoever moves the bytes between the slots says so (`copied`, `exchanged`).
+The slots of a part may be on different tiers. The store does not hold bytes on the device, but this file
+keeps their versions, too: code that moves bytes between the slots reports it (`copied`, `exchanged`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Values of parameters in files that are only read: those of a model that somebody has published, or saved.
+"""Values of parameters in files that the engine only reads: those of a published or saved model.
 
-A parameter's values are one tensor of a file, or several, one after the other: libraries put in one parameter
-what their files have as a list (the experts of a mixture).
+A parameter's values are one tensor of a file, or a concatenation of several: libraries combine a list of
+tensors in their files into one parameter (the experts of a mixture).
 """
 
 from __future__ import annotations
