@@ -345,8 +345,8 @@ def _described() -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    text = re.sub(r"[`\"]", "", text).replace("is None", "is unset")
-    words = text.replace("; None:", "; default:").replace("None:", "Default:").split()
+    plain = re.sub(r"[`\"]", "", text).replace("is None", "is unset")
+    words = plain.replace("; None:", "; default:").replace("None:", "Default:").split()
     if text.split()[0].rstrip(",:").isalpha():  # neither "cpu" nor fp16
         words[0] = words[0][0].upper() + words[0][1:]
     return " ".join(words)
