@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_set_aside(
             _flip(path, -40)
         error = result_of(capsys, "--resume", "--output", root, "--steps", "11", code=2)["error"]
         assert error["type"] == "CorruptionError"
-        assert f"goes on from {root}/step-8, after 8 steps" in error["cure"]
+        assert f"resumes from {root}/step-8, after 8 steps" in error["cure"]
         subprocess.run(error["cure"].split("`")[1], shell=True, check=True)
         again = result_of(capsys, "--resume", "--output", root, "--steps", "10")
         assert again["last_loss"] == first["last_loss"]
