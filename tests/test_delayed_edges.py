@@ -400,7 +400,7 @@ def test_a_model_that_calls_itself_is_one_forward(tmp_path: Path) -> None:
     model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
     depths: list[int] = []
     phases = engine_of(model).phases
-    model.layers[1].register_forward_hook(lambda *_: depths.append(len(phases._roots)))
+    model.layers[1].register_forward_hook(lambda *_: depths.append(len(phases._roots())))
     with closing(adam):
         for _ in range(2):
             model(torch.randn(2, 8)).sum().backward()

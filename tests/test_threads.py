@@ -1,4 +1,4 @@
-"""Several threads on one model: each finds nothing half done; [Note: turns]."""
+"""Several threads on one model: each finds nothing half done; [Note: the engine lock]."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
+from infinity.core.engine_lock import EngineLock
 from infinity.core.errors import ThreadError
-from infinity.core.turn import Turn
 
 from .models import case
 from .offloaded import config_for
@@ -32,7 +32,7 @@ NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
 
 def test_a_thread_that_python_has_not_started_keeps_its_turn() -> None:
     """As those of an embedding program: no object of Python's says that they live."""
-    turn, begun, go, found = Turn(limit=60), threading.Event(), threading.Event(), []
+    turn, begun, go, found = EngineLock(limit=60), threading.Event(), threading.Event(), []
 
     def foreign() -> None:
         with turn.hold():
@@ -55,7 +55,7 @@ def test_a_thread_that_python_has_not_started_keeps_its_turn() -> None:
 
 
 def test_who_waits_in_a_backward_of_its_own_waits_for_no_thread_that_has_ended() -> None:
-    turn = Turn(limit=5)
+    turn = EngineLock(limit=5)
     ended = threading.Thread(target=turn.enter, args=["a backward that raised"])
     ended.start()
     ended.join(30)
@@ -155,7 +155,7 @@ def test_two_threads_evaluate_one_model(tmp_path: Path) -> None:
 
 
 def test_who_waits_too_long_is_told_who_has_the_turn() -> None:
-    turn, inside, done = Turn(limit=0.3), threading.Event(), threading.Event()
+    turn, inside, done = EngineLock(limit=0.3), threading.Event(), threading.Event()
 
     def hold() -> None:
         with turn.hold():
@@ -174,7 +174,7 @@ def test_who_waits_too_long_is_told_who_has_the_turn() -> None:
 
 
 def test_the_turn_of_a_thread_that_has_ended_is_free() -> None:
-    turn = Turn(limit=60)
+    turn = EngineLock(limit=60)
     thread = threading.Thread(target=lambda: turn.enter("forever"))
     thread.start()
     thread.join(60)
@@ -279,7 +279,7 @@ def test_threads_that_a_forward_starts_use_what_they_need(
 _LOOKS = """
 import gc, threading
 import torch
-from infinity.core.turn import is_inside
+from infinity.core.engine_lock import is_inside
 
 def look(who):
     while not over.is_set():
@@ -311,7 +311,7 @@ def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> No
     inner = model.blocks[0][0]
     adam = torch.optim.AdamW(model.parameters())
     model = infinity.wrap(model, adam, config_for(tmp_path, **NVME))[0]
-    turn = engine_of(model).shelter.turn
+    turn = engine_of(model).shelter.lock
     x = torch.randn(4, 8)
     inside, stop = threading.Event(), threading.Event()
 

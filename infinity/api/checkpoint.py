@@ -75,7 +75,7 @@ def interruptible(
             raise
 
     try:
-        with shelter.turn.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
+        with shelter.lock.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
             return cast(_R, shelter.run(unless_stopped))
     except BaseException as error:
         if comm is not None and error not in raised:  # or it would wait for the others

@@ -43,6 +43,7 @@ from infinity.params.publish import Publisher
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
+from infinity.params.uses import Uses
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import plan_chunks
@@ -226,7 +227,7 @@ class Engine:
     ) -> None:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
         owners = Alone() if self.config.zero_stage == 0 else comm  # of units: each rank has the whole
-        units = []
+        units, uses = [], Uses()
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
             sharded = [
@@ -247,7 +248,7 @@ class Engine:
                 watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
             units.append(
                 ParamUnit(
-                    *(layout, sharded, device, owners),
+                    *(layout, sharded, device, owners, uses),
                     on_device=placed_here and owners.world == 1,
                     kept_apart=placed_here and owners.world > 1 and self.config.zero_stage == 3,
                     in_place=placed_here and self.config.zero_stage < 3,
@@ -267,7 +268,7 @@ class Engine:
         cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
         stage = self.config.zero_stage if owners.world > 1 else 0
         self.residency = Residency(
-            *(units, cache, device, self.updates, publisher, self.recorder, self.shelter),
+            *(units, uses, cache, device, self.updates, publisher, self.recorder, self.shelter),
             in_order=stage == 1,
             ahead=stage > 1,
         )

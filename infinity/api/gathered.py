@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from infinity.autograd import saved
+from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterError
-from infinity.core.turn import Use
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.optim.misuse import not_for_training
 
@@ -63,14 +63,14 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
 
     def __init__(self, params: _Params, write: bool, source: int) -> None:
         self._params, self._write, self._source = params, write, source
-        self._use: Use | None = None  # nothing else refers to it
+        self._hold: Hold | None = None  # nothing else refers to it
         self._engines: list[Engine] = []
 
     def _recreate_cm(self) -> _Gathered:
         return _Gathered(self._params, self._write, self._source)
 
     def __enter__(self) -> None:
-        if self._use is not None:
+        if self._hold is not None:
             raise ParameterError(
                 "one `gathered` block is entered twice",
                 expected="a new `with infinity.gathered(...)` for each block",
@@ -87,15 +87,15 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
             of.setdefault(engine_of(param), []).append(param)
         # In one order, whoever asks: two threads must not each have a model that the other waits for.
         self._engines = sorted(of, key=lambda e: e.number)
-        self._use = Use()
+        self._hold = Hold()
         try:
             for engine in self._engines:
                 self._claim(engine, of[engine])
         except BaseException:
             for engine in self._engines:
-                if engine.shelter.turn.mine:
-                    engine.shelter.turn.leave(self._use)
-            self._use = None
+                if engine.shelter.lock.mine:
+                    engine.shelter.lock.leave(self._hold)
+            self._hold = None
             self._end()
             raise
 
@@ -103,8 +103,8 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         engine.phases.check()
         if self._write and not engine.trains:
             raise not_for_training("`gathered(write=True)`")
-        assert self._use is not None
-        engine.shelter.turn.enter(self._use)
+        assert self._hold is not None
+        engine.shelter.lock.enter(self._hold)
         engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         engine.gradients.wait()
         named: dict[int, set[int]] = {unit: set() for unit in sorted({engine.params[p].unit for p in params})}
@@ -121,11 +121,11 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
                 _check_one_version(engine)
             else:
                 engine.publish()
-        saved.enter(engine.phases.blocks.begin(self._use, named, write=self._write, source=self._source))
+        saved.enter(engine.phases.blocks.begin(self._hold, named, write=self._write, source=self._source))
         engine.comm.finish()  # what the block shows may be saved in it
 
     def __exit__(self, *error: object) -> None:
-        self._use = None  # before all else: the block is left, whatever becomes of the rest
+        self._hold = None  # before all else: the block is left, whatever becomes of the rest
         if not self._is_too_late():
             self._end()
 

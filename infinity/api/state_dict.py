@@ -60,7 +60,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         unit = engine.residency.units[sharded.unit]
         return unit.on_device and engine.residency.differs(unit) and (soon or not unit.newest)
 
-    turn = engine.shelter.turn  # of a module from its first hook to its last: [Note: turns]
+    lock = engine.shelter.lock  # of a module from its first hook to its last: [Note: the engine lock]
     modules = {id(m) for m in model.modules()}
     given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
     memory: dict[ShardedParam, torch.Tensor] = {}  # for copies to come
@@ -74,13 +74,13 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         engine.phases.check()
         if engine.phases.behind is not None:
             engine.phases.behind.check_outside("`state_dict()`")
-        turn.enter(module)
+        lock.enter(module)
         try:
             engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
-            turn.enter(module)  # that ended what this thread had begun
+            lock.enter(module)  # that ended what this thread had begun
             prepare(module, prefix, keep_vars)
         except BaseException:
-            turn.leave(module)
+            lock.leave(module)
             raise
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -150,7 +150,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
             value = state.get(prefix + name)
             if param is not None and value is not param and param in engine.params:
                 _separate(engine.params[param], value)
-        turn.leave(module)
+        lock.leave(module)
 
     def load_begins(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         # torch leaves this mark in the state dict, where the next load, of whichever kind, finds it.
@@ -177,7 +177,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         values = {prefix + n: state[prefix + n] for n in loaded}
         if own(module):
             engine.shelter.run(lambda: agree_on_values(engine.comm, "load_state_dict", values))
-        turn.enter(module)
+        lock.enter(module)
         engine.edits.given.forget(engine.params[p] for p in loaded.values())
         # What stays gathered between its uses goes; in a `gathered` block it is edited where it is.
         stay = (s.unit for s in own(module) if not engine.residency.units[s.unit].keepers)
@@ -200,7 +200,7 @@ def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
         # What was loaded on the device counts from now on, as it does elsewhere, and not from the next step.
         engine.edits.adopt_all({engine.residency.units[s.unit] for s in own(module)})
         engine.residency.refresh()
-        turn.leave(module)
+        lock.leave(module)
 
     handles = []
     for module in model.modules():

@@ -1,36 +1,53 @@
 """Units that are used outside of their scope, or for longer than its forward.
 
 A recomputed scope keeps its units until its backward begins, or another scope's forward begins. A unit that
-autograd or an operator needs elsewhere stays until another unit is needed; if the program has its address, it
-stays until a scope begins or ends.
+autograd or an operator needs elsewhere stays until another unit is needed; if the program has its address,
+it stays until a scope begins or ends. A thread that a forward starts, a guest of the thread that holds the
+engine lock ([Note: the engine lock]), keeps what it uses until it uses other units, or until that forward
+ends.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
+from infinity.core.stack import frames
 from infinity.params.discover import Scope
 from infinity.params.residency import Residency
+from infinity.params.uses import Kind, Use
+
+
+class Forward(Use):
+    """A forward of one scope, and then its backward."""
+
+    def __init__(self, scope: Scope, start: int, *, newest: bool, recomputes: bool) -> None:
+        super().__init__(Kind.FORWARD)
+        self.scope = scope
+        self.recomputes = recomputes
+        self.frame: object = None  # of hooks on saved tensors
+        self.newest = newest  # the version that it used: [Note: two versions]
+        self.start = start  # of all nodes that it makes, the first
+        self.ended = False  # a backward of it
+        self.guest: FrameType | None = None  # its frame, in a thread that a forward has started
 
 
 class Claims:
-    """The claims of one engine that no hook takes back."""
+    """The uses of one engine that no hook ends."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._lazy: Scope | None = None  # recomputed
+        self._lock = residency.shelter.lock
+        self._operator = Use(Kind.OPERATOR)
         self._wanted: tuple[int, ...] = ()  # units that were asked for last
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
 
-    def keep_lazy(self, scope: Scope) -> None:
-        """Keep the units of a scope whose recomputation has ended."""
-        self._lazy = scope
-
-    def release_lazy(self, scope: Scope | None) -> None:
-        """Let go of the recomputed scope, unless it is `scope`."""
-        if self._lazy is not None and self._lazy is not scope:
-            lazy, self._lazy = self._lazy, None
-            self._residency.release(lazy.units, lazy)
+    def release_recomputed(self, scope: Scope | None) -> None:
+        """Let go of recomputed scopes, but for `scope`."""
+        for use in self._residency.uses:
+            if use.kind is Kind.RECOMPUTED and isinstance(use, Forward) and use.scope is not scope:
+                self._residency.release(use)
 
     def want(self, units: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
         """Load `units`, and keep them until other units are needed or a scope begins or ends; with `address`,
@@ -39,18 +56,56 @@ class Claims:
         if address:  # and what was asked for just before: a kernel may take several
             self._addressed.update(self._wanted, wanted)
         if self._wanted != wanted:
-            self._residency.release([u for u in self._wanted if u not in self._addressed], self)
+            self._residency.keep_only(self._operator, self._addressed)
             self._wanted = wanted
-        self._residency.acquire(wanted, self, note=note, newest=newest)
+        self._residency.acquire(wanted, self._operator, note=note, newest=newest)
 
     def release_wanted(self) -> None:
         """Let go of what was asked for; what was unpacked of it holds it as long as it lives."""
-        units, self._wanted = {*self._wanted, *self._addressed}, ()
+        self._wanted = ()
         self._addressed.clear()
-        if units:
-            self._residency.release(units, self)
+        if self._operator.units:
+            self._residency.release(self._operator)
 
     def forget(self) -> None:
-        """Nothing is claimed any more; the units' users are dropped elsewhere."""
-        self._lazy, self._wanted = None, ()
+        """Nothing is asked for any more."""
+        self._wanted = ()
         self._addressed.clear()
+        self._residency.uses.end(self._operator)
+
+    def join(self) -> FrameType | None:
+        """Be a guest until the module call under way is over; return its frame for `part`, or None if no
+        other thread holds the engine lock."""
+        for frame in frames():
+            if frame.f_code.co_name == "_call_impl":
+                break
+        return frame if self._lock.join(frame) else None
+
+    def part(self, frame: FrameType | None) -> None:
+        """Undo `join`."""
+        if frame is not None:
+            self._lock.part(frame)
+
+    def want_as_guest(self, units: Sequence[int], *, newest: bool) -> bool:
+        """Load `units` for this thread, and keep them until it uses other units or until `release_guests`,
+        because the forward's own thread goes on meanwhile. Return False, and do nothing, if no other thread
+        holds the engine lock."""
+        frame = next(frames())
+        if not self._lock.join(frame):
+            return False
+        try:
+            mine = [u for u in self._guests() if u.thread == threading.get_ident()]
+            use = mine[0] if mine else Use(Kind.GUEST)
+            self._residency.keep_only(use, units)
+            self._residency.acquire(units, use, newest=newest)
+        finally:
+            self._lock.part(frame)
+        return True
+
+    def _guests(self) -> list[Use]:
+        return [use for use in self._residency.uses if use.kind is Kind.GUEST]
+
+    def release_guests(self) -> None:
+        """The forward is over."""
+        for use in self._guests():
+            self._residency.release(use)

@@ -30,10 +30,11 @@ from infinity.params.unit import ParamUnit, UnitState
 
 from . import inputs, saved
 from .activations import Activations
+from .claims import Forward
 from .containers import cast, tensors_in
 from .guard import Guard
 from .no_gradients import refuse_backward, without_gradients
-from .phases import Forward, Phases, TrainingState
+from .phases import Phases, TrainingState
 
 
 class Hooks:
@@ -108,9 +109,8 @@ class Hooks:
             try:
                 if torch.is_grad_enabled():
                     self._watch(output, forward)
-                phases.release(forward)
             finally:
-                phases.part(forward)
+                phases.release(forward)
             return None
 
         module = scope.module
@@ -142,8 +142,8 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
         phases = self._phases
-        if not in_backward() and not phases.shelter.turn.mine:
-            return None  # it never began: another thread has the turn
+        if not in_backward() and not phases.shelter.lock.mine:
+            return None  # it never began: another thread holds the lock
         if phases.leave_root(self):
             if torch.is_grad_enabled() and not in_backward():
                 self._keep_version(output, self._phases.newest)
@@ -206,9 +206,7 @@ class Hooks:
         Return whether the units are loaded."""
         if self._phases.state is TrainingState.IDLE:
             return False
-        if not in_backward() and self._phases.guests.use(
-            tuple(dict.fromkeys(units)), newest=self._phases.newest
-        ):
+        if not in_backward() and self._phases.claims.want_as_guest(units, newest=self._phases.newest):
             return True
         self._phases.check()
         self._want(units, self._phases.newest, address=address)

@@ -17,7 +17,6 @@ import enum
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Final
 
 import torch
@@ -38,12 +37,12 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
+from infinity.params.uses import Kind, Use
 from infinity.storage.store import Store
 
 from . import inputs, saved
 from .activations import Activations
-from .claims import Claims
-from .guests import Guests
+from .claims import Claims, Forward
 
 #: Why an engine is closed, and what to do then.
 CLOSED: Final = "close() was called"
@@ -65,21 +64,12 @@ class TrainingState(enum.Enum):
     RECOMPUTING = "recomputing"
 
 
-class Forward:
-    """One forward of one scope: the owner of its claim, and of its backward's."""
+class Root(Use):
+    """A forward of the model, with `frame` of hooks on saved tensors."""
 
-    __slots__ = ("ended", "frame", "guest", "newest", "recomputes", "scope", "start", "task", "thread")
-
-    def __init__(self, scope: Scope, newest: bool) -> None:
-        self.scope = scope
-        self.recomputes = in_backward()
-        self.frame: object = None  # of hooks on saved tensors
-        self.newest = newest  # the version that it used: [Note: two versions]
-        self.thread = threading.get_ident()
-        self.start = inputs.next_number()  # of all nodes that it makes, the first
-        self.task = -1  # the backward that has begun its own
-        self.ended = False  # a backward of it
-        self.guest: FrameType | None = None  # its frame, in a thread of a forward's own: [Note: turns]
+    def __init__(self, frame: object) -> None:
+        super().__init__(Kind.ROOT)
+        self.frame = frame
 
 
 class Phases:
@@ -101,7 +91,7 @@ class Phases:
         self.shelter = residency.shelter
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
         self.claims = Claims(residency)
-        self.guests = Guests(residency)
+        self.uses = residency.uses  # all that is under way: [Note: uses]
         self.blocks = Blocks(residency, edits)
         self.token = saved.Forwards()  # whose hooks on saved tensors are ours
         self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
@@ -121,24 +111,27 @@ class Phases:
         self._store = store
         self._recorder = recorder
         self._activations = activations
-        self._roots: list[object] = []  # of the root's forwards under way, hooks on saved tensors
-        self._forwards: list[Forward] = []  # of scopes, innermost last
-        self._backwards: dict[Forward, None] = {}  # of scopes, that are under way
-        self._tasks: set[int] = set()  # backwards under way, inner ones included
         self._left = 0  # when the last forward with a graph ended, for traces
 
     @property
     def state(self) -> TrainingState:
         """What is under way."""
         if in_backward():
-            recomputes = any(f.recomputes for f in self._forwards)
+            recomputes = any(f.recomputes for f in self._of_scopes(Kind.FORWARD))
             return TrainingState.RECOMPUTING if recomputes else TrainingState.BACKWARD
-        return TrainingState.FORWARD if self._roots or self._forwards else TrainingState.IDLE
+        return TrainingState.FORWARD if self.in_forward else TrainingState.IDLE
+
+    def _of_scopes(self, kind: Kind) -> list[Forward]:
+        """Return the forwards of scopes, or their backwards, that are under way, innermost last."""
+        return [use for use in self.uses if use.kind is kind and isinstance(use, Forward)]
+
+    def _roots(self) -> list[Root]:
+        return [use for use in self.uses if isinstance(use, Root)]
 
     @property
     def in_forward(self) -> bool:
         """Whether a forward is under way, inside of which a backward may be."""
-        return bool(self._roots or self._forwards)
+        return self.uses.has(Kind.ROOT, Kind.FORWARD)
 
     def is_forward_here(self) -> bool:
         """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
@@ -200,8 +193,8 @@ class Phases:
     # -- forward ----------------------------------------------------------------------------
 
     def begin_forward(self, use: object, *, training: bool) -> None:
-        """A forward begins from outside of any other: have the turn for it, in the version that `training` or
-        evaluating uses."""
+        """A forward begins from outside of any other: take the engine lock for it, and use the version that
+        `training` or evaluating uses."""
         self.shelter.begin(use)
         self.reset_abandoned()
         self.shelter.begin(use)  # that ended what this thread had begun
@@ -230,27 +223,31 @@ class Phases:
             return False
         self.shelter.begin(use)
         self.check()
-        if self._roots:
+        if roots := self._roots():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
-            del self._roots[max(0, calls_of(module) - 1) :]
-        if self._roots:
-            return False
+            goes_on = max(0, calls_of(module) - 1)
+            for root in roots[goes_on:]:
+                self.uses.end(root)
+            if roots[:goes_on]:
+                return False
         self.reset()
         self.shelter.begin(use)  # once more: that ended what was left of others
         return True
 
     def push_root(self, use: object, frame: object) -> None:
         """The root's forward is under way, with `frame` of hooks on saved tensors."""
-        self._roots.append(frame)
-        if (log := self._recorder.log) is not None and len(self._roots) == 1:
+        self.uses.begin(Root(frame))
+        if (log := self._recorder.log) is not None and len(self._roots()) == 1:
             log.enter(use, "recompute" if in_backward() else "forward", -1)
 
     def leave_root(self, use: object) -> bool:
         """A forward of the root is over, also when it raised; return whether it was the outermost."""
-        if self._roots:
-            saved.leave(self._roots.pop())
+        roots = self._roots()
+        if roots:
+            self.uses.end(roots[-1])
+            saved.leave(roots[-1].frame)
         self.claims.release_wanted()
-        if self._roots:
+        if roots[:-1]:
             return False
         grad, backward = torch.is_grad_enabled() and self.trains, in_backward()
         if (log := self._recorder.log) is not None:
@@ -263,67 +260,67 @@ class Phases:
     def end_forward(self, use: object) -> None:
         """A forward that began from outside is over; without an optimizer, it is what figures count as a
         step."""
-        self.guests.release()
+        self.claims.release_guests()
         if not self.trains:
             self.stepped(0.0)
-        self.shelter.turn.leave(use)
+        self.shelter.lock.leave(use)
 
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
-        forward = Forward(scope, self.newest)
-        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.shelter.turn.mine
+        forward = self._forward(scope)
+        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.shelter.lock.mine
         if inside and is_outermost(scope.module):  # of the root, `enter_root` has seen to that
             self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
-        elif self._roots:
-            forward.guest = self.guests.join()
+        elif self.uses.has(Kind.ROOT):
+            forward.guest = self.claims.join()
             forward.start = forward.start if forward.guest is None else -1  # another thread's numbers
         else:  # not called through the root
             self.begin_forward(forward, training=scope.module.training)
             forward.newest = self.newest
         if self.behind is not None and self._has_graph and not forward.recomputes:
             self.behind.visit(scope.units)
-        self.claims.release_lazy(scope)
+        self.claims.release_recomputed(scope)
         self.claims.release_wanted()
-        self._forwards.append(forward)
+        for again in [f for f in self._of_scopes(Kind.RECOMPUTED) if f.scope is scope]:
+            self.uses.end(again)  # what it kept, this one does
+        self.uses.begin(forward)
         forward.frame = saved.enter(self.token)
-        self._residency.acquire(scope.units, scope, newest=self.newest)
+        self._residency.acquire(scope.units, forward, newest=self.newest)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "recompute" if forward.recomputes else "forward", _first(scope))
         return forward
 
     def leave(self, scope: Scope) -> Forward | None:
         """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
-        for another thread has the turn."""
+        for another thread holds the engine lock."""
         me = threading.get_ident()
-        own = [f for f in self._forwards if f.scope is scope and f.thread == me]
+        own = [f for f in self._of_scopes(Kind.FORWARD) if f.scope is scope and f.thread == me]
         if own:
-            self._forwards.remove(own[-1])
             saved.leave(own[-1].frame)
             return own[-1]
-        mine = in_backward() or self.shelter.turn.mine
-        return Forward(scope, self.newest) if mine else None
+        mine = in_backward() or self.shelter.lock.mine
+        return self._forward(scope) if mine else None
+
+    def _forward(self, scope: Scope) -> Forward:
+        return Forward(scope, inputs.next_number(), newest=self.newest, recomputes=in_backward())
 
     def release(self, forward: Forward) -> None:
-        """Let go of what a forward of a scope used, unless an outer one goes on."""
-        scope = forward.scope
-        self.claims.release_wanted()
-        if (log := self._recorder.log) is not None:
-            log.leave(forward)
-        if any(f.scope is scope for f in self._forwards):
-            return
-        if in_backward() and torch.is_grad_enabled():
-            # Recomputation: its backward follows at once, or another scope comes.
-            self.claims.keep_lazy(scope)
-        else:
-            self._residency.release(scope.units, scope)
-
-    def part(self, forward: Forward) -> None:
-        """The last of a scope's forward: others may come in."""
-        self.guests.part(forward.guest)
-        forward.guest = None
-        self.shelter.turn.leave(forward)
+        """Let go of what a forward of a scope used; then others may come in."""
+        try:
+            self.claims.release_wanted()
+            if (log := self._recorder.log) is not None:
+                log.leave(forward)
+            if in_backward() and torch.is_grad_enabled():
+                # Recomputation: its backward follows at once, or another scope comes.
+                forward.kind = Kind.RECOMPUTED
+            else:
+                self._residency.release(forward)
+        finally:
+            self.claims.part(forward.guest)
+            forward.guest = None
+            self.shelter.lock.leave(forward)
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -332,15 +329,16 @@ class Phases:
         # A callback fires at the end of the backward that queues it, which may be the inner one
         # of reentrant checkpointing: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
-        if task in self._tasks:
+        tasks = [use for use in self.uses if use.kind is Kind.TASK]
+        if any(use.task == task for use in tasks):
             return
         self._residency.cache.in_backward = True
-        if not self._tasks:
+        if not tasks:
             self.shelter.begin(self.token)
             if (log := self._recorder.log) is not None:
                 log.backward(self, self._left)
             self._prepare_backward()
-        self._tasks.add(task)
+        self.uses.begin(Use(Kind.TASK, task=task))
         Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
 
     @sheltered
@@ -362,10 +360,10 @@ class Phases:
         """The gradient of an output of a scope is there."""
         self.begin_backward()
         self.end_passed()
-        forward.task = torch._C._current_graph_task_id()
-        self._backwards[forward] = None
+        forward.kind, forward.task = Kind.BACKWARD, torch._C._current_graph_task_id()
+        self.uses.begin(forward)
         self.claims.release_wanted()
-        self.claims.release_lazy(forward.scope)
+        self.claims.release_recomputed(forward.scope)
         self.newest = forward.newest
         units = forward.scope.units
         if (
@@ -373,19 +371,19 @@ class Phases:
         ):  # of an output that is handed on the gradient comes last: nothing reads them
             units = tuple(unit for unit in units if not self.behind.has_updated(unit))
         self._residency.acquire(units, forward, newest=self.newest)
-        self.claims.release_lazy(None)
+        self.claims.release_recomputed(None)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "backward", _first(forward.scope))
 
     @eager
     def end_scope_backward(self, forward: Forward) -> None:
         """The backward of a scope is over: [Note: the end of a scope's backward]."""
-        claimed = forward in self._backwards  # or it has ended at another input, or never began
-        self._backwards.pop(forward, None)
+        # Or it has ended at another input, or never began.
+        claimed = forward in self._of_scopes(Kind.BACKWARD)
         for index in forward.scope.units:
             self.end_unit_backward(self._residency.units[index])
         if claimed:
-            self._residency.release(forward.scope.units, forward)
+            self._residency.release(forward)
         self.claims.release_wanted()
         self._passed(forward)
         if (log := self._recorder.log) is not None:
@@ -413,13 +411,15 @@ class Phases:
         self._end(lambda f: f.start > number and f.task == task)  # on whichever thread it runs
 
     def _end(self, which: Callable[[Forward], bool]) -> None:
-        for forward in filter(which, tuple(self._backwards)):
+        for forward in filter(which, self._of_scopes(Kind.BACKWARD)):
             self.end_scope_backward(forward)
 
     @eager
     def _backward_ends(self, task: int) -> None:
-        self._tasks.discard(task)
-        if self._tasks:
+        for use in self.uses:
+            if use.kind is Kind.TASK and use.task == task:
+                self.uses.end(use)
+        if self.uses.has(Kind.TASK):
             self._end(lambda f: f.task == task)
         else:
             self.end_backward()
@@ -428,7 +428,7 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
-        for forward in tuple(self._backwards):
+        for forward in self._of_scopes(Kind.BACKWARD):
             self._passed(forward)
         if self.behind is not None:
             self.behind.end()
@@ -485,30 +485,28 @@ class Phases:
         self._left = 0
         if (log := self._recorder.log) is not None:
             log.leave_all()
-        self.guests.release()
-        self._forwards.clear()
-        self._roots.clear()
+        self.claims.release_guests()
+        self.uses.drop(Kind.ROOT, Kind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()
-        self.shelter.turn.reset()
+        self.shelter.lock.reset()
 
     def reset_abandoned(self) -> None:
         """`reset`, if something is left and no forward or backward is running. The caller holds the engine
         lock, so no other thread is in a use."""
         if in_backward() or self.is_forward_here():
             return
-        if any(u.users for u in self._residency.units):
+        if any(use.units for use in self.uses if use.kind is not Kind.BLOCK):
             self.reset()
 
     def _reset_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
+        self.uses.drop(Kind.TASK)
         self.claims.forget()
-        self._backwards.clear()
-        self._tasks.clear()
-        self.shelter.turn.leave(self.token)
+        self.shelter.lock.leave(self.token)
         self._residency.cache.in_backward = False
         self._gradients.send_all()
-        self._residency.forget_users({f.scope for f in self._forwards})
+        self._residency.drop(Kind.BACKWARD, Kind.RECOMPUTED, Kind.ONCE)
 
 
 def _first(scope: Scope) -> int:

@@ -7,7 +7,7 @@ waits for it. An interrupt ends the wait and not the section. The section goes o
 engine, whichever it is, waits for it first. So every call takes effect completely, or not at all.
 
 On other threads (autograd's own, for a CUDA device) no handler runs, and the section runs there. Every
-section holds the engine lock: [Note: turns].
+section holds the engine lock: [Note: the engine lock].
 
 [Note: room on the stack] The shelter's thread has a stack of its own. A section on another thread has the
 rest of that thread's stack: near the limit a RecursionError would come like an interrupt, in the middle of
@@ -28,7 +28,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
-from infinity.core.turn import Turn, Use
+from infinity.core.engine_lock import EngineLock, Hold
 
 from .streams import Task
 
@@ -69,7 +69,7 @@ class Shelter:
     ) -> None:
         self._carry = carry
         self._staged = staged
-        self.turn = Turn()
+        self.lock = EngineLock()
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._closed = False
@@ -83,13 +83,13 @@ class Shelter:
         self._finalizer = weakref.finalize(self, self._queue.put, None)
         self._finalizer.atexit = False  # the user's own handlers may save
 
-    def run(self, call: Callable[[], _R], *, hold: float = 0.0, turn: bool = True) -> _R:
+    def run(self, call: Callable[[], _R], *, hold: float = 0.0, locked: bool = True) -> _R:
         """Return what `call` returns, or raise what it raises. An exception from a signal handler comes
         before the call begins, or does not stop it. The call runs without grad mode.
 
         `hold`: seconds for which an interrupt is deferred until the call has ended, for quick calls that
-        read the user's objects (`p.grad`, param groups), which the user changes next. `turn`: the call holds
-        the engine lock.
+        read the user's objects (`p.grad`, param groups), which the user changes next. `locked`: the call
+        holds the engine lock.
         """
         here, wait, backward = threading.get_ident(), self._waits(), in_backward()
         self.wait_interrupted()
@@ -98,8 +98,8 @@ class Shelter:
                 return call()
         if here != self._main or self._closed:
             who = self._main if here == self._thread.ident else here
-            return self._make_here(call, who or here, turn, wait)
-        task = Task(functools.partial(self._make, call, here, self._carry(), turn, wait, backward))
+            return self._make_here(call, who or here, locked, wait)
+        task = Task(functools.partial(self._make, call, here, self._carry(), locked, wait, backward))
         try:
             # No handler runs between these two: what is known to be under way has been queued.
             self._under_way = task
@@ -117,22 +117,22 @@ class Shelter:
             del task  # its error holds this frame
 
     def begin(self, use: object) -> None:
-        """Begin a forward or a backward of this thread; `turn.leave` or `turn.reset` ends it."""
-        self.turn.enter(use, wait=self._waits())
+        """Begin a forward or a backward of this thread; `lock.leave` or `lock.reset` ends it."""
+        self.lock.enter(use, wait=self._waits())
 
     def _waits(self) -> bool:
         """Return whether this thread waits for the engine lock. In a backward on a device it does not:
         several threads run it, autograd's and the calling one, and each may hold the lock."""
         return not (self._staged and torch._C._current_graph_task_id() != -1)
 
-    def _make_here(self, call: Callable[[], _R], who: int, turn: bool, wait: bool) -> _R:
+    def _make_here(self, call: Callable[[], _R], who: int, locked: bool, wait: bool) -> _R:
         """Make a call on this thread; raise RecursionError before it begins, or not at all."""
         if _here.has_room:
-            return self._make(call, who, torch.no_grad, turn, wait)
+            return self._make(call, who, torch.no_grad, locked, wait)
         _nest(_NESTED)
         _here.has_room = True
         try:
-            return self._make(call, who, torch.no_grad, turn, wait)
+            return self._make(call, who, torch.no_grad, locked, wait)
         finally:
             _here.has_room = False
 
@@ -141,28 +141,28 @@ class Shelter:
         call: Callable[[], _R],
         who: int,
         there: Callable[[], AbstractContextManager[Any]],
-        turn: bool,
+        locked: bool,
         wait: bool,
         backward: bool = False,
     ) -> _R:
-        use = Use()
-        if turn:
-            self.turn.enter(use, who=who, wait=wait)
+        use = Hold()
+        if locked:
+            self.lock.enter(use, who=who, wait=wait)
         before, _here.backward = _here.backward, _here.backward or backward
         try:
             with there(), torch.no_grad():
                 return call()
         finally:
             _here.backward = before
-            if turn:
-                self.turn.leave(use)
+            if locked:
+                self.lock.leave(use)
 
     def wait_interrupted(self, patience: float | None = None) -> None:
         """Wait for a section that an interrupt left running, for at most `patience` seconds if given; raise
         its error."""
         task = self._under_way
         if task is None or os.getpid() != self._pid or threading.get_ident() != self._main:
-            return  # it is the main thread's; for others it has the turn, or waits for theirs
+            return  # it is the main thread's; for others it has the lock, or waits for theirs
         try:
             if patience is not None and not task.pause(patience):
                 return

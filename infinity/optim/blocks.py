@@ -13,10 +13,11 @@ import itertools
 
 import torch
 
+from infinity.core.engine_lock import Hold
 from infinity.core.errors import InfinityError, ParameterChangedError
-from infinity.core.turn import Use
 from infinity.hardware.shelter import sheltered
 from infinity.params.residency import Residency
+from infinity.params.uses import Kind
 
 from .edits import Block, Edits
 
@@ -31,14 +32,13 @@ class Blocks:
         self.shelter = residency.shelter
         self._residency = residency
         self._edits = edits
-        self._open: list[Block] = []  # innermost last
 
-    def begin(self, use: Use, named: dict[int, set[int]], *, write: bool, source: int) -> Block:
-        """Claim the units of `named`, in their newest version, until there is no reference to `use`."""
-        block = Block(use, named, source)
-        del use  # an error that a user keeps has this frame
-        self._open.append(block)  # before its claims: an interrupt may come in between
-        self._residency.acquire(named, block, note=False, keep=True, newest=True)
+    def begin(self, hold: Hold, named: dict[int, set[int]], *, write: bool, source: int) -> Block:
+        """Claim the units of `named`, in their newest version, until there is no reference to `hold`."""
+        block = Block(hold, named, source)
+        del hold  # an error that a user keeps has this frame
+        self._residency.uses.begin(block)  # before its claims: an interrupt may come in between
+        self._residency.acquire(named, block, note=False, newest=True)
         if write:
             self._edits.begin(block)
         return block
@@ -50,17 +50,19 @@ class Blocks:
             ParameterChangedError: there are edits that cannot be kept. Those blocks have ended, too.
             StorageError: a transfer failed; the next call tries again, and gives up what fails once more.
         """
-        if any(block.is_left for block in self._open):
+        if self._left():
             self._end_left()
+
+    def _left(self) -> list[Block]:
+        """Return the blocks that were left and have not ended, innermost first."""
+        blocks = [use for use in self._residency.uses if isinstance(use, Block)]
+        return [block for block in reversed(blocks) if block.is_left]
 
     @sheltered
     def _end_left(self) -> None:
         errors: list[Exception] = []
-        for block in [b for b in reversed(self._open) if b.is_left]:
-            found = self._end(block)
-            if not block.failed:
-                self._open.remove(block)
-            errors += found
+        for block in self._left():
+            errors += self._end(block)
         for first, then in itertools.pairwise(errors):
             then.__context__ = then.__context__ or first
         if errors:
@@ -85,7 +87,7 @@ class Blocks:
         if failed:
             return errors
         try:
-            self._residency.release(block.named, block)
+            self._residency.release(block)
         except ParameterChangedError as error:
             errors.append(error)
         block.failed = False
@@ -105,4 +107,4 @@ class Blocks:
 
     def close(self) -> None:
         """The engine closes: its blocks are over, and their ends have nothing to do."""
-        self._open.clear()
+        self._residency.uses.drop(Kind.BLOCK)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
+from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterChangedError
-from infinity.core.turn import Use
 from infinity.hardware.ranks import Comm
 from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit, UnitState, unseen
+from infinity.params.uses import Kind, Use
 
 from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
@@ -32,8 +33,8 @@ from .whole import agree_on_edits
 _EDITED: weakref.WeakSet[ParamUnit] = weakref.WeakSet()
 
 
-class Block:
-    """A `gathered` block: the owner of its claims, and what its end is about.
+class Block(Use):
+    """A `gathered` block, and what its end is about.
 
     Attributes:
         named: by unit, the parameters that the block is for, by index.
@@ -43,8 +44,9 @@ class Block:
         sums: on several ranks, by unit, checksums of what there was.
     """
 
-    def __init__(self, use: Use, named: dict[int, set[int]], source: int) -> None:
-        self._use = weakref.ref(use)
+    def __init__(self, hold: Hold, named: dict[int, set[int]], source: int) -> None:
+        super().__init__(Kind.BLOCK)
+        self._hold = weakref.ref(hold)
         self.named = named
         self.source = source
         self.moved: dict[int, set[int]] = {unit: set() for unit in named}
@@ -54,8 +56,8 @@ class Block:
 
     @property
     def is_left(self) -> bool:
-        """Whether its `with` statement is over, which has the only reference to its use."""
-        return self._use() is None
+        """Whether its `with` statement is over, which has the only reference to its hold of the lock."""
+        return self._hold() is None
 
 
 class Edits:
@@ -71,7 +73,6 @@ class Edits:
         self._tiers = tiers
         self._states = states
         self.given = Given(staged=tiers.device.staged)
-        self._blocks: dict[int, list[Block]] = {}  # that edit, by unit, innermost last
 
     def check_delayed(self) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
@@ -145,8 +146,8 @@ class Edits:
         for sharded in found or ():
             known.setdefault(sharded.unit, set()).add(sharded.index)
         for unit in self._tiers.units if units is None else units:
-            if unit.on_device and unit.writers:
-                self._take(unit, self._blocks[unit.index][-1], {p.index for p in unit.params})
+            if unit.on_device and (blocks := [b for b in unit.writers if isinstance(b, Block)]):
+                self._take(unit, blocks[-1], {p.index for p in unit.params})
             elif unit.on_device:
                 edited = _edited(unit) if found is None else known.get(unit.index)
                 if edited:
@@ -243,9 +244,8 @@ class Edits:
             assert unit.state is UnitState.UNSHARDED
             if self._comm.world > 1:
                 block.sums[index] = _sums(unit)
-            self._blocks.setdefault(index, []).append(block)
             _EDITED.add(unit)
-            unit.writers.add(block)
+            block.writes.add(index)
 
     @sheltered
     def end(self, block: Block, index: int) -> None:
@@ -256,7 +256,7 @@ class Edits:
             ParameterChangedError: a parameter was given data of another shape; the rest is kept.
         """
         unit = self._tiers.units[index]
-        if block not in unit.writers:
+        if index not in block.writes:
             return
         try:
             self._take(unit, block, block.named[index])
@@ -267,12 +267,10 @@ class Edits:
 
     def drop(self, block: Block, index: int) -> None:
         """End the block's edits of a unit. An edit that was not adopted is an edit outside of a block."""
-        unit, blocks = self._tiers.units[index], self._blocks.get(index, [])
-        if block in blocks:
-            blocks.remove(block)
-        if not blocks:
+        unit = self._tiers.units[index]
+        if not any(other is not block for other in unit.writers):
             _EDITED.discard(unit)
-        unit.writers.discard(block)  # last: `end` goes by it
+        block.writes.discard(index)  # last: `end` goes by it
 
 
 def _sums(unit: ParamUnit) -> list[int]:

@@ -469,7 +469,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             BudgetError: the state dict does not fit the memory that `host_memory` leaves.
             ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
-        with self.shelter.turn.hold():
+        with self.shelter.lock.hold():
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The uses of units: claims, the versions that they use, and the changes of values under them."""
+"""Which units are on the device for whom, in which version, and the changes of values under them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .param import ShardedParam
 from .publish import Publisher
 from .unit import ParamUnit, UnitState
 from .updates import Updates
+from .uses import Kind, Use, Uses
 
 
 class Residency:
@@ -34,6 +35,7 @@ class Residency:
     def __init__(
         self,
         units: Sequence[ParamUnit],
+        uses: Uses,
         cache: Cache,
         device: Device,
         updates: Updates,
@@ -45,6 +47,7 @@ class Residency:
         ahead: bool = False,
     ) -> None:
         self.units = units
+        self.uses = uses
         self._in_order = in_order
         self._ahead = ahead
         self.cache = cache
@@ -78,19 +81,18 @@ class Residency:
     def acquire(
         self,
         indices: Iterable[int],
-        user: object,
+        use: Use,
         *,
         newest: bool,
         note: bool = True,
-        keep: bool = False,
     ) -> None:
-        """Make units UNSHARDED and keep them for `user` until `release`. Idempotent per user.
+        """Make units UNSHARDED and keep them for `use` until `release`. Idempotent.
 
         `newest`: in the newest version, and not the one in front: [Note: two versions]. `note`: record it in
-        the schedule, and load what comes next. `keep`: the claim outlives `forget_users`.
+        the schedule, and load what comes next.
 
         Raises:
-            ParameterError: another user has claimed another version of one of them.
+            ParameterError: another use keeps another version of one of them.
             GradientError: the last backward of a step has updated one of them, and `step()` has not run.
         """
         newest = newest and self.has_two_versions
@@ -98,11 +100,10 @@ class Residency:
         if self.check_use is not None:
             self.check_use(wanted)
         for unit in wanted:
-            self._change_version(unit, user, newest)
-        for unit in wanted:
-            (unit.keepers if keep else unit.users).add(user)
-            if note:
-                self.schedule.note(unit.index)
+            self._change_version(unit, use, newest)
+        self.uses.begin(use, (u.index for u in wanted))
+        for unit in wanted if note else ():
+            self.schedule.note(unit.index)
         for unit in wanted:
             if unit.state is UnitState.SHARDED:
                 self.missed += 1
@@ -144,9 +145,9 @@ class Residency:
     def use_all(self) -> None:
         """With `in_order`, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
-            everything, owner = range(len(self.units)), object()
-            self.acquire(everything, owner, newest=False, note=False)
-            self.release(everything, owner)
+            everything, once = range(len(self.units)), Use(Kind.ONCE)
+            self.acquire(everything, once, newest=False, note=False)
+            self.release(once)
 
     def _gather_first(self, count: int) -> None:
         for unit in self.units[:count] if self._in_order else ():
@@ -163,20 +164,23 @@ class Residency:
         self.cache.prefetch(newest=False)
 
     @sheltered
-    def release(self, indices: Iterable[int], user: object) -> None:
-        """Take back `user`'s claim; a unit without users becomes idle."""
-        units = [self.units[i] for i in indices]
-        for unit in units:
-            for claims in (unit.users, unit.keepers, unit.writers):
-                claims.discard(user)
-        self._idle(units)
+    def release(self, use: Use) -> None:
+        """End a use; a unit that no other one keeps becomes idle."""
+        self._idle([self.units[i] for i in self.uses.end(use)])
 
     @sheltered
-    def forget_users(self, keep: Collection[object] = ()) -> None:
-        """Drop claims whose owner will never release them (an exception, an abandoned graph); those of
-        `keep` stay. What an interrupt has left between two states is put right."""
+    def keep_only(self, use: Use, keep: Collection[int]) -> None:
+        """Let go of the units that a use keeps, but for those of `keep`."""
+        gone = use.units.difference(keep)
+        use.units -= gone
+        self._idle([self.units[i] for i in gone])
+
+    @sheltered
+    def drop(self, *kinds: Kind) -> None:
+        """Drop uses that nothing will end (an exception, an abandoned graph). What an interrupt has left
+        between two states is put right."""
+        self.uses.drop(*kinds)
         for unit in self.units:
-            unit.users.intersection_update(keep)
             unit.free_unused()
         self._idle(self.units)
 
@@ -214,8 +218,7 @@ class Residency:
         """
         chosen = self.units if indices is None else [self.units[i] for i in indices]
         self.check_blocks(u.index for u in chosen)
-        for unit in chosen:
-            unit.users.clear()
+        self.uses.let_go({u.index for u in chosen})
         self._idle(chosen, persistent=True)
         for unit in chosen:
             if unit.on_device:
@@ -280,15 +283,15 @@ class Residency:
             unit.expect(wait)
 
     def resume(self, unit: ParamUnit) -> None:
-        """Wait for the values of a unit on the device, then let them be used. Any thread may, out of turn:
-        who has the turn may wait for this very thread, which its forward has started.
+        """Wait for the values of a unit on the device, then let them be used. Any thread may, without the
+        engine lock: who holds it may wait for this very thread, which its forward has started.
 
         Raises:
             GradientError: they are of a step that is to come.
         """
         if self.check_use is not None:
             self.check_use([unit])
-        self.shelter.run(functools.partial(self._resume, unit), turn=False)
+        self.shelter.run(functools.partial(self._resume, unit), locked=False)
 
     def _resume(self, unit: ParamUnit) -> None:
         if (wait := unit.arriving) is not None:
@@ -371,7 +374,7 @@ class Residency:
             self._device.wait_on_device(event)
         self._recorder.waited(wait, ("h2d", 0))
 
-    def _change_version(self, unit: ParamUnit, user: object, newest: bool) -> None:
+    def _change_version(self, unit: ParamUnit, use: Use | None, newest: bool) -> None:
         """Make `unit` show the requested version."""
         if unit.newest == newest:
             return
@@ -379,7 +382,7 @@ class Residency:
             self._updates.wait_unit(unit.index)
         if not self._publisher.is_newer(unit):
             return  # there is but one
-        if (unit.users | unit.keepers) - {user}:
+        if any(other is not use for other in unit.users):
             raise ParameterError(
                 f"the program needs two versions of unit {unit.layout.name!r} at once",
                 expected="a training forward or backward outside of `gathered` blocks, which show the "

@@ -40,6 +40,7 @@ from .gather import Gather
 from .load import Load, Loader
 from .param import ShardedParam
 from .unit_memory import UnitMemory
+from .uses import Kind, Use, Uses
 
 
 class UnitState(enum.Enum):
@@ -88,6 +89,7 @@ class ParamUnit(UnitMemory):
         params: Sequence[ShardedParam],
         device: Device,
         comm: Comm,
+        uses: Uses,
         *,
         on_device: bool,
         kept_apart: bool = False,
@@ -103,13 +105,11 @@ class ParamUnit(UnitMemory):
         self.state = UnitState.SHARDED
         self.filled = False  # whether the storage has its memory
         self.stale = False  # somebody holds the memory, and its values are from before an update
-        self.users: set[object] = set()
-        self.keepers: set[object] = set()  # `gathered` blocks: nothing but their end lets go
-        self.writers: set[object] = set()  # those of them whose end takes over every edit
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
         self.references: weakref.WeakSet[Any] | None = None  # that graphs have saved of it, if somebody asks
         self._device = device
         self._comm = comm
+        self._uses = uses
         self._load: Load | None = None
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
@@ -474,8 +474,23 @@ class ParamUnit(UnitMemory):
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a claim on the unit."""
-        return bool(self.users or self.keepers)
+        """Whether a use keeps the unit."""
+        return any(self.index in use.units for use in self._uses)
+
+    @property
+    def users(self) -> list[Use]:
+        """The uses that keep the unit, the one that began first at the head: [Note: uses]."""
+        return [use for use in self._uses if self.index in use.units]
+
+    @property
+    def keepers(self) -> list[Use]:
+        """Of these, the `gathered` blocks: nothing but their end lets go."""
+        return [use for use in self.users if use.kind is Kind.BLOCK]
+
+    @property
+    def writers(self) -> list[Use]:
+        """Of these, the blocks whose end takes over every edit."""
+        return [use for use in self._uses if self.index in use.writes]
 
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""

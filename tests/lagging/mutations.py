@@ -64,7 +64,7 @@ _FILES = (
     "api/gathered.py",
     "autograd/activations.py",
     "autograd/phases.py",
-    "core/turn.py",
+    "core/engine_lock.py",
     "grads/buffer.py",
     "grads/chunk_work.py",
     "grads/gradient_chunks.py",
@@ -177,8 +177,8 @@ _STATEMENTS = {
     "let_go": "the wait for buffers that leave",
     "keep_clear": "the wait for an update that reads it",
     "finish_writes": "the wait for writes",
-    "enter": "the turn",
-    "begin": "the turn",
+    "enter": "the engine lock",
+    "begin": "the engine lock",
 }
 #: Expressions that have another value instead.
 _VALUES: dict[str, tuple[str, Any]] = {
@@ -228,7 +228,7 @@ def _of(node: ast.AST, parent: ast.AST) -> tuple[str, str, ast.expr] | None:
         return f"{text}()", "the stream that it was made on", ast.Call(_nothing(), [], [])
     if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("shelter")):
         return None
-    if name == "enter" and not owner.endswith("turn"):
+    if name == "enter" and not owner.endswith("lock"):
         return None
     if isinstance(parent, ast.Expr):
         if name == "wait_for" and given.endswith(".wait_loaded"):

@@ -1,18 +1,18 @@
-"""The engine lock, which the code calls a turn: one thread at a time uses an engine, and others wait.
+"""The engine lock: one thread at a time uses an engine, and others wait.
 
-[Note: turns] A forward of the model, a backward, a `gathered` block, a state dict and every single call of
-the engine are *uses*. While a thread has a use, it holds the engine lock, and other threads wait before their
-uses. Between its uses they can take the lock. So a thread that saves or evaluates beside the training thread
-never sees a use half done. Threads that a forward itself starts (a block whose children run side by side) are
-its *guests*: they do not wait when they call modules or use parameters. For `gathered` and backwards of their
-own they wait like other threads. A reader of a parameter on the device waits only for the update of that
-parameter.
+[Note: the engine lock] A forward of the model, a backward, a `gathered` block, a state dict and every single
+call of the engine hold the engine lock, and other threads wait before theirs. Between two of them other
+threads can take it. So a thread that saves or evaluates beside the training thread never sees a forward, a
+backward or a call half done. Threads that a forward itself starts (a block whose children run side by side)
+are its *guests*: they do not wait when they call modules or use parameters. For `gathered` and backwards of
+their own they wait like other threads. A reader of a parameter on the device waits only for the update of
+that parameter.
 
 The engine lock is not a mutex, because an exception from a signal handler could leave a mutex locked. It
 belongs to a thread, by the thread's number. If an error or an interrupt leaves it held, it is released when
 that thread comes back, or when another thread waits and finds that the holder has ended, or is in no use any
-more. A use that has an end of its own (a block, a call) has a `Use`. Only the frame or the object that will
-end it refers to the `Use`: when the `Use` is gone, the use has ended, even if an error came before the call
+more. A use that has an end of its own (a block, a call) has a `Hold`. Only the frame or the object that will
+end it refers to the `Hold`: when the `Hold` is gone, the use has ended, even if an error came before the call
 of its end. A thread is a guest as long as the frame in which it joined is on its stack, because the system
 reuses the numbers of threads that have ended.
 
@@ -39,26 +39,26 @@ _PAUSE: Final = 1e-4
 LIMIT: Final = 300.0
 
 
-class Use:
+class Hold:
     """A use of an engine that lasts until `leave`, or until there is no reference to it."""
 
     __slots__ = ("__weakref__",)
 
 
-class Turn:
-    """The engine lock: which thread may use an engine now. See [Note: turns]."""
+class EngineLock:
+    """The engine lock: which thread may use an engine now. See [Note: the engine lock]."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
         self._holder: dict[str, int] = {}  # "": a thread; setdefault is one step
         self._uses: set[int] = set()  # that `reset` ends, by id: what is left here keeps no model
-        self._lasting: set[weakref.ref[Use]] = set()
+        self._lasting: set[weakref.ref[Hold]] = set()
         self._guests: dict[int, list[FrameType]] = {}  # of each, the frames in which it joined
         self._bell = Bell()
 
     def enter(self, use: object, *, who: int | None = None, wait: bool = True) -> None:
         """Begin a use of the thread `who` (None: this thread). With `wait`, wait until it holds the engine
-        lock. Does nothing for a guest, and for a use that has begun already. `reset` does not end a `Use`.
+        lock. Does nothing for a guest, and for a use that has begun already. `reset` does not end a `Hold`.
 
         Raises:
             ThreadError: another thread has held the lock for `limit` seconds, or waits for this one.
@@ -68,7 +68,7 @@ class Turn:
             if not wait or self._is_guest(who):
                 return
             self._wait(who)
-        if isinstance(use, Use):
+        if isinstance(use, Hold):
             self._lasting.add(weakref.ref(use))
         else:
             self._uses.add(id(use))
@@ -76,7 +76,7 @@ class Turn:
     def leave(self, use: object) -> None:
         """End a use."""
         self._uses.discard(id(use))
-        if isinstance(use, Use):
+        if isinstance(use, Hold):
             self._lasting.discard(weakref.ref(use))
         self._pass_on()
 
@@ -84,7 +84,7 @@ class Turn:
         if not (self._uses or self._lasts()):
             self._holder.clear()
             self._bell.ring()
-            if any(turn is self for turn in tuple(_WAITING.values())):
+            if any(lock is self for lock in tuple(_WAITING.values())):
                 time.sleep(_PAUSE)  # who comes back at once would be before who has waited
 
     def reset(self) -> None:
@@ -94,7 +94,7 @@ class Turn:
             self._pass_on()
 
     def _lasts(self) -> bool:
-        """Whether there is still a reference to a `Use` that was begun."""
+        """Whether there is still a reference to a `Hold` that was begun."""
         for use in tuple(self._lasting):
             if use() is None:
                 self._lasting.discard(use)
@@ -113,7 +113,7 @@ class Turn:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Hold the engine lock for a block."""
-        use = Use()
+        use = Hold()
         self.enter(use)
         try:
             yield
@@ -190,15 +190,15 @@ _BACKWARD: Final = "_engine_run_backward"
 _CALLS: Final = ("_call_impl", _BACKWARD, "state_dict")
 
 
-#: The turn that each thread waits for, by its number.
-_WAITING: dict[int, Turn] = {}
+#: The lock that each thread waits for, by its number.
+_WAITING: dict[int, EngineLock] = {}
 
 
 def _waits_for(waiting: int, who: int) -> bool:
     """Return whether a thread waits for `who`, or for one that does."""
     for _ in range(len(_WAITING)):
-        turn = _WAITING.get(waiting)
-        waiting = turn.holder if turn is not None else 0
+        lock = _WAITING.get(waiting)
+        waiting = lock.holder if lock is not None else 0
         if waiting in (0, who):
             return waiting == who
     return False
