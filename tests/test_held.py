@@ -22,6 +22,7 @@ from infinity.core.errors import (
     PrecisionError,
     WrapError,
 )
+from infinity.params.unit import UnitState
 
 from .models import case
 from .offloaded import config_for
@@ -443,11 +444,12 @@ def test_a_prefetch_that_finds_no_memory_is_no_error(tmp_path: Path) -> None:
     for unit in engine.units[2:]:
         unit._memory.fill = _out_of_memory  # type: ignore[method-assign]
     engine.residency.prefetch()
-    assert engine.residency.cache.allocated == sum(u.layout.gathered_nbytes for u in engine.units if u.filled)
-    assert not any(u.filled for u in engine.units[2:])
+    filled = [u for u in engine.units if u.state is not UnitState.SHARDED]
+    assert engine.residency.cache.allocated == sum(u.layout.gathered_nbytes for u in filled)
+    assert not any(u.state is not UnitState.SHARDED for u in engine.units[2:])
     with pytest.raises(torch.OutOfMemoryError):
         model(batch())
-    assert not any(u.filled for u in engine.units[2:])
+    assert not any(u.state is not UnitState.SHARDED for u in engine.units[2:])
     for unit in engine.units[2:]:
         del unit._memory.fill
     wanted = model(batch())

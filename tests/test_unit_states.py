@@ -18,14 +18,16 @@ from .offloaded import ON_HOST, config_for
 
 WIDTH = 16
 LEGAL = {
-    (UnitState.SHARDED, UnitState.LOADING),
+    (UnitState.SHARDED, UnitState.FILLED),
+    (UnitState.FILLED, UnitState.LOADING),
     (UnitState.LOADING, UnitState.LOADED),
     (UnitState.LOADED, UnitState.GATHERED),
     (UnitState.GATHERED, UnitState.UNSHARDED),
     (UnitState.UNSHARDED, UnitState.GATHERED),
-    (UnitState.LOADING, UnitState.SHARDED),
-    (UnitState.LOADED, UnitState.SHARDED),
-    (UnitState.GATHERED, UnitState.SHARDED),
+    (UnitState.LOADING, UnitState.FILLED),
+    (UnitState.LOADED, UnitState.FILLED),
+    (UnitState.GATHERED, UnitState.FILLED),
+    (UnitState.FILLED, UnitState.SHARDED),
 }
 #: Of what is placed on the device: it is there from `wrap` on.
 LEGAL_THERE = {
@@ -100,8 +102,8 @@ def test_every_change_is_legal_and_a_parameters_class_follows_from_it(
     legal = LEGAL_THERE if place == "device" else LEGAL
     assert {(before, after) for _, before, after in changes} <= legal
     assert legal - {(before, after) for _, before, after in changes} <= {
-        (UnitState.LOADING, UnitState.SHARDED),
-        (UnitState.LOADED, UnitState.SHARDED),
+        (UnitState.LOADING, UnitState.FILLED),
+        (UnitState.LOADED, UnitState.FILLED),
         (UnitState.SHARDED, UnitState.UNSHARDED),  # before anybody looks, in `wrap`
     }
     infinity.close(model)

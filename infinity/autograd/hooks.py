@@ -193,7 +193,7 @@ class Hooks:
         there = unit.persistent or unit.in_use
         if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
             return
-        if unit.state is UnitState.SHARDED:
+        if unit.is_away:
             self._phases.check()
         self._want((unit.index,), newest)
         if not in_backward():

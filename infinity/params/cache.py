@@ -91,7 +91,7 @@ class Cache:
         """Free the memory of an idle unit, whose values are about to change to another version."""
         if unit.state in IDLE_STATES:
             self.wait_for(unit, unit.invalidate)
-            if unit.stale:
+            if unit.state is UnitState.FILLED:
                 unit.warn_held()
 
     def wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
@@ -112,14 +112,14 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
-        if not any(u.state is UnitState.SHARDED for u in self.units):
+        if not any(u.is_away for u in self.units):
             return  # the usual answer, and it is asked for at each use of a unit
         order = list(self.schedule.upcoming())
         before = 0  # bytes that are used before it, not counting what is in use now
         for index in dict.fromkeys(order):
             unit = self.units[index]
             nbytes = unit.layout.gathered_nbytes
-            if unit.state is not UnitState.SHARDED or unit.waits_for_owner:
+            if not unit.is_away or unit.waits_for_owner:
                 before += 0 if unit.in_use else nbytes
                 continue
             if newest and self._updates.has_unit(index):

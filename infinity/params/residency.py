@@ -60,6 +60,7 @@ class Residency:
         self._recorder = recorder
         self.check_use: Callable[[list[ParamUnit]], None] | None = None  # raises where they cannot be used
         self._arrivals = lock("residency")
+        self._awaited: set[ParamUnit] = set()  # held, and placed on the device: `refresh` waits for them
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
             for sharded in unit.params if unit.on_device else ():
@@ -72,8 +73,8 @@ class Residency:
 
     def held(self) -> list[ParamUnit]:
         """Return the held units, of those that are not in use and not being written."""
-        idle = (u for u in self.units if u.filled and not u.in_use and u.load_is_over())
-        return [u for u in idle if u.arriving is None and u.is_held()]
+        there = (u for u in self.units if u.state is not UnitState.SHARDED and u.arriving is None)
+        return [u for u in there if not u.in_use and u.load_is_over() and u.is_held()]
 
     # -- use --------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class Residency:
         for unit in wanted if note else ():
             self.schedule.note(unit.index)
         for unit in wanted:
-            if unit.state is UnitState.SHARDED:
+            if unit.is_away:
                 self.missed += 1
                 self.cache.load_now(unit)
             elif not unit.persistent and unit.state is not UnitState.UNSHARDED:
@@ -153,7 +154,7 @@ class Residency:
         for unit in self.units[:count] if self._in_order else ():
             if unit.state in (UnitState.GATHERED, UnitState.UNSHARDED):
                 continue
-            if unit.state is UnitState.SHARDED:
+            if unit.is_away:
                 self.cache.load_now(unit)
             self.cache.wait_for(unit, unit.wait_loaded)
             unit.gather()
@@ -222,7 +223,7 @@ class Residency:
         self._idle(chosen, persistent=True)
         for unit in chosen:
             if unit.on_device:
-                unit.stale = unit.is_held()
+                (self._awaited.add if unit.is_held() else self._awaited.discard)(unit)
             else:
                 self.cache.invalidate(unit)
 
@@ -258,17 +259,16 @@ class Residency:
         """Write the new values into the memory of changed units that are held; when this returns, an alias
         shows them. With several ranks an alias shows them at the next use of its unit, because held units
         differ between ranks."""
-        stale = [u for u in self.units if u.waits_for_owner]
-        for unit in stale:
-            if unit.on_device:
-                self._resume(unit)
-                unit.stale = False
-            else:
-                unit.free_unused()
-                if unit.stale:
-                    self.cache.load(unit, urgent=True)
-        for unit in stale:
-            if not unit.on_device and unit.filled:
+        held = [u for u in self.units if u.waits_for_owner]
+        for unit in [u for u in self.units if u in self._awaited]:
+            self._resume(unit)
+            self._awaited.discard(unit)
+        for unit in held:
+            unit.free_unused()
+            if unit.waits_for_owner:
+                self.cache.load(unit, urgent=True)
+        for unit in held:
+            if not unit.is_away:
                 self.cache.wait_for(unit, unit.wait_loaded)
 
     @sheltered

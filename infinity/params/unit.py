@@ -1,11 +1,11 @@
 """Units: whether their parameters are on the device, on their way, or away.
 
-One function per legal transition: `load` SHARDED → LOADING, `wait_loaded` LOADING → LOADED, `gather` LOADED →
-GATHERED, `unshard` GATHERED → UNSHARDED, `idle` UNSHARDED → GATHERED, `reshard` and `invalidate` LOADING,
-LOADED or GATHERED → SHARDED. A *persistent* unit is not idle after use: it stays UNSHARDED until its values
-change. One that is placed on the device has its copy in this very storage, and is never SHARDED: what an
-update or a new version brings it is `expect`ed, UNSHARDED → LOADING, and has come with `arrived`, LOADING →
-UNSHARDED.
+One function per legal transition: `load` SHARDED → FILLED → LOADING, `wait_loaded` LOADING → LOADED,
+`gather` LOADED → GATHERED, `unshard` GATHERED → UNSHARDED, `idle` UNSHARDED → GATHERED, `reshard` and
+`invalidate` LOADING, LOADED or GATHERED → FILLED → SHARDED, if nobody holds the memory. A *persistent* unit
+is not idle after use: it stays UNSHARDED until its values change. One that is placed on the device has its
+copy in this very storage, and is never SHARDED: what an update or a new version brings it is `expect`ed,
+UNSHARDED → LOADING, and has come with `arrived`, LOADING → UNSHARDED.
 
 What is written last is what says that the rest was done: an error may end each of them between any two lines.
 
@@ -46,11 +46,14 @@ from .uses import Kind, Use, Uses
 class UnitState(enum.Enum):
     """Where the parameters of a unit are.
 
-    SHARDED: their storage is empty. LOADING: a load is filling it. LOADED: this rank's slice is there (with
-    one rank, the whole unit). GATHERED: the whole unit is there, and not in use. UNSHARDED: usable.
+    SHARDED: their storage is empty. FILLED: it has its memory, and no values that count: a load is about to
+    begin, or code outside of the engine holds the memory ([Note: held units]). LOADING: a load is filling it.
+    LOADED: this rank's slice is there (with one rank, the whole unit). GATHERED: the whole unit is there, and
+    not in use. UNSHARDED: usable.
     """
 
     SHARDED = "sharded"
+    FILLED = "filled"
     LOADING = "loading"
     LOADED = "loaded"
     GATHERED = "gathered"
@@ -103,8 +106,6 @@ class ParamUnit(UnitMemory):
         self.on_device = on_device
         self.persistent = persistent or on_device
         self.state = UnitState.SHARDED
-        self.filled = False  # whether the storage has its memory
-        self.stale = False  # somebody holds the memory, and its values are from before an update
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
         self.references: weakref.WeakSet[Any] | None = None  # that graphs have saved of it, if somebody asks
         self._device = device
@@ -130,14 +131,14 @@ class ParamUnit(UnitMemory):
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
-        if not self.filled:
+        if self.state is UnitState.SHARDED:
             self._memory.fill()  # once: `set_` would give an empty storage memory for each parameter
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
             if not self.on_device:
                 sharded.keep_accumulator()
         self._become(self.state)
-        if not self.filled:
+        if self.state is UnitState.SHARDED:
             self.drop()
         self._owners = self._count()
 
@@ -218,7 +219,7 @@ class ParamUnit(UnitMemory):
         if self.in_place:
             self._memory.fill()
         if self.on_device:
-            self.filled, self.state = True, UnitState.UNSHARDED
+            self.state = UnitState.UNSHARDED
 
     def _become(self, state: UnitState) -> None:
         """Be in `state`. The one place where the class of a parameter is chosen."""
@@ -236,24 +237,19 @@ class ParamUnit(UnitMemory):
         self._become(self.state)
 
     def load(self, loader: Loader, slots: Mapping[int, Slot], *, urgent: bool = False) -> None:
-        """SHARDED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
+        """SHARDED or FILLED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
         self._wait_load()  # one that an interrupt has cut off from its unit
-        self.filled = True
-        try:
-            self._memory.fill()
-        except Exception:
-            self.filled = False
-            raise
+        self._memory.fill()
+        self.state = UnitState.FILLED
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
         load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
         self._loader, self._load = loader, load
         loader.start(load, urgent=urgent)
-        self.stale = False
         self._become(UnitState.LOADING)
 
     @property
@@ -423,8 +419,7 @@ class ParamUnit(UnitMemory):
             return False
         edited = self.edited()
         if held:
-            self.stale = self.stale or keep
-            self.state = UnitState.SHARDED
+            self.state = UnitState.FILLED
         else:
             self._free()
         if edited:
@@ -434,7 +429,7 @@ class ParamUnit(UnitMemory):
         return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
-        """As `reshard`, because another version is about to arrive. A held unit keeps its memory: `stale`.
+        """As `reshard`, because another version is about to arrive. A held unit keeps its memory, FILLED.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -443,29 +438,33 @@ class ParamUnit(UnitMemory):
 
     def free_unused(self) -> None:
         """Free memory that holds nothing: its owner let go, or an interrupt came before its load."""
-        if self.filled and self.state is UnitState.SHARDED:
+        if self.state is UnitState.FILLED:
             self._wait_load()
             if not self.is_held():
                 self._free()
 
     def _free(self) -> None:
-        self.state = UnitState.SHARDED
-        self.drop()
-        self.filled = self.stale = False
+        self.state = UnitState.FILLED
         self._sums = None
+        self.drop()
+        self.state = UnitState.SHARDED
 
     @property
     def nbytes(self) -> int:
         """Bytes that count as the unit's own on the device. Memory that is held on one rank counts only
         there, and must not influence the decisions of all ranks."""
-        away = not self.filled if self._comm.world == 1 else self.state is UnitState.SHARDED
-        return 0 if away else self.layout.gathered_nbytes
+        return 0 if self.is_away and not self.waits_for_owner else self.layout.gathered_nbytes
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the unit has to be loaded before its next use."""
+        return self.state in (UnitState.SHARDED, UnitState.FILLED)
 
     @property
     def waits_for_owner(self) -> bool:
         """Whether the unit's memory is held, with values from before an update; `refresh` writes the new
         ones."""
-        return self.stale and self._comm.world == 1
+        return self.state is UnitState.FILLED and self._comm.world == 1
 
     @property
     def missing_nbytes(self) -> int:
