@@ -17,6 +17,7 @@ import torch
 import infinity
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import Tier
+from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Version
 
@@ -90,11 +91,7 @@ def store_run(
             [chunk] * CHUNKS,
             directories=directories,
             pool=pool,
-            backend=backend,
-            block_bytes=2 * PAGE,
-            queue_depth=4,
-            deadline=deadline,
-            delay_seed=delay_seed,
+            rings=RingSettings(backend, 2 * PAGE, 4, deadline, delay_seed),
         )
     except InfinityError as error:
         pool.close()

@@ -12,7 +12,7 @@ import pytest
 
 from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier
-from infinity.hardware.aio import available_backends
+from infinity.hardware.aio import RingSettings, available_backends
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Transfer
 
@@ -76,14 +76,11 @@ class UnderWay:
 
 
 @contextlib.contextmanager
-def store_of(
-    path: Path, chunks: int = 3, *, pool: PinnedPool | None = None, **kwargs: Any
-) -> Iterator[Store]:
+def store_of(path: Path, chunks: int = 3, *, pool: PinnedPool | None = None, **rings: Any) -> Iterator[Store]:
     directory = path / "drive"
     directory.mkdir(exist_ok=True)
-    store = Store(
-        [CHUNK] * chunks, directories=[str(directory)], pool=pool or pool_of(), **{"deadline": 20.0, **kwargs}
-    )
+    settings = RingSettings(**{"deadline": 20.0, **rings})
+    store = Store([CHUNK] * chunks, directories=[str(directory)], pool=pool or pool_of(), rings=settings)
     try:
         yield store
     finally:

@@ -22,6 +22,8 @@ from infinity.hardware.probe import NumaNode, gpu_numa_node, numa_node_of, numa_
 from infinity.storage.memory import HostMapping, HostMemory
 from infinity.storage.pinned import PinnedPool
 
+from .pins import Pins
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -240,9 +242,9 @@ def test_a_mapping_prefers_its_node() -> None:
     pool = PinnedPool({"update": (1 << 20, 2)}, node=first)
     assert policy_at(pool.buffers()[0][0]).startswith("prefer")
     pool.close()
-    pinned: list[tuple[int, int]] = []
-    memory = HostMemory(1 << 21, register=lambda a, n: pinned.append((a, n)), node=first)
-    assert policy_at(pinned[0][0]).startswith("prefer")
+    pins = Pins()
+    memory = HostMemory(1 << 21, pins=pins, node=first)
+    assert policy_at(pins.calls[0][1]).startswith("prefer")
     assert memory.take(4096).numel() == 4096
     unpinned = HostMemory(1 << 21, node=first)
     assert policy_at(unpinned.take(4096).data_ptr()) == "default"

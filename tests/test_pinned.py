@@ -19,6 +19,7 @@ from infinity.storage.memory import HostMemory
 from infinity.storage.pinned import Lease, PinnedPool
 
 from .forked import run_forked
+from .pins import Pins
 from .small_net import Wrapped
 
 KIB = 1024
@@ -54,34 +55,29 @@ def test_memory_is_only_taken_when_touched_unless_registered() -> None:
     before = resident()
     untouched = PinnedPool({"a": (size, 1)})
     assert resident() - before < size // 8
-    calls: list[tuple[str, int, int]] = []
-    registered = PinnedPool(
-        {"a": (size, 1), "b": (4096, 2)},
-        register=lambda address, nbytes: calls.append(("pin", address, nbytes)),
-        unregister=lambda address, nbytes: calls.append(("unpin", address, nbytes)),
-    )
+    pins = Pins()
+    registered = PinnedPool({"a": (size, 1), "b": (4096, 2)}, pins=pins)
     assert resident() - before >= size
-    assert [nbytes for _, _, nbytes in calls] == [size, 8192]
+    assert [nbytes for _, _, nbytes in pins.calls] == [size, 8192]
     registered.close()
-    assert [c[1:] for c in calls[:2]] == [c[1:] for c in calls[2:]]
+    assert [c[1:] for c in pins.calls[:2]] == [c[1:] for c in pins.calls[2:]]
     untouched.close()
 
 
 def test_a_failing_registration_undoes_the_others() -> None:
-    pinned: list[int] = []
+    class Full(Pins):
+        def register(self, address: int, nbytes: int) -> None:
+            if self.calls:
+                raise MemoryError("no")
+            super().register(address, nbytes)
 
-    def register(address: int, nbytes: int) -> None:
-        if len(pinned) == 1:
-            raise MemoryError("no")
-        pinned.append(address)
-
+    pins = Full()
     with pytest.raises(MemoryError):
-        PinnedPool(
-            {"a": (4096, 1), "b": (4096, 1)},
-            register=register,
-            unregister=lambda address, nbytes: pinned.remove(address),
-        )
-    assert pinned == []
+        PinnedPool({"a": (4096, 1), "b": (4096, 1)}, pins=pins)
+    assert [(what, address) for what, address, _ in pins.calls] == [
+        ("pin", address := pins.calls[0][1]),
+        ("unpin", address),
+    ]
 
 
 def test_tensor_views_do_not_copy_and_keep_their_range() -> None:
@@ -370,10 +366,8 @@ def test_touching_a_buffer_in_flight_is_a_fault(direction: str, touch: str, dies
 
 
 def test_host_memory_hands_out_aligned_extents_until_it_is_full() -> None:
-    calls: list[int] = []
-    memory = HostMemory(
-        3 * 4096, register=lambda a, n: calls.append(n), unregister=lambda a, n: calls.append(-n)
-    )
+    pins = Pins()
+    memory = HostMemory(3 * 4096, pins=pins)
     first, second = memory.take(100), memory.take(4096)
     assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0
     assert second.data_ptr() - first.data_ptr() == 4096
@@ -384,7 +378,7 @@ def test_host_memory_hands_out_aligned_extents_until_it_is_full() -> None:
     second.fill_(9)
     memory.close()
     memory.close()
-    assert calls == [3 * 4096, -3 * 4096]
+    assert [(what, n) for what, _, n in pins.calls] == [("pin", 3 * 4096), ("unpin", 3 * 4096)]
     assert int(second[-1]) == 9
     assert HostMemory(0).take(0).numel() == 0
 

@@ -11,6 +11,8 @@ from infinity.core.errors import ClosedError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.storage.heap import HeapLease, PinnedHeap
 
+from .pins import Pins
+
 PAGES = 24
 #: a number > 0: take so many bytes; ≤ 0: give back one of the leases that are out
 ACTIONS = st.lists(st.one_of(st.integers(1, 9 * ALIGNMENT), st.integers(-50, 0)), max_size=60)
@@ -64,20 +66,16 @@ def test_what_is_written_stays_until_it_is_given_back() -> None:
 
 
 def test_memory_is_registered_whole_and_once() -> None:
-    calls: list[tuple[str, int, int]] = []
-    region = PinnedHeap(
-        1 << 20,
-        register=lambda address, nbytes: calls.append(("in", address, nbytes)),
-        unregister=lambda address, nbytes: calls.append(("out", address, nbytes)),
-    )
+    pins = Pins()
+    region = PinnedHeap(1 << 20, pins=pins)
     lease = region.take(4096)
     assert lease is not None
     held = lease.tensor(torch.uint8)
     region.close()
     region.close()
     assert region.take(1) is None
-    assert [(c[0], c[2]) for c in calls] == [("in", 1 << 20), ("out", 1 << 20)]
-    assert calls[0][1] == calls[1][1]
+    assert [(c[0], c[2]) for c in pins.calls] == [("pin", 1 << 20), ("unpin", 1 << 20)]
+    assert pins.calls[0][1] == pins.calls[1][1]
     held.fill_(1)  # what is held keeps the memory
     lease.release()
 

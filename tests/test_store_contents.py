@@ -12,6 +12,7 @@ from infinity.core.errors import ClosedError, CorruptionError, StorageError
 from infinity.hardware.aio import crc32c
 from infinity.storage.store import Part, Store
 
+from .pins import Pins
 from .small_store import CHUNK, HOST, PAGE, ROOM, arena_file, fill, get, need_backend, pool_of, put, store_of
 
 
@@ -43,7 +44,7 @@ def test_given_crcs_are_believed_and_checked(tmp_path: Path) -> None:
 
 
 def test_parts_on_the_host_are_memory(tmp_path: Path) -> None:
-    calls: list[int] = []
+    pins = Pins()
     spec = {
         "state": Part((PAGE, PAGE), (HOST,)),
         "gradient": Part((PAGE,), (HOST,)),
@@ -53,8 +54,7 @@ def test_parts_on_the_host_are_memory(tmp_path: Path) -> None:
         [spec, spec],
         directories=[],
         pool=pool,
-        register=lambda a, n: calls.append(n),
-        unregister=lambda a, n: calls.append(-n),
+        pins=pins,
     )
     view = store.view(1, "state", torch.float32)
     assert view.numel() == 2 * PAGE // 4
@@ -72,7 +72,7 @@ def test_parts_on_the_host_are_memory(tmp_path: Path) -> None:
     assert store.tier(0, "state") is HOST
     store.wait_written()
     store.close()
-    assert calls == [6 * PAGE, -6 * PAGE]
+    assert [(what, n) for what, _, n in pins.calls] == [("pin", 6 * PAGE), ("unpin", 6 * PAGE)]
 
 
 def test_ranges_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Path) -> None:

@@ -130,11 +130,12 @@ def test_a_closed_store_says_so_and_a_child_has_none(tmp_path: Path) -> None:
 _TOUCH = """
 import sys
 from infinity.core.sizes import Tier
+from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 pool = PinnedPool({"a": (8192, 1)}, protect=True)
 store = Store([{"x": Part((4096,), (Tier.NVME,))}], directories=[sys.argv[1]], pool=pool,
-              backend=sys.argv[3])
+              rings=RingSettings(sys.argv[3]))
 lease = pool.lease("a", 8192)
 view = lease.tensor()
 store._rings[0].hold(True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from infinity.core.sizes import Tier
+from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 
@@ -48,11 +49,7 @@ class Machine(RuleBasedStateMachine):
             directories=names,
             pool=self.pool,
             weights=[1.0 + d for d in range(directories)],
-            backend=backend,
-            block_bytes=PAGE,
-            queue_depth=3,
-            deadline=20.0,
-            delay_seed=delay_seed,
+            rings=RingSettings(backend, PAGE, 3, 20.0, delay_seed),
         )
         self.chunks = chunks
         self.model: dict[tuple[int, str], bytes] = {

@@ -57,7 +57,7 @@ def test_a_damaged_file_of_settings_counts_as_absent(tmp_path: Path) -> None:
             assert found.backend in ("", "x")
         else:
             assert bandwidths([place]) is None
-        with open_ring("test", place, "auto", None, None, 120.0, None) as ring:
+        with open_ring("test", place) as ring:
             assert (ring.block_bytes, ring.queue_depth, ring.threads) == (MiB, 32, 4)
     for value in (0, -1, True, "fast", float("nan"), float("inf"), 10**400, 1e-300, None, [1]):
         file.write_bytes(entry(measured={"score_bytes_per_second": value}))

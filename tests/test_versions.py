@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from infinity.core.errors import CorruptionError, StorageError
 from infinity.core.sizes import Tier
+from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Slot, Store, Version
 
@@ -80,9 +81,7 @@ class Machine(RuleBasedStateMachine):
             chunks,
             directories=[self.temporary.name],
             pool=self.pool,
-            block_bytes=PAGE,
-            queue_depth=3,
-            deadline=20.0,
+            rings=RingSettings(block_bytes=PAGE, queue_depth=3, deadline=20.0),
         )
         self.device = {key: bytes(NBYTES) for key, of in self.tiers.items() if DEVICE in of}
         self.model = {key: Model() for key in KEYS}
@@ -228,7 +227,7 @@ def test_versions_are_what_a_model_says() -> None:
 def two(tmp_path: Path, pool: PinnedPool, *tiers: Tier) -> Store:
     (tmp_path / "drive").mkdir(exist_ok=True)
     chunks = [{"copy": Part((2 * PAGE,), tiers)}, {"copy": Part((2 * PAGE,), tiers[:1])}]
-    return Store(chunks, directories=[str(tmp_path / "drive")], pool=pool, deadline=20.0)
+    return Store(chunks, directories=[str(tmp_path / "drive")], pool=pool, rings=RingSettings(deadline=20.0))
 
 
 def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) -> None:

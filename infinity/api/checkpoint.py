@@ -22,7 +22,6 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from infinity.core.config import IO_DEADLINE
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
@@ -269,7 +268,7 @@ def _texts_of_timm(model: Any) -> dict[str, str]:
 
 def writing_ring(path: str) -> Ring:
     """Return a ring for files that are made in directory `path`."""
-    return open_ring("checkpoint", path, "auto", None, None, IO_DEADLINE, None)
+    return open_ring("checkpoint", path)
 
 
 def reading_ring() -> Ring:

@@ -22,12 +22,14 @@ from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
 from infinity.hardware import cpu_adam
+from infinity.hardware.aio import RingSettings
 from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
+from infinity.optim.behind import Parts
 from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
@@ -158,11 +160,11 @@ class Engine:
             if comm.world == 1:
                 add_cure(error, units, sets, config, device)
             raise
+        pins = device if device.staged else None
         with contextlib.ExitStack() as undo:
             pool = PinnedPool(
                 {n: (q.buffer_nbytes, q.buffers) for n, q in self.footprint.quotas.items()},
-                register=device.register if device.staged else None,
-                unregister=device.unregister if device.staged else None,
+                pins=pins,
                 node=node,
                 keep=LEAST_BUFFERS,
             )
@@ -172,12 +174,13 @@ class Engine:
                 [plan.parts for plan in plans],
                 directories=config.directories,
                 pool=pool,
-                backend=config.aio_backend,
-                block_bytes=config.block_bytes,  # type: ignore[arg-type]
-                queue_depth=config.queue_depth,
-                deadline=config.io_deadline,
-                register=device.register if device.staged else None,
-                unregister=device.unregister if device.staged else None,
+                rings=RingSettings(
+                    config.aio_backend,
+                    config.block_bytes,  # type: ignore[arg-type]
+                    config.queue_depth,
+                    config.io_deadline,
+                ),
+                pins=pins,
                 recorder=self.recorder,
                 node=node,
                 files=files,
@@ -194,12 +197,7 @@ class Engine:
             undo.callback(self.shelter.close)
             heap = None
             if config.activations == "host":
-                heap = PinnedHeap(
-                    self.footprint.activation_nbytes,
-                    register=device.register if device.staged else None,
-                    unregister=device.unregister if device.staged else None,
-                    node=node,
-                )
+                heap = PinnedHeap(self.footprint.activation_nbytes, pins=pins, node=node)
                 undo.callback(heap.close)
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
@@ -325,25 +323,11 @@ class Engine:
         _ENGINES.add(self)
 
     def _offload(self, optimizer: torch.optim.Optimizer, decoupled: bool) -> OffloadOptimizer:
+        parts = Parts(
+            *(self.tiers, self.residency, self.gradients, self.comm, self.states, self.edits, self.updater)
+        )
         return OffloadOptimizer(
-            optimizer,
-            tiers=self.tiers,
-            residency=self.residency,
-            gradients=self.gradients,
-            comm=self.comm,
-            states=self.states,
-            edits=self.edits,
-            updater=self.updater,
-            update=self.config.update,
-            delay_warmup_steps=self.config.delay_warmup_steps,
-            params=self.params,
-            decoupled=decoupled,
-            max_grad_norm=self.config.max_grad_norm,
-            compute_dtype=self.config.compute_dtype,
-            loss_scale=self.config.loss_scale,
-            loss_scale_window=self.config.loss_scale_window,
-            seams=self.phases,
-            shelter=self.shelter,
+            optimizer, parts, self.config, self.params, decoupled=decoupled, seams=self.phases
         )
 
     @property

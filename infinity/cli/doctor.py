@@ -393,7 +393,7 @@ def _backends_of(path: str) -> Iterator[Finding]:
         from infinity.hardware.aio import available_backends, open_ring
         from infinity.hardware.tuned import tuned
 
-        with open_ring("doctor", path, "auto", None, None, 120.0, None) as ring:  # as a run does
+        with open_ring("doctor", path) as ring:  # as a run does
             chosen, reason = ring.backend, ring.reason
             shape = sizes(ring)
         verdicts = available_backends(path).items()

@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from infinity.core.config import BLOCK_BYTES, IO_DEADLINE, QUEUE_DEPTH
 from infinity.core.errors import (
@@ -352,20 +352,25 @@ def crc32c_combine(first: int, second: int, nbytes: int) -> int:
     return int(lib.aio_crc32c_combine(first, second, nbytes))
 
 
-def open_ring(
-    name: str,
-    folder: str,
-    backend: str,
-    block_bytes: int | None,
-    queue_depth: int | None,
-    deadline: float,
-    delay_seed: int | None,
-    *,
-    writable: bool = True,
-) -> Ring:
-    """Return the ring of `folder`: what is ``auto`` or None is what `infinity tune` found for the
-    drive, else a default. What worked when it was measured may be forbidden here, or may never have worked:
-    then it is as if nothing was found. `writable`: whether a file may be made there, to try it out."""
+class RingSettings(NamedTuple):
+    """How rings work: see `Ring`. What is ``auto`` or None is what `infinity tune` found for the drive, else
+    a default."""
+
+    backend: str = "auto"
+    block_bytes: int | None = None
+    queue_depth: int | None = None
+    deadline: float = IO_DEADLINE
+    delay_seed: int | None = None
+
+
+USUAL: Final = RingSettings()
+
+
+def open_ring(name: str, folder: str, settings: RingSettings = USUAL, *, writable: bool = True) -> Ring:
+    """Return the ring of `folder`. What worked when it was measured may be forbidden here, or may never have
+    worked: then it is as if nothing was found. `writable`: whether a file may be made there, to try it
+    out."""
+    backend, block_bytes, queue_depth, deadline, delay_seed = settings
     found = tuned(folder)
     path = folder if writable else None
     if found is not None:

@@ -19,23 +19,37 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.shelter import Shelter, in_backward, sheltered
+from infinity.hardware.ranks import Comm
+from infinity.hardware.shelter import in_backward, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import Look, ParamUnit, differing, looks
 
+from .chunk_io import Tiers
 from .edits import Edits
-from .state_io import bump
+from .state_io import States, bump
 from .update import ChunkUpdate, ParamUpdate, Updater
 
 #: What helps where the step cannot be made as it should.
 _LOAD = 'load the last checkpoint (`infinity.load`); and train such a loop with update="overlap"'
 _INSIDE = "in the last backward, before its update"
+
+
+class Parts(NamedTuple):
+    """The parts of an engine that a step goes through."""
+
+    tiers: Tiers
+    residency: Residency
+    gradients: Gradients
+    comm: Comm
+    states: States
+    edits: Edits
+    updater: Updater
 
 
 class Stepping(Protocol):
@@ -57,22 +71,12 @@ class Behind:
         pending: such a backward is over, and its `step()` is to come.
     """
 
-    def __init__(
-        self,
-        optimizer: Stepping,
-        gradients: Gradients,
-        residency: Residency,
-        edits: Edits,
-        updater: Updater,
-        shelter: Shelter,
-    ) -> None:
-        self.shelter = shelter
+    def __init__(self, optimizer: Stepping, parts: Parts) -> None:
+        self.shelter = parts.residency.shelter
         self.pending = False
         self._optimizer = optimizer
-        self._gradients = gradients
-        self._residency = residency
-        self._edits = edits
-        self._updater = updater
+        self._gradients, self._residency = parts.gradients, parts.residency
+        self._edits, self._updater = parts.edits, parts.updater
         self._under_way = False
         self._options: dict[ShardedParam, ParamUpdate] = {}  # when the backward began
         self._visits: Counter[int] = Counter()  # of forwards of units whose backward has not come
@@ -80,10 +84,10 @@ class Behind:
         self._came: set[ShardedParam] = set()  # gradients in this backward
         self._used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}  # by unit that was updated
         self._looks: list[Look] = []  # at units on the device, when their update came
-        for unit in residency.units:
+        for unit in self._residency.units:
             unit.references = weakref.WeakSet()
-        gradients.used = self._used
-        residency.check_use = self._check_use
+        self._gradients.used = self._used
+        self._residency.check_use = self._check_use
 
     # -- in a forward and a backward --------------------------------------------------------
 

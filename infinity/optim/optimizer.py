@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from infinity.core.config import Config
 from infinity.core.errors import (
     GradientError,
     OutOfMemoryError,
@@ -18,22 +19,18 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
-from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.ranks import Comm, told
-from infinity.hardware.shelter import Shelter, sheltered
+from infinity.hardware.ranks import told
+from infinity.hardware.shelter import sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
-from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 
-from .behind import Behind
-from .chunk_io import Tiers
-from .edits import Edits
+from .behind import Behind, Parts
 from .loading import OURS, NoState, check_options, counts_of, hooked, match
 from .misuse import refuse_alone, refuse_copies
-from .state_io import States, bump
-from .update import ChunkUpdate, ParamUpdate, Updater
+from .state_io import bump
+from .update import ChunkUpdate, ParamUpdate
 from .whole import agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
@@ -76,51 +73,31 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
-        tiers: Tiers,
-        residency: Residency,
-        gradients: Gradients,
-        comm: Comm,
-        states: States,
-        edits: Edits,
-        updater: Updater,
-        update: str,
-        delay_warmup_steps: int,
+        parts: Parts,
+        config: Config,
         params: Mapping[nn.Parameter, ShardedParam],
+        *,
         decoupled: bool,
-        max_grad_norm: float | None,
-        compute_dtype: torch.dtype | None,
-        loss_scale: float,
-        loss_scale_window: int,
         seams: Seams,
-        shelter: Shelter,
     ) -> None:
-        self.shelter = shelter
+        self.shelter = parts.residency.shelter
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
         self._sealed = True
-        self._tiers = tiers
-        self._residency = residency
-        self._gradients = gradients
-        self._comm = comm
-        self._states = states
-        self._edits = edits
-        self._updater = updater
-        self._update = update
-        self._delay_warmup_steps = delay_warmup_steps
+        self._tiers, self._residency, self._gradients = parts.tiers, parts.residency, parts.gradients
+        self._comm, self._states = parts.comm, parts.states
+        self._edits, self._updater = parts.edits, parts.updater
+        self._config = config
         self._params = params
         self._decoupled = decoupled
-        self._max_grad_norm = max_grad_norm
-        self._fp16 = compute_dtype is torch.float16
+        self._fp16 = config.compute_dtype is torch.float16
         if self._fp16:
-            gradients.scale = loss_scale
-        self._window = loss_scale_window
+            self._gradients.scale = config.loss_scale
         self._good_steps = 0
         self._scaled = False
         self._seams = seams
-        behind = gradients, residency, edits, updater, shelter
-        self.behind = Behind(self, *behind) if update == "backward" else None
+        self.behind = Behind(self, parts) if config.update == "backward" else None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self._steps = 0
@@ -208,7 +185,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _finish_step(self) -> None:
         """Wait for the guarantees of the end of a step. The step is complete, and a retry would make another
         one: if the device has no memory for this work, the next use of a unit raises the error."""
-        at_once = self._update in ("sync", "backward")
+        at_once = self._config.update in ("sync", "backward")
         if at_once:
             self._updater.wait()
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -250,7 +227,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._good_steps = 0
             self.skipped_steps += 1
             return
-        clip = 1.0 if self._max_grad_norm is None else _clip(self._max_grad_norm, norm)
+        clip = 1.0 if self._config.max_grad_norm is None else _clip(self._config.max_grad_norm, norm)
         self._edits.adopt_all(found=edited)
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
@@ -271,7 +248,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps += 1
         if self._fp16:
             self._good_steps += 1
-            if self._good_steps >= self._window:
+            if self._good_steps >= self._config.loss_scale_window:
                 self._good_steps = 0
                 self._gradients.scale = min(self._gradients.scale * 2, 2.0**24)
 
@@ -295,7 +272,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def delaying(self) -> bool:
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
-        return self._update == "delayed" and self._steps >= self._delay_warmup_steps
+        return self._config.update == "delayed" and self._steps >= self._config.delay_warmup_steps
 
     @sheltered
     def flush(self) -> None:

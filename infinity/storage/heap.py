@@ -14,7 +14,7 @@ from infinity.core.errors import ClosedError
 from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT, ceil_to
 
-from .memory import HostMapping, Register
+from .memory import HostMapping, Pins
 
 
 class HeapLease:
@@ -50,34 +50,21 @@ class PinnedHeap:
 
     Args:
         nbytes: rounded down to a multiple of 4096.
-        register: called with address and bytes of the mapping, to pin it for a device;
-            `unregister` undoes that.
-        node: the NUMA node that it prefers if it is pinned, as `HostMemory` has it.
+        pins, node: as in `HostMemory`.
 
     Raises:
         BudgetError: the system has not so much memory.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        register: Register | None = None,
-        unregister: Register | None = None,
-        node: int | None = None,
-    ) -> None:
+    def __init__(self, nbytes: int, *, pins: Pins | None = None, node: int | None = None) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self.in_use = self.peak = 0  # bytes lent, each piece to the next multiple of 4096
         self._lock = lock("heap")
-        self._unregister = unregister if register is not None else None
         self._holes: list[tuple[int, int]] = []  # (begin, end), in order, never adjacent
         self._mapping: HostMapping | None = None
         if self.nbytes:
-            pinned = register is not None
-            self._mapping = HostMapping(self.nbytes, populate=pinned, node=node if pinned else None)
+            self._mapping = HostMapping(self.nbytes, pins=pins, node=node if pins is not None else None)
             self._holes.append((0, self.nbytes))
-            if register is not None:
-                register(self._mapping.address, self._mapping.nbytes)
 
     def take(self, nbytes: int) -> HeapLease | None:
         """Return a lease of `nbytes` (> 0); None if no hole is so large."""
@@ -110,5 +97,5 @@ class PinnedHeap:
         """Lend nothing more, unpin, and let go of the memory; tensors that are held keep it."""
         with self._lock:
             mapping, self._mapping = self._mapping, None
-        if mapping is not None and self._unregister is not None:
-            self._unregister(mapping.address, mapping.nbytes)
+        if mapping is not None:
+            mapping.unpin()

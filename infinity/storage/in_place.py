@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from infinity.hardware.aio import DirectFile, Priority, Ring, open_ring
+from infinity.hardware.aio import DirectFile, Priority, Ring, RingSettings, open_ring
 from infinity.planning.in_place import InPlace, Range, in_place
 from infinity.planning.partition import UnitLayout
 
@@ -34,12 +34,9 @@ class Files:
         self.folder = os.path.dirname(os.path.abspath(files[0].path))
         self._first: dict[tuple[int, int], int] = {}  # CRC32C of each chunk's windows, as first read
 
-    def open_ring(
-        self, backend: str, block_bytes: int | None, queue_depth: int | None, deadline: float
-    ) -> Ring:
+    def open_ring(self, settings: RingSettings) -> Ring:
         """Return a ring for them. Nothing is made in their directory."""
-        folder, told = self.folder, (block_bytes, queue_depth, deadline, None)
-        ring = open_ring("files", folder, backend, *told, writable=False)
+        ring = open_ring("files", self.folder, settings._replace(delay_seed=None), writable=False)
         for file in self.files:
             ring.register_file(file)
         return ring

@@ -12,9 +12,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -22,8 +21,16 @@ from infinity.core.errors import BudgetError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to, format_size
 from infinity.hardware.cores import prefer_node
 
-#: Called with the address and the bytes of a mapping, to pin it for a device or to undo that.
-Register = Callable[[int, int], None]
+
+class Pins(Protocol):
+    """A device that host memory is pinned for."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin memory."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+
 
 _MADV_POPULATE_WRITE: Final = 23
 _SLICE: Final = 128 * MiB
@@ -39,17 +46,24 @@ class HostMapping:
 
     The memory lasts as long as this object or any tensor of it. `io_address` is where the kernel
     finds the same bytes: `address` itself, unless `twice`. With `node` its pages come from that NUMA
-    node, as far as it has any.
+    node, as far as it has any. With `pins` it is populated, and pinned until `unpin`.
 
     Raises:
         BudgetError: the system has not so much memory.
     """
 
     def __init__(
-        self, nbytes: int, *, populate: bool = False, twice: bool = False, node: int | None = None
+        self,
+        nbytes: int,
+        *,
+        pins: Pins | None = None,
+        populate: bool = False,
+        twice: bool = False,
+        node: int | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.twice = twice
+        self._pins: Pins | None = None
         try:
             if twice:
                 fd = os.memfd_create("infinity", os.MFD_CLOEXEC)
@@ -73,7 +87,7 @@ class HostMapping:
             )
             if node is not None:
                 prefer_node(self.address, nbytes, node)
-            if populate:
+            if populate or pins is not None:
                 _populate(self._bytes)
         except OSError as error:
             if error.errno not in (errno.ENOMEM, errno.EAGAIN):
@@ -85,6 +99,15 @@ class HostMapping:
                 cure=f"free that much memory, or allow this process {-(-nbytes // 1024)} KiB more "
                 "(`ulimit -v`, or the memory limit of its cgroup)",
             ) from error
+        if pins is not None:
+            pins.register(self.address, nbytes)
+            self._pins = pins
+
+    def unpin(self) -> None:
+        """Undo the pinning, if there is any."""
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            pins.unregister(self.address, self.nbytes)
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return `nbytes` at `offset` as a 1-d tensor of `dtype`, without copying."""
@@ -134,7 +157,7 @@ class HostMemory:
     """One mapping of `nbytes` for what is placed on the host tier, handed out in fixed extents.
 
     Args:
-        register: pins the mapping for a device; `unregister` undoes that.
+        pins: the device that it is pinned for; None: it is not.
         node: the NUMA node that it prefers if it is pinned; what the CPU alone uses comes from where it
             is first touched.
 
@@ -142,23 +165,12 @@ class HostMemory:
         BudgetError: the system has not so much memory.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        register: Register | None = None,
-        unregister: Register | None = None,
-        node: int | None = None,
-    ) -> None:
+    def __init__(self, nbytes: int, *, pins: Pins | None = None, node: int | None = None) -> None:
         self.nbytes = ceil_to(nbytes, ALIGNMENT)
         self.used = 0
-        self._unregister = unregister if register is not None else None
         self._mapping: HostMapping | None = None
         if nbytes:
-            pinned = register is not None
-            self._mapping = HostMapping(self.nbytes, populate=pinned, node=node if pinned else None)
-            if register is not None:
-                register(self._mapping.address, self._mapping.nbytes)
+            self._mapping = HostMapping(self.nbytes, pins=pins, node=node if pins is not None else None)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return the next `nbytes` as a uint8 tensor of zeros; it begins on a multiple of 4096.
@@ -182,5 +194,5 @@ class HostMemory:
     def close(self) -> None:
         """Unpin and let go of the memory; tensors that are still held keep it."""
         mapping, self._mapping = self._mapping, None
-        if mapping is not None and self._unregister is not None:
-            self._unregister(mapping.address, mapping.nbytes)
+        if mapping is not None:
+            mapping.unpin()

@@ -32,7 +32,7 @@ from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.core.waiting import POLL, Bell
 from infinity.hardware.streams import Event, is_over, wait_over
 
-from .memory import HostMapping, Register
+from .memory import HostMapping, Pins
 
 #: What ends a transfer is a call, not a thread: with helpers, look again so soon (seconds).
 _HELP: Final = 0.005
@@ -250,8 +250,7 @@ class PinnedPool:
     Args:
         quotas: for each name, bytes of a buffer and number of buffers. A quota without bytes exists
             and lends nothing.
-        register: called with address and bytes of each mapping, to pin it for a device;
-            `unregister` undoes that.
+        pins: the device that the memory is pinned for; None: it is not.
         node: the NUMA node that the memory prefers.
         protect: map everything twice; see [Note: one owner]. For tests: slow.
         keep: buffers of each quota that `borrow` leaves; of one that is not named all.
@@ -265,8 +264,7 @@ class PinnedPool:
         quotas: Mapping[str, tuple[int, int]],
         *,
         keep: Mapping[str, int] | None = None,
-        register: Register | None = None,
-        unregister: Register | None = None,
+        pins: Pins | None = None,
         node: int | None = None,
         protect: bool = False,
     ) -> None:
@@ -274,8 +272,6 @@ class PinnedPool:
         self._home = Bell()
         self._pid = os.getpid()
         self._closed = False
-        self._unregister = unregister
-        self._registered: list[HostMapping] = []
         self._reclaimers: list[Callable[[float], bool]] = []
         self._quotas: dict[str, _Quota] = {}
         try:
@@ -286,13 +282,10 @@ class PinnedPool:
                 if quota.buffers:
                     quota.mapping = HostMapping(
                         quota.stride * quota.buffers,
-                        populate=register is not None,
+                        pins=pins,
                         twice=protect,
                         node=node,
                     )
-                    if register is not None:
-                        register(quota.mapping.address, quota.mapping.nbytes)
-                        self._registered.append(quota.mapping)
                 quota.keep = (keep or {}).get(name, quota.buffers)
                 self._quotas[name] = quota
         except BaseException:
@@ -474,11 +467,10 @@ class PinnedPool:
             return
         with self._lock:
             self._closed = True
-            registered, self._registered = self._registered, []
+            mappings = [quota.mapping for quota in self._quotas.values()]
             for quota in self._quotas.values():
                 quota.mapping = None
         self._home.ring()
-        if self._unregister is not None:
-            for mapping in registered:
-                if not any(mapping is kept for kept in _KEPT):
-                    self._unregister(mapping.address, mapping.nbytes)
+        for mapping in mappings:
+            if mapping is not None and not any(mapping is kept for kept in _KEPT):
+                mapping.unpin()

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from infinity.core.config import IO_DEADLINE
 from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
-from infinity.hardware.aio import Priority, Ring, RingStats, open_ring
+from infinity.hardware.aio import USUAL, Priority, Ring, RingSettings, RingStats, open_ring
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.parts import Part
 
@@ -24,7 +23,7 @@ from .in_place import Files
 from .interrupt import LEAST, asked_apart, give_up_on_interrupt
 from .layout import DirectoryStats, Extent, Layout
 from .leftovers import reclaim
-from .memory import HostMemory, Register
+from .memory import HostMemory, Pins
 from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import ChunkTable
@@ -47,10 +46,9 @@ class Store:
         rank: number of this rank; each has its own arenas.
         weights: bandwidth of each directory in any unit; None: as `infinity tune` measured them, or
             equal where it has not.
-        backend, block_bytes, queue_depth, deadline, delay_seed: of each directory's ring; what is
-            ``auto`` or None is what `infinity tune` found for the drive, else a default.
+        rings: how the ring of each directory works.
         recorder: is told of transfers while a trace is on.
-        register, unregister: pin the memory of the host tier for a device; `node` as in `HostMemory`.
+        pins, node: of the memory of the host tier, as in `HostMemory`.
         files: what copies are read from that are not ours.
 
     Attributes:
@@ -71,13 +69,8 @@ class Store:
         pool: PinnedPool,
         rank: int = 0,
         weights: Sequence[float] | None = None,
-        backend: str = "auto",
-        block_bytes: int | None = None,
-        queue_depth: int | None = None,
-        deadline: float = IO_DEADLINE,
-        delay_seed: int | None = None,
-        register: Register | None = None,
-        unregister: Register | None = None,
+        rings: RingSettings = USUAL,
+        pins: Pins | None = None,
         recorder: Recorder | None = None,
         node: int | None = None,
         files: Files | None = None,
@@ -111,17 +104,15 @@ class Store:
                     self._arenas.append(Arena(directory, nbytes, rank=rank))
             for index, arena in enumerate(self._arenas):
                 folder = os.path.dirname(arena.path)
-                seed = None if delay_seed is None else delay_seed + index
-                ring = open_ring(f"nvme{index}", folder, backend, block_bytes, queue_depth, deadline, seed)
+                seed = None if rings.delay_seed is None else rings.delay_seed + index
+                ring = open_ring(f"nvme{index}", folder, rings._replace(delay_seed=seed))
                 self._rings.append(ring)
                 ring.register_file(arena.file)
             if files is not None:
-                self._rings.append(files.open_ring(backend, block_bytes, queue_depth, deadline))
+                self._rings.append(files.open_ring(rings))
             for ring, (address, size) in itertools.product(self._rings, pool.buffers()):
                 ring.register_buffer(address, size)
-            self._memory = HostMemory(
-                self.layout.host_nbytes, register=register, unregister=unregister, node=node
-            )
+            self._memory = HostMemory(self.layout.host_nbytes, pins=pins, node=node)
             for number, chunk in enumerate(self.layout.chunks):
                 for name, spec in chunk.items():
                     for slot, tier in enumerate(spec.tiers):
