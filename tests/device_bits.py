@@ -8,7 +8,7 @@ import torch
 
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import Segment
+from infinity.hardware.cpu_adam import AdamSegment
 
 from .test_cpu_adam import DTYPES, OPTIONS, SIZES, VARIANTS, any_bits, same, state, values
 
@@ -40,9 +40,9 @@ def segments(device: str) -> list[str]:
     n = 100_003
     scalars = {k: v for k, v in OPTIONS.items() if k != "step"}
     groups = [
-        Segment(0, 17, **scalars, step=1),
-        Segment(17, 40_000, **{**scalars, "lr": 3e-3, "weight_decay": 0.0}, step=9),
-        Segment(50_000, 50_003, **scalars, step=2, grad_scale=0.5, decoupled=False),
+        AdamSegment(0, 17, **scalars, step=1),
+        AdamSegment(17, 40_000, **{**scalars, "lr": 3e-3, "weight_decay": 0.0}, step=9),
+        AdamSegment(50_000, 50_003, **scalars, step=2, grad_scale=0.5, decoupled=False),
     ]
     here, there = state(n), [t.to(device) for t in state(n)]
     gradient = values(n, 9)

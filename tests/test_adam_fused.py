@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import Segment
+from infinity.hardware.cpu_adam import AdamSegment
 
 from .test_cpu_adam import OPTIONS, same, state, values
 
 SEGMENTS = [
-    Segment(3, 700, **OPTIONS),
-    Segment(800, 200, **{**OPTIONS, "weight_decay": 0.01}, decoupled=False),  # another kind of kernel
+    AdamSegment(3, 700, **OPTIONS),
+    AdamSegment(800, 200, **{**OPTIONS, "weight_decay": 0.01}, decoupled=False),  # another kind of kernel
 ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.params.uses import Kind
+from infinity.params.uses import UseKind
 
 from .interrupts import Interrupt, Tracer
 from .offloaded import ON_HOST, config_for
@@ -90,7 +90,7 @@ def compare(one: Loop, other: Loop, number: int, write: bool, end: Callable[[Ite
         if loop is one:
             end(block)
             del block
-            broken = loop.engine.residency.uses.has(Kind.BLOCK)
+            broken = loop.engine.residency.uses.has(UseKind.BLOCK)
             assert torch.is_grad_enabled()
         else:
             next(block, None)

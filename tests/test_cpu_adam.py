@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import Segment
+from infinity.hardware.cpu_adam import AdamSegment
 
 from .quick import covering
 
@@ -243,7 +243,7 @@ def test_the_gradient_scale_is_one_multiplication() -> None:
 # ---- segments ----
 
 
-def segments_of(n: int, seed: int) -> list[Segment]:
+def segments_of(n: int, seed: int) -> list[AdamSegment]:
     """Return segments of 0 to 300 elements with gaps, each with scalars of its own."""
     rng = np.random.default_rng(seed)
     found, at = [], 0
@@ -254,7 +254,7 @@ def segments_of(n: int, seed: int) -> list[Segment]:
             return found
         k = len(found)
         found.append(
-            Segment(
+            AdamSegment(
                 at, numel, 1e-3 * (k % 3), 0.9 - 0.3 * (k % 2), 0.99, 1e-8, 0.1, 1 + k % 4, 0.5, k % 5 > 0
             )
         )
@@ -561,13 +561,13 @@ def test_errors_come_before_anything_is_written(call: Any, message: str, changed
 @pytest.mark.parametrize(
     "segments",
     [
-        [Segment(0, 65, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [Segment(-1, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [Segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), Segment(3, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [Segment(8, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), Segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [Segment(0, -4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [Segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), Segment(4, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 0)],
-        [Segment(0, 1 << 70, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(0, 65, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(-1, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(3, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(8, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(0, -4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(4, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 0)],
+        [AdamSegment(0, 1 << 70, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
         [(0, 4)],
     ],
 )

@@ -17,7 +17,7 @@ from infinity.core.errors import ConfigError, DataError, StateDictError
 from infinity.storage.tensor_header import Spec
 
 from .gathered import gathered
-from .module_state import Values, plain_name, state_of
+from .module_state import ModuleValues, plain_name, state_of
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -103,7 +103,7 @@ def adapters_of(model: Any) -> list[Adapter]:
             if config.is_prompt_learning:  # then PEFT computes it, by a small module
                 encoder = model.prompt_encoder[name]
                 stack.enter_context(torch.no_grad())
-                if Values(encoder, None).engine is not None:
+                if ModuleValues(encoder, None).engine is not None:
                     stack.enter_context(gathered(encoder))
             chosen = peft.get_peft_model_state_dict(model, state_dict=dict(shown), adapter_name=name)
             sources = {}
@@ -161,7 +161,7 @@ class Merged:
         ConfigError: PEFT cannot merge them.
     """
 
-    def __init__(self, model: Any, values: Values) -> None:
+    def __init__(self, model: Any, values: ModuleValues) -> None:
         self.sources: dict[str, torch.Tensor] = {}
         self.specs: dict[str, Spec] = {}
         self._values = values

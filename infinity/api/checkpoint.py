@@ -43,7 +43,7 @@ _R = TypeVar("_R")
 KINDS: Final = ("copy", "master", *MOMENTS)
 
 
-class _Stopped(Exception):
+class _SaveStopped(Exception):
     """Nobody waits for this any more."""
 
 
@@ -58,14 +58,14 @@ def interruptible(
 
     def told(done: int, total: int) -> None:
         if stop.is_set():
-            raise _Stopped
+            raise _SaveStopped
         if progress is not None:
             progress(done, total)
 
     def unless_stopped() -> _R | None:
         try:
             return call(told)
-        except _Stopped:
+        except _SaveStopped:
             return None
         except BaseException as error:
             if stop.is_set():

@@ -42,7 +42,7 @@ from .checkpoint import (
     wrong_index,
 )
 from .engine import Engine
-from .module_state import Values, engine_in, plain_name, state_of
+from .module_state import ModuleValues, engine_in, plain_name, state_of
 from .together import agree_on_path, guarded, together
 
 _WHAT: Final = "an export"  # what ranks do together
@@ -143,7 +143,7 @@ def export(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ExportPart:
     """Tensors in files of one name, and what fills them."""
 
     stem: str
@@ -158,7 +158,7 @@ class _Part:
 class _Content:
     """All that is written; the last of the texts says that it is whole."""
 
-    parts: list[_Part]
+    parts: list[_ExportPart]
     texts: dict[str, str]
 
 
@@ -289,7 +289,7 @@ def _check_merge(asked: bool, possible: bool) -> None:
 def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: bool) -> _Content:
     """Return what is to be written of a module."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
-    values = Values(inner, dtype)
+    values = ModuleValues(inner, dtype)
     adapted = has_adapters(inner)
     _check_merge(merge, adapted)
     if adapted and not merge:
@@ -329,11 +329,11 @@ def _part_of(
     fill: Callable[[Shards], None],
     limit: int,
     tied: Mapping[str, str],
-) -> _Part:
+) -> _ExportPart:
     """Return the files of a model's tensors as the library reads them that has written its config.json."""
     library = library_of(config)
     stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
-    return _Part(stem, tensors, fill, None if library == "timm" else limit, tied)
+    return _ExportPart(stem, tensors, fill, None if library == "timm" else limit, tied)
 
 
 def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -365,7 +365,7 @@ def _edited(config: Any, dtype: torch.dtype | None) -> str:
     return json.dumps({**config, **said}, indent=2, sort_keys=True) + "\n"
 
 
-def _adapters(model: nn.Module, values: Values) -> _Content:
+def _adapters(model: nn.Module, values: ModuleValues) -> _Content:
     parts, texts = [], {}
     of_diffusers = adapts_itself(model)
     for adapter in sorted(adapters_of(model), key=lambda a: not a.folder):  # the default one last
@@ -375,7 +375,7 @@ def _adapters(model: nn.Module, values: Values) -> _Content:
         # diffusers has a name, and a place for the configuration, of its own.
         stem = "pytorch_lora_weights" if of_diffusers else "adapter_model"
         said = {"lora_adapter_metadata": adapter.config} if of_diffusers else {}
-        parts.append(_Part(f"{prefix}{stem}", specs, fill, metadata=said))
+        parts.append(_ExportPart(f"{prefix}{stem}", specs, fill, metadata=said))
         if of_diffusers:
             continue
         texts[f"{prefix}adapter_config.json"] = adapter.config

@@ -31,7 +31,7 @@ from infinity.core.optional import broken, optional
 from infinity.hardware.aio import Ring
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Entry
-from infinity.storage.weights import Piece, Weights
+from infinity.storage.weights import FileTensor, Weights
 
 from .adapters import adapters_differ, check_not_adapters
 from .checkpoint import library_of
@@ -201,10 +201,10 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
     if targets is None:
         return None
 
-    def pieces_of(name: str) -> list[Piece]:
-        return [Piece(entries[n][0], n, entries[n][1].numel) for n in targets[name]]
+    def pieces_of(name: str) -> list[FileTensor]:
+        return [FileTensor(entries[n][0], n, entries[n][1].numel) for n in targets[name]]
 
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FileTensor]] = {}
     lacking = []
     for first, names, param in named(model):
         found = [pieces_of(name) for name in names if name in targets]
@@ -284,14 +284,14 @@ def named(model: nn.Module) -> Iterator[tuple[str, list[str], nn.Parameter]]:
         yield each[0], each, param
 
 
-def _equal(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+def _equal(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
     """Return whether two parameters' values are the same, bit for bit."""
     if [(p.numel, p.dtype) for p in first] != [(p.numel, p.dtype) for p in second]:
         return False
     return all(_same_values(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _same_values(first: Piece, second: Piece, count: int = 1 << 20) -> bool:
+def _same_values(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
     ours, theirs = (torch.empty(min(count, first.numel), dtype=first.dtype) for _ in range(2))
     for begin in range(0, first.numel, count):
         numel = min(count, first.numel - begin)

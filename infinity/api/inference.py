@@ -17,7 +17,7 @@ from infinity.core.errors import CorruptionError, DataError, DirectoryError, Wra
 from infinity.hardware.aio import Ring
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.tensor_file import read_all
-from infinity.storage.weights import Piece, Weights
+from infinity.storage.weights import FileTensor, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
@@ -257,7 +257,7 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         raise KeyError("parameters")
     stack.enter_context(file)
     saved = {tied: name for name, p in found.content["parameters"].items() for tied in (name, *p["tied"])}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FileTensor]] = {}
     lacking = []
     for first, names, param in hugging_face.named(model):
         name = next((saved[n] for n in names if n in saved), None)
@@ -268,7 +268,7 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         if entry.shape != tuple(param.shape):
             raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
         file.places(name, 0, entry.nbytes)  # it is all here
-        parts = [Piece(file, name, entry.numel)]
+        parts = [FileTensor(file, name, entry.numel)]
         pieces |= {each: parts for each in names}
     if lacking:
         raise hugging_face.missing(found.path, lacking, saved)

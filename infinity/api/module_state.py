@@ -39,7 +39,7 @@ def engine_in(module: nn.Module) -> Engine | None:
     return None if param is None else engine_of(param)
 
 
-class Values:
+class ModuleValues:
     """The newest values of a module: parameters in `dtype`, or in the one that each has; buffers as they are.
 
     Args:

@@ -109,7 +109,7 @@ def save(
     )
 
 
-class _Given(NamedTuple):
+class _Beside(NamedTuple):
     """What the user saves beside the model; `own`: of the generators of this rank."""
 
     root: str
@@ -121,7 +121,7 @@ class _Given(NamedTuple):
 
 def _given(
     engine: Engine, path: str | os.PathLike[str], state: Mapping[str, Any] | None, keep_last: int | None
-) -> _Given:
+) -> _Beside:
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ConfigError(
             f"keep_last={keep_last!r} is not valid", expected="None, or an integer ≥ 1", cure="keep_last=2"
@@ -135,14 +135,14 @@ def _given(
         texts |= files_of(thing)
     values = encode({k: v for k, v in (state or {}).items() if not is_tokenizer(v)}, tensors)
     own = random_state(engine.device.torch_device)
-    return _Given(root, values, own, tensors, texts)
+    return _Beside(root, values, own, tensors, texts)
 
 
 class _Saving:
     """One save. Each rank writes what it has of every tensor, and the first one decides all else. On each
     file system there is one rank that makes the files: where all share one, the first."""
 
-    def __init__(self, engine: Engine, what: str, given: _Given, progress: Progress) -> None:
+    def __init__(self, engine: Engine, what: str, given: _Beside, progress: Progress) -> None:
         self._engine = engine
         self._comm = engine.comm
         self._what = what

@@ -31,7 +31,7 @@ from infinity.params.param import ReleasedParameter, ShardedParam
 from infinity.params.residency import Residency
 
 
-class _Engine(Protocol):
+class _StateDictEngine(Protocol):
     comm: Comm
     params: dict[nn.Parameter, ShardedParam]
     states: States
@@ -47,7 +47,7 @@ class _Engine(Protocol):
     def check_not_resumed(self) -> None: ...
 
 
-def install(model: nn.Module, engine: _Engine) -> list[RemovableHandle]:
+def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]:
     """Let `state_dict` and `load_state_dict` of the model and its submodules reach released
     parameters, in torch's own form. Return the hooks that do it."""
 

@@ -18,7 +18,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 
 
-class _Engine(Protocol):
+class _UnwrapEngine(Protocol):
     params: dict[nn.Parameter, ShardedParam]
     units: list[ParamUnit]
     states: States
@@ -32,7 +32,7 @@ class _Engine(Protocol):
     def let_go(self) -> None: ...
 
 
-def restore(engine: _Engine) -> None:
+def restore(engine: _UnwrapEngine) -> None:
     """Turn the parameters of an engine's model into ordinary ones with the newest values; close the
     engine."""
     if engine.phases.closed:
@@ -53,7 +53,7 @@ def restore(engine: _Engine) -> None:
     engine.close()
 
 
-def _give_back(engine: _Engine, values: dict[ShardedParam, torch.Tensor]) -> None:
+def _give_back(engine: _UnwrapEngine, values: dict[ShardedParam, torch.Tensor]) -> None:
     engine.let_go()
     model = engine.model()
     for sharded, value in values.items():
@@ -64,7 +64,7 @@ def _give_back(engine: _Engine, values: dict[ShardedParam, torch.Tensor]) -> Non
                 module._buffers[name] = buffer.to("cpu")
 
 
-def _check_blocks(engine: _Engine) -> None:
+def _check_blocks(engine: _UnwrapEngine) -> None:
     if any(unit.keepers for unit in engine.units):
         raise ParameterError(
             "`infinity.unwrap` cannot unwrap the model inside a `gathered` block",
@@ -74,7 +74,7 @@ def _check_blocks(engine: _Engine) -> None:
         )
 
 
-def _check_closed(engine: _Engine) -> None:
+def _check_closed(engine: _UnwrapEngine) -> None:
     gone = [u.layout.name for u in engine.units if not u.on_device]
     if gone:
         raise ClosedError(
@@ -87,7 +87,7 @@ def _check_closed(engine: _Engine) -> None:
         )
 
 
-def _check_room(engine: _Engine) -> None:
+def _check_room(engine: _UnwrapEngine) -> None:
     needed = sum(s.spec.numel * s.given_dtype.itemsize for s in engine.params.values())
     room = available_host_memory() * 9 // 10
     if needed > room:

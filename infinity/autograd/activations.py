@@ -58,7 +58,7 @@ class _Memory:
         self.arrival: Event | None = None
 
 
-class _Copy:
+class _InputCopy:
     """One tensor whose memory is lent. When the last graph lets go of the copy its `_Gone` says so."""
 
     __slots__ = ("__weakref__", "dtype", "memory", "nbytes", "shape", "storage", "stride")
@@ -76,7 +76,7 @@ class _Copy:
         return self.memory.device
 
 
-class _Gone(weakref.ref[_Copy]):
+class _Gone(weakref.ref[_InputCopy]):
     """Goes to the list of what comes home when its copy is gone: in any thread, at any time, and by an
     `append` alone, which no interrupt ends. (One that comes in a `__del__` is lost, and the rest of it.)"""
 
@@ -90,7 +90,7 @@ class _Saved:
     __slots__ = ("__weakref__", "_owner", "before", "copy", "task", "version", "witness")
 
     def __init__(
-        self, tensor: torch.Tensor, copy: _Copy, before: weakref.ref[_Saved] | None, owner: Activations
+        self, tensor: torch.Tensor, copy: _InputCopy, before: weakref.ref[_Saved] | None, owner: Activations
     ) -> None:
         self._owner = owner
         self.copy = copy
@@ -126,9 +126,9 @@ class Activations:
         self._device = device
         self._heap = heap
         self._storages = {s._cdata for s in storages}
-        self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[Any, _InputCopy] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Saved] | None = None
-        self._present: list[weakref.ref[_Copy]] = []  # copies that are on the device too
+        self._present: list[weakref.ref[_InputCopy]] = []  # copies that are on the device too
         self._largest = 0
         self._home: deque[Any] = deque()  # each a _Gone
         self._lent: dict[int, _Gone] = {}  # all of them, by id
@@ -203,7 +203,7 @@ class Activations:
 
     # -- what is on the device --------------------------------------------------------------
 
-    def _near(self, saved: _Saved | None, used_by: int = -1) -> Iterator[_Copy]:
+    def _near(self, saved: _Saved | None, used_by: int = -1) -> Iterator[_InputCopy]:
         """Yield the copies of `saved` and of those before it that the backward `used_by` has not
         used, nearest first, each once, until there are enough. See [Note: ahead, in bytes]."""
         found: set[int] = set()
@@ -217,7 +217,7 @@ class Activations:
             saved = saved.before() if saved.before is not None else None
 
     @sheltered
-    def _hold(self, copies: list[_Copy]) -> None:
+    def _hold(self, copies: list[_InputCopy]) -> None:
         """Keep these on the device, and no others."""
         wanted = {id(c) for c in copies}
         present, self._present = self._present, [weakref.ref(c) for c in copies]
@@ -231,7 +231,7 @@ class Activations:
                 copy.memory.device = copy.memory.arrival = None
 
     @sheltered
-    def _copy_of(self, tensor: torch.Tensor) -> _Copy | None:
+    def _copy_of(self, tensor: torch.Tensor) -> _InputCopy | None:
         """Return the copy of a tensor: the one that there is, or a new one on its way to the host;
         None if there is no room."""
         key = _key(tensor)
@@ -244,7 +244,7 @@ class Activations:
             self.kept += 1
             self._warn_full(tensor.nbytes)
             return None
-        copy = _Copy(tensor, lease, self._device)
+        copy = _InputCopy(tensor, lease, self._device)
         gone = _Gone(copy, self._home.append)
         gone.memory = copy.memory
         self._lent[id(gone)] = gone
@@ -257,7 +257,7 @@ class Activations:
         return copy
 
     @sheltered
-    def _bring(self, copy: _Copy) -> torch.Tensor:
+    def _bring(self, copy: _InputCopy) -> torch.Tensor:
         """Return the tensor on the device; it may be on its way (`arrival`)."""
         memory = copy.memory
         if memory.device is None:

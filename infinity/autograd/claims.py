@@ -16,14 +16,14 @@ from types import FrameType
 from infinity.core.stack import frames
 from infinity.params.discover import Scope
 from infinity.params.residency import Residency
-from infinity.params.uses import Kind, Use
+from infinity.params.uses import Use, UseKind
 
 
 class Forward(Use):
     """A forward of one scope, and then its backward."""
 
     def __init__(self, scope: Scope, start: int, *, newest: bool, recomputes: bool) -> None:
-        super().__init__(Kind.FORWARD)
+        super().__init__(UseKind.FORWARD)
         self.scope = scope
         self.recomputes = recomputes
         self.frame: object = None  # of hooks on saved tensors
@@ -39,14 +39,14 @@ class Claims:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._lock = residency.shelter.lock
-        self._operator = Use(Kind.OPERATOR)
+        self._operator = Use(UseKind.OPERATOR)
         self._wanted: tuple[int, ...] = ()  # units that were asked for last
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
 
     def release_recomputed(self, scope: Scope | None) -> None:
         """Let go of recomputed scopes, but for `scope`."""
         for use in self._residency.uses:
-            if use.kind is Kind.RECOMPUTED and isinstance(use, Forward) and use.scope is not scope:
+            if use.kind is UseKind.RECOMPUTED and isinstance(use, Forward) and use.scope is not scope:
                 self._residency.release(use)
 
     def want(self, units: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
@@ -95,7 +95,7 @@ class Claims:
             return False
         try:
             mine = [u for u in self._guests() if u.thread == threading.get_ident()]
-            use = mine[0] if mine else Use(Kind.GUEST)
+            use = mine[0] if mine else Use(UseKind.GUEST)
             self._residency.keep_only(use, units)
             self._residency.acquire(units, use, newest=newest)
         finally:
@@ -103,7 +103,7 @@ class Claims:
         return True
 
     def _guests(self) -> list[Use]:
-        return [use for use in self._residency.uses if use.kind is Kind.GUEST]
+        return [use for use in self._residency.uses if use.kind is UseKind.GUEST]
 
     def release_guests(self) -> None:
         """The forward is over."""

@@ -37,7 +37,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
-from infinity.params.uses import Kind, Use
+from infinity.params.uses import Use, UseKind
 from infinity.storage.store import Store
 
 from . import inputs, saved
@@ -68,7 +68,7 @@ class Root(Use):
     """A forward of the model, with `frame` of hooks on saved tensors."""
 
     def __init__(self, frame: object) -> None:
-        super().__init__(Kind.ROOT)
+        super().__init__(UseKind.ROOT)
         self.frame = frame
 
 
@@ -117,11 +117,11 @@ class Phases:
     def state(self) -> TrainingState:
         """What is under way."""
         if in_backward():
-            recomputes = any(f.recomputes for f in self._of_scopes(Kind.FORWARD))
+            recomputes = any(f.recomputes for f in self._of_scopes(UseKind.FORWARD))
             return TrainingState.RECOMPUTING if recomputes else TrainingState.BACKWARD
         return TrainingState.FORWARD if self.in_forward else TrainingState.IDLE
 
-    def _of_scopes(self, kind: Kind) -> list[Forward]:
+    def _of_scopes(self, kind: UseKind) -> list[Forward]:
         """Return the forwards of scopes, or their backwards, that are under way, innermost last."""
         return [use for use in self.uses if use.kind is kind and isinstance(use, Forward)]
 
@@ -131,7 +131,7 @@ class Phases:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is under way, inside of which a backward may be."""
-        return self.uses.has(Kind.ROOT, Kind.FORWARD)
+        return self.uses.has(UseKind.ROOT, UseKind.FORWARD)
 
     def is_forward_here(self) -> bool:
         """Return whether this thread is in a forward: an interrupt leaves marks of one that is not."""
@@ -273,7 +273,7 @@ class Phases:
             self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
-        elif self.uses.has(Kind.ROOT):
+        elif self.uses.has(UseKind.ROOT):
             forward.guest = self.claims.join()
             forward.start = forward.start if forward.guest is None else -1  # another thread's numbers
         else:  # not called through the root
@@ -283,7 +283,7 @@ class Phases:
             self.behind.visit(scope.units)
         self.claims.release_recomputed(scope)
         self.claims.release_wanted()
-        for again in [f for f in self._of_scopes(Kind.RECOMPUTED) if f.scope is scope]:
+        for again in [f for f in self._of_scopes(UseKind.RECOMPUTED) if f.scope is scope]:
             self.uses.end(again)  # what it kept, this one does
         self.uses.begin(forward)
         forward.frame = saved.enter(self.token)
@@ -296,7 +296,7 @@ class Phases:
         """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
         for another thread holds the engine lock."""
         me = threading.get_ident()
-        own = [f for f in self._of_scopes(Kind.FORWARD) if f.scope is scope and f.thread == me]
+        own = [f for f in self._of_scopes(UseKind.FORWARD) if f.scope is scope and f.thread == me]
         if own:
             saved.leave(own[-1].frame)
             return own[-1]
@@ -314,7 +314,7 @@ class Phases:
                 log.leave(forward)
             if in_backward() and torch.is_grad_enabled():
                 # Recomputation: its backward follows at once, or another scope comes.
-                forward.kind = Kind.RECOMPUTED
+                forward.kind = UseKind.RECOMPUTED
             else:
                 self._residency.release(forward)
         finally:
@@ -329,7 +329,7 @@ class Phases:
         # A callback fires at the end of the backward that queues it, which may be the inner one
         # of reentrant checkpointing: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
-        tasks = [use for use in self.uses if use.kind is Kind.TASK]
+        tasks = [use for use in self.uses if use.kind is UseKind.TASK]
         if any(use.task == task for use in tasks):
             return
         self._residency.cache.in_backward = True
@@ -338,7 +338,7 @@ class Phases:
             if (log := self._recorder.log) is not None:
                 log.backward(self, self._left)
             self._prepare_backward()
-        self.uses.begin(Use(Kind.TASK, task=task))
+        self.uses.begin(Use(UseKind.TASK, task=task))
         Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
 
     @sheltered
@@ -360,7 +360,7 @@ class Phases:
         """The gradient of an output of a scope is there."""
         self.begin_backward()
         self.end_passed()
-        forward.kind, forward.task = Kind.BACKWARD, torch._C._current_graph_task_id()
+        forward.kind, forward.task = UseKind.BACKWARD, torch._C._current_graph_task_id()
         self.uses.begin(forward)
         self.claims.release_wanted()
         self.claims.release_recomputed(forward.scope)
@@ -379,7 +379,7 @@ class Phases:
     def end_scope_backward(self, forward: Forward) -> None:
         """The backward of a scope is over: [Note: the end of a scope's backward]."""
         # Or it has ended at another input, or never began.
-        claimed = forward in self._of_scopes(Kind.BACKWARD)
+        claimed = forward in self._of_scopes(UseKind.BACKWARD)
         for index in forward.scope.units:
             self.end_unit_backward(self._residency.units[index])
         if claimed:
@@ -411,15 +411,15 @@ class Phases:
         self._end(lambda f: f.start > number and f.task == task)  # on whichever thread it runs
 
     def _end(self, which: Callable[[Forward], bool]) -> None:
-        for forward in filter(which, self._of_scopes(Kind.BACKWARD)):
+        for forward in filter(which, self._of_scopes(UseKind.BACKWARD)):
             self.end_scope_backward(forward)
 
     @eager
     def _backward_ends(self, task: int) -> None:
         for use in self.uses:
-            if use.kind is Kind.TASK and use.task == task:
+            if use.kind is UseKind.TASK and use.task == task:
                 self.uses.end(use)
-        if self.uses.has(Kind.TASK):
+        if self.uses.has(UseKind.TASK):
             self._end(lambda f: f.task == task)
         else:
             self.end_backward()
@@ -428,7 +428,7 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
-        for forward in self._of_scopes(Kind.BACKWARD):
+        for forward in self._of_scopes(UseKind.BACKWARD):
             self._passed(forward)
         if self.behind is not None:
             self.behind.end()
@@ -486,7 +486,7 @@ class Phases:
         if (log := self._recorder.log) is not None:
             log.leave_all()
         self.claims.release_guests()
-        self.uses.drop(Kind.ROOT, Kind.FORWARD)
+        self.uses.drop(UseKind.ROOT, UseKind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()
         self.shelter.lock.reset()
@@ -496,17 +496,17 @@ class Phases:
         lock, so no other thread is in a use."""
         if in_backward() or self.is_forward_here():
             return
-        if any(use.units for use in self.uses if use.kind is not Kind.BLOCK):
+        if any(use.units for use in self.uses if use.kind is not UseKind.BLOCK):
             self.reset()
 
     def _reset_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
-        self.uses.drop(Kind.TASK)
+        self.uses.drop(UseKind.TASK)
         self.claims.forget()
         self.shelter.lock.leave(self.token)
         self._residency.cache.in_backward = False
         self._gradients.send_all()
-        self._residency.drop(Kind.BACKWARD, Kind.RECOMPUTED, Kind.ONCE)
+        self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
 
 
 def _first(scope: Scope) -> int:

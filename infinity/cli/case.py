@@ -15,7 +15,7 @@ from infinity.api.ranks import check_ranks, check_stage
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
-from infinity.hardware.launch import Place
+from infinity.hardware.launch import RankPlace
 from infinity.planning.cures import (
     DIRECTORY,
     Change,
@@ -43,7 +43,7 @@ _MOST_CHUNKS: Final = 100_000
 _TENTHS: Final = 10
 
 
-_ALONE: Final = Place()
+_ALONE: Final = RankPlace()
 
 
 class Case:
@@ -62,7 +62,12 @@ class Case:
     """
 
     def __init__(
-        self, run: RunSettings, machine: Machine | None = None, *, planning: bool = True, at: Place = _ALONE
+        self,
+        run: RunSettings,
+        machine: Machine | None = None,
+        *,
+        planning: bool = True,
+        at: RankPlace = _ALONE,
     ) -> None:
         self.run = run
         self.described = machine

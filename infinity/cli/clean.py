@@ -10,7 +10,7 @@ import click
 
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import format_size
-from infinity.storage.leftovers import Found, arenas
+from infinity.storage.leftovers import Leftover, arenas
 
 from .console import finish
 from .options import directories_argument, json_option
@@ -35,7 +35,7 @@ def clean_command(directories: tuple[str, ...], as_json: bool) -> None:
     finish({"arenas": rows}, lambda _: show(found), as_json=as_json)
 
 
-def show(found: Sequence[Found]) -> None:
+def show(found: Sequence[Leftover]) -> None:
     """Print for a person what was found."""
     for each in found:
         why = f": {each.why}" if each.why else ""
@@ -44,7 +44,7 @@ def show(found: Sequence[Found]) -> None:
         click.echo("nothing to remove")
 
 
-def clean(directory: str) -> list[Found]:
+def clean(directory: str) -> list[Leftover]:
     """Remove the dead arenas in `directory`; return everything there that has an arena's name.
 
     Raises:

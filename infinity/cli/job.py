@@ -23,7 +23,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.signals import Ended
 from infinity.hardware.comm import Alone, Comm, Ranks, connect
-from infinity.hardware.launch import Place
+from infinity.hardware.launch import RankPlace
 from infinity.hardware.ranks import PATIENCE
 
 from .ending import Quiet, ignore_signals
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, comm: Comm | None = None) -> None:
         self.comm = comm if comm is not None else Alone()
-        self.at = Place(self.comm.rank, self.comm.world, self.comm.local_rank, self.comm.local_world)
+        self.at = RankPlace(self.comm.rank, self.comm.world, self.comm.local_rank, self.comm.local_world)
         self.first = self.at.rank == 0
         self.last_words: Callable[[], str] = str
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from infinity.core.sizes import Tier, format_size
-from infinity.hardware.launch import Place
+from infinity.hardware.launch import RankPlace
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
@@ -106,7 +106,7 @@ def plan_command(
         figures: what the hardware does, by the names of `Bandwidths`.
         here: ranks of one machine.
     """
-    said, at = Bandwidths(**figures), Place(world=ranks, local_world=here)
+    said, at = Bandwidths(**figures), RankPlace(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
     run = read_run(config_file, given, ranks)
     case = Case(run, machine, at=at)

@@ -19,7 +19,7 @@ import torch
 
 from infinity.core.waiting import Latch
 from infinity.hardware.device import Device, Event
-from infinity.planning.partition import Chunk, Run, Segment, UnitLayout
+from infinity.planning.partition import Chunk, GatherRun, Segment, UnitLayout
 
 
 class Arrival(NamedTuple):
@@ -94,7 +94,7 @@ class UnitBuffer:
         with self._in_order():
             self.values(index).view(grad.shape).copy_(grad)
 
-    def hold(self, run: Run, values: torch.Tensor) -> None:
+    def hold(self, run: GatherRun, values: torch.Tensor) -> None:
         """Have `values` as the sum of a run: flat, of the dtype that they have."""
         self._runs[run.begin] = values
         self.nbytes += values.untyped_storage().nbytes()
@@ -198,7 +198,7 @@ class UnitBuffer:
 
     # -- what leaves ------------------------------------------------------------------------
 
-    def run(self, run: Run) -> torch.Tensor:
+    def run(self, run: GatherRun) -> torch.Tensor:
         """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
         if not self._runs:
             numel = run.slice_numel * run.world

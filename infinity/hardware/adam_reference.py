@@ -20,9 +20,9 @@ from infinity.core.sizes import NORM_BLOCK
 
 from .cpu_adam import (
     _CODES,
+    AdamSegment,
     Pieces,
     Scalars,
-    Segment,
     _bad_segment,
     _check,
     _check_disjoint,
@@ -57,7 +57,7 @@ def adamw_reference(
     See [Note: one rounding per operation]. Temporary memory: a few slices of 2 Mi float32.
     """
     scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
-    segment = Segment(0, master.numel(), *scalars)
+    segment = AdamSegment(0, master.numel(), *scalars)
     adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
 
 
@@ -68,7 +68,7 @@ def adamw_reference_segments(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    segments: Sequence[Segment],
+    segments: Sequence[AdamSegment],
 ) -> None:
     """`adamw_update_segments` in plain torch, for tensors of any one device: the same bits."""
     named = _state(master, exp_avg, exp_avg_sq, grad, out)

@@ -41,7 +41,7 @@ _NONE: Final = 3
 _PACKED: Final = struct.Struct("<qqdddddqd??6x")  # struct Segment in adam.h
 
 
-class Segment(NamedTuple):
+class AdamSegment(NamedTuple):
     """One parameter's part of a chunk, and the scalars of its update.
 
     `start` and `numel` count elements within the chunk; `step` is 1 at the first update;
@@ -149,7 +149,7 @@ def adamw_update(
         ParameterError: a wrong device, dtype, length, layout or scalar, or tensors that overlap.
     """
     scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
-    segment = Segment(0, master.numel(), *scalars)
+    segment = AdamSegment(0, master.numel(), *scalars)
     adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
 
 
@@ -159,7 +159,7 @@ def adamw_update_segments(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    segments: Sequence[Segment],
+    segments: Sequence[AdamSegment],
 ) -> None:
     """Update the segments of a chunk in one call; nothing between them is read or written.
 
@@ -343,7 +343,7 @@ def _check_disjoint(named: _Named) -> None:
             raise _wrong(f"{first} and {second} overlap", "memory apart", found, "give each its own memory")
 
 
-def _pack(segments: Sequence[Segment]) -> bytes:
+def _pack(segments: Sequence[AdamSegment]) -> bytes:
     try:
         return b"".join([_PACKED.pack(*segment) for segment in segments])
     except (struct.error, TypeError, OverflowError) as error:
@@ -351,7 +351,7 @@ def _pack(segments: Sequence[Segment]) -> bytes:
 
 
 def _derive(
-    segment: Segment,
+    segment: AdamSegment,
 ) -> Scalars:
     """Return the kernel's own scalars of a segment, each rounded to float32 once."""
     return _native.derive(_pack((segment,)))

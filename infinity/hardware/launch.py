@@ -20,7 +20,7 @@ from infinity.core.errors import ConfigError
 _PORTS: Final = range(15_000, 30_000)
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A rank among those of its job, and among those of its machine."""
 
     rank: int = 0

@@ -59,7 +59,7 @@ class Medium(NamedTuple):
     drives: tuple[str, ...]  #: names of the lowest devices
 
 
-class Wear(NamedTuple):
+class DriveWear(NamedTuple):
     """The share of a drive's rated endurance that is used, or None and why it is not known."""
 
     used: float | None
@@ -150,14 +150,14 @@ def _rotational(name: str) -> bool | None:
 # ---- wear ----
 
 
-def wear_of(name: str) -> Wear:
+def wear_of(name: str) -> DriveWear:
     """Return how much of a drive's rated endurance is used. Never raises."""
     life = _text(_SYS / name / "device" / "life_time")  # eMMC: two estimates, in tenths
     if life is not None:
         try:
-            return Wear(max(int(part, 16) for part in life.split()) / 10)
+            return DriveWear(max(int(part, 16) for part in life.split()) / 10)
         except ValueError:
-            return Wear(None, f"the kernel says {life!r}")
+            return DriveWear(None, f"the kernel says {life!r}")
     whys = []
     for command, find in (
         (["smartctl", "--json", "--all"], _smartctl),
@@ -168,9 +168,9 @@ def wear_of(name: str) -> Wear:
         said, why = _ask([*command, f"/dev/{name}"])
         used = find(said)
         if isinstance(used, (int, float)) and 0 <= used <= 1000:
-            return Wear(used / 100)
+            return DriveWear(used / 100)
         whys.append(why or _message(said) or f"{command[0]} does not say")
-    return Wear(None, "; ".join(whys))
+    return DriveWear(None, "; ".join(whys))
 
 
 def _ask(command: list[str]) -> tuple[dict[str, Any], str]:

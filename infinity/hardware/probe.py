@@ -177,7 +177,7 @@ class Mount(NamedTuple):
     options: tuple[str, ...]
 
 
-class Drive(NamedTuple):
+class BlockDevice(NamedTuple):
     """The block device below a file system. What /sys does not say is None."""
 
     name: str  #: of the whole device in /sys/block, such as nvme0n1
@@ -193,7 +193,7 @@ class DirectoryFacts(NamedTuple):
 
     path: str
     mount: Mount | None
-    drive: Drive | None  #: None: no block device of its own (memory, network, a pool of drives)
+    drive: BlockDevice | None  #: None: no block device of its own (memory, network, a pool of drives)
     free: int  #: for this user
     total: int
     writable: bool
@@ -296,7 +296,7 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text).replace("\\,", ",")
 
 
-def drive_of(path: str) -> Drive | None:
+def drive_of(path: str) -> BlockDevice | None:
     """Return the block device below `path`, or None.
 
     A file system with a device number of its own (btrfs) is found by what it is mounted from.
@@ -319,7 +319,7 @@ def drive_of(path: str) -> Drive | None:
         folder = folder.parent
     places = ("serial", "device/serial", "device/wwid", "wwid", "dm/uuid", "md/uuid", "device/vpd_pg80")
     rotational = _text(folder / "queue" / "rotational")
-    return Drive(
+    return BlockDevice(
         name=folder.name,
         number=name,
         model=_text(folder / "device" / "model") or _text(folder / "dm" / "name"),

@@ -27,7 +27,7 @@ class Priority(enum.IntEnum):
     URGENT = 2
 
 
-class Owner(Protocol):
+class TicketOwner(Protocol):
     """What a ticket needs of its ring."""
 
     deadline: float
@@ -48,7 +48,9 @@ class Ticket:
 
     __slots__ = ("__weakref__", "_handle", "_ring", "_write", "nbytes", "offset", "path")
 
-    def __init__(self, ring: Owner, handle: Any, path: str, offset: int, nbytes: int, write: bool) -> None:
+    def __init__(
+        self, ring: TicketOwner, handle: Any, path: str, offset: int, nbytes: int, write: bool
+    ) -> None:
         self._ring = ring
         self._handle = handle
         self._write = write

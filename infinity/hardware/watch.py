@@ -52,7 +52,7 @@ _TEXT: Final = 4000  # characters of an error's text that are sent
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is used of torch's store."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -83,7 +83,7 @@ class Watch:
         self,
         rank: int,
         world: int,
-        store: Store,
+        store: KeyValueStore,
         key: str,
         hosts: Sequence[str],
         timeout: float,
@@ -221,7 +221,7 @@ class Watch:
     # -- connecting
 
     def _receive_all(
-        self, store: Store, key: str, hosts: Sequence[str], deadline: float, timeout: float
+        self, store: KeyValueStore, key: str, hosts: Sequence[str], deadline: float, timeout: float
     ) -> None:
         token = secrets.token_hex(16)
         with _listener() as listener:
@@ -246,7 +246,7 @@ class Watch:
         self._ready = True
         self._tell({"ready": True})
 
-    def _reach(self, store: Store, key: str, deadline: float, timeout: float) -> None:
+    def _reach(self, store: KeyValueStore, key: str, deadline: float, timeout: float) -> None:
         pause = 0.001
         while not store.check([key]):
             self._look()
@@ -522,7 +522,7 @@ _LEFT: Final = "infinity/left"  # which rank ended otherwise before it came
 _HEARD: Final = "infinity/heard"  # how many ranks know of it
 
 
-def say_early(store: Store, rank: int, error: BaseException | None) -> None:
+def say_early(store: KeyValueStore, rank: int, error: BaseException | None) -> None:
     """Tell the ranks that wait in `store` that this one ends before it has come. None: by no exception."""
     if error is None:
         store.set(_LEFT, json.dumps({"rank": rank, "why": "ended before its `wrap`, without an exception"}))
@@ -534,7 +534,7 @@ def say_early(store: Store, rank: int, error: BaseException | None) -> None:
     store.add(_HEARD, 1)
 
 
-def check_early(store: Store, ranks: Sequence[int]) -> None:
+def check_early(store: KeyValueStore, ranks: Sequence[int]) -> None:
     """Raise RankError if one of `ranks` has ended before it came."""
     for key in (_ENDED, _LEFT):
         said = json.loads(store.get(key)) if store.check([key]) else {}
@@ -546,7 +546,7 @@ def check_early(store: Store, ranks: Sequence[int]) -> None:
             )
 
 
-def early_heard(store: Store) -> int:
+def early_heard(store: KeyValueStore) -> int:
     """Return how many ranks know of one that ended early, that one included."""
     return store.add(_HEARD, 0)
 

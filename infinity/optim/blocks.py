@@ -17,7 +17,7 @@ from infinity.core.engine_lock import Hold
 from infinity.core.errors import InfinityError, ParameterChangedError
 from infinity.hardware.shelter import sheltered
 from infinity.params.residency import Residency
-from infinity.params.uses import Kind
+from infinity.params.uses import UseKind
 
 from .edits import Block, Edits
 
@@ -107,4 +107,4 @@ class Blocks:
 
     def close(self) -> None:
         """The engine closes: its blocks are over, and their ends have nothing to do."""
-        self._residency.uses.drop(Kind.BLOCK)
+        self._residency.uses.drop(UseKind.BLOCK)

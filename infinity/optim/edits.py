@@ -22,7 +22,7 @@ from infinity.params.given import Given
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit, UnitState, unseen
-from infinity.params.uses import Kind, Use
+from infinity.params.uses import Use, UseKind
 
 from .chunk_io import Tiers
 from .pieces import follow_copy, part_of
@@ -45,7 +45,7 @@ class Block(Use):
     """
 
     def __init__(self, hold: Hold, named: dict[int, set[int]], source: int) -> None:
-        super().__init__(Kind.BLOCK)
+        super().__init__(UseKind.BLOCK)
         self._hold = weakref.ref(hold)
         self.named = named
         self.source = source

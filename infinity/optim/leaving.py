@@ -10,7 +10,7 @@ from infinity.storage.under_way import UnderWay
 from .chunk_io import ChunkIO, abandon
 
 
-class Leaving:
+class LeavingChunk:
     """A chunk that was yielded: what is under way with its tensors, then the way to its tiers, then the end.
 
     Args:
@@ -61,7 +61,7 @@ class Leaving:
         self._io.close()
 
 
-def give_up(under_way: UnderWay, leaving: deque[Leaving], open_: deque[ChunkIO]) -> None:
+def give_up(under_way: UnderWay, leaving: deque[LeavingChunk], open_: deque[ChunkIO]) -> None:
     """End a pass: nothing of it stays, also where it raised."""
     under_way.drop()
     while leaving:

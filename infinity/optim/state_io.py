@@ -27,7 +27,7 @@ from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
-from .leaving import Leaving, give_up
+from .leaving import LeavingChunk, give_up
 from .pieces import follow_copy, part_of, put_together, slice_of
 from .update import Updater
 from .whole import of_first_rank, of_owners
@@ -238,7 +238,7 @@ class States:
         under_way: UnderWay,
     ) -> _Segments:
         reading: deque[ChunkIO] = deque()  # the one that is yielded, and the next
-        leaving: deque[Leaving] = deque()
+        leaving: deque[LeavingChunk] = deque()
         try:
             for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
                 if not reading:
@@ -251,7 +251,7 @@ class States:
                         io.read(copy="copy" in kinds)
                 reading[0].wait()
                 yield from self._each(chunk, of, self._tensors(reading[0], kinds))
-                leaving.append(Leaving(reading[0], under_way))
+                leaving.append(LeavingChunk(reading[0], under_way))
                 reading.popleft()
                 while leaving and (len(leaving) > _MOST_LEAVING or leaving[0].idle):
                     _close_first(leaving)
@@ -274,7 +274,7 @@ class States:
         number = self._updater.next_number() if back else 0
 
         now: deque[ChunkIO] = deque()  # the one that is yielded
-        leaving: deque[Leaving] = deque()
+        leaving: deque[LeavingChunk] = deque()
         try:
             for chunk in chunks:
                 io = self._open(chunk, leaving)
@@ -294,7 +294,7 @@ class States:
                 for one in leaving:
                     one.send()
                 leaving.append(
-                    Leaving(
+                    LeavingChunk(
                         now[0],
                         under_way,
                         state=any(kind != "copy" and kind in tensors for kind in written),
@@ -310,12 +310,12 @@ class States:
         finally:
             give_up(under_way, leaving, now)
 
-    def _try_open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO | None:
+    def _try_open(self, chunk: Chunk, leaving: deque[LeavingChunk]) -> ChunkIO | None:
         while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None and leaving:
             _close_first(leaving)
         return io
 
-    def _open(self, chunk: Chunk, leaving: deque[Leaving]) -> ChunkIO:
+    def _open(self, chunk: Chunk, leaving: deque[LeavingChunk]) -> ChunkIO:
         return self._try_open(chunk, leaving) or open_chunk(self._tiers, chunk, _quota(chunk))
 
     def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
@@ -477,7 +477,7 @@ class States:
         bump([sharded])
 
 
-def _close_first(leaving: deque[Leaving]) -> None:
+def _close_first(leaving: deque[LeavingChunk]) -> None:
     leaving[0].close()
     leaving.popleft()  # not before: what has no memory for its end is given up with the pass
 

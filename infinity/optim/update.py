@@ -44,7 +44,7 @@ LOST: Final = (
 
 class ParamUpdate(NamedTuple):
     """The scalars of one parameter's update, as they were when `step()` was called; in the order in which
-    `cpu_adam.Segment` has them."""
+    `cpu_adam.AdamSegment` has them."""
 
     lr: float
     beta1: float
@@ -488,7 +488,7 @@ def _moved(update: ChunkUpdate, io: ChunkIO) -> int:
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:
     """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
     segments = [
-        cpu_adam.Segment(s.start, s.numel, *update.params[s.param])
+        cpu_adam.AdamSegment(s.start, s.numel, *update.params[s.param])
         for s in update.chunk.segments
         if s.param in update.params
     ]
@@ -506,7 +506,7 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
 
 
 def _compute_on_device(
-    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
+    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.AdamSegment], *, delayed: bool
 ) -> None:
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
     device, chunk = tiers.device, update.chunk

@@ -29,7 +29,7 @@ def own(values: torch.Tensor) -> torch.Tensor:
         return from_dlpack(to_dlpack(flat)).view(values.shape)
 
 
-class _Copy:
+class _GivenCopy:
     """One that was given out, without its memory: its version counter stays when it is gone."""
 
     __slots__ = ("_counter", "storage", "version")
@@ -53,11 +53,13 @@ class Given:
 
     def __init__(self, *, staged: bool) -> None:
         self._staged = staged
-        self._copies: dict[ShardedParam, list[_Copy]] = {}  # those that live, or were not looked at since
+        self._copies: dict[
+            ShardedParam, list[_GivenCopy]
+        ] = {}  # those that live, or were not looked at since
 
     def add(self, sharded: ShardedParam, copy: torch.Tensor) -> None:
         """Note a copy that is about to be given out."""
-        self._copies.setdefault(sharded, []).append(_Copy(copy))
+        self._copies.setdefault(sharded, []).append(_GivenCopy(copy))
 
     def forget(self, params: Iterable[ShardedParam]) -> None:
         """Edits so far do not count: these parameters were loaded or written, as in torch over the edit."""

@@ -16,7 +16,7 @@ from .param import ShardedParam
 from .publish import Publisher
 from .unit import ParamUnit, UnitState
 from .updates import Updates
-from .uses import Kind, Use, Uses
+from .uses import Use, UseKind, Uses
 
 
 class Residency:
@@ -146,7 +146,7 @@ class Residency:
     def use_all(self) -> None:
         """With `in_order`, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
-            everything, once = range(len(self.units)), Use(Kind.ONCE)
+            everything, once = range(len(self.units)), Use(UseKind.ONCE)
             self.acquire(everything, once, newest=False, note=False)
             self.release(once)
 
@@ -177,7 +177,7 @@ class Residency:
         self._idle([self.units[i] for i in gone])
 
     @sheltered
-    def drop(self, *kinds: Kind) -> None:
+    def drop(self, *kinds: UseKind) -> None:
         """Drop uses that nothing will end (an exception, an abandoned graph). What an interrupt has left
         between two states is put right."""
         self.uses.drop(*kinds)

@@ -40,7 +40,7 @@ from .gather import Gather
 from .load import Load, Loader
 from .param import ShardedParam
 from .unit_memory import UnitMemory
-from .uses import Kind, Use, Uses
+from .uses import Use, UseKind, Uses
 
 
 class UnitState(enum.Enum):
@@ -484,7 +484,7 @@ class ParamUnit(UnitMemory):
     @property
     def keepers(self) -> list[Use]:
         """Of these, the `gathered` blocks: nothing but their end lets go."""
-        return [use for use in self.users if use.kind is Kind.BLOCK]
+        return [use for use in self.users if use.kind is UseKind.BLOCK]
 
     @property
     def writers(self) -> list[Use]:

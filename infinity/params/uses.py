@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 
 
-class Kind(enum.Enum):
+class UseKind(enum.Enum):
     """What a use is.
 
     ROOT: a forward of the model. FORWARD: a forward of a scope. RECOMPUTED: a forward of a scope inside of a
@@ -46,7 +46,7 @@ class Use:
         task: autograd's number of the backward that it belongs to; -1: none.
     """
 
-    def __init__(self, kind: Kind, *, task: int = -1) -> None:
+    def __init__(self, kind: UseKind, *, task: int = -1) -> None:
         self.kind = kind
         self.units: set[int] = set()
         self.writes: set[int] = set()
@@ -77,18 +77,18 @@ class Uses:
         units, use.units = use.units, set()
         return units
 
-    def drop(self, *kinds: Kind) -> None:
+    def drop(self, *kinds: UseKind) -> None:
         """Drop all uses of some kinds."""
         for use in self:
             if use.kind in kinds:
                 self.end(use)
 
-    def has(self, *kinds: Kind) -> bool:
+    def has(self, *kinds: UseKind) -> bool:
         """Return whether a use of one of these kinds is under way."""
         return any(use.kind in kinds for use in self)
 
     def let_go(self, units: Collection[int]) -> None:
         """Drop what is kept of `units`, but for what `gathered` blocks keep."""
         for use in self:
-            if use.kind is not Kind.BLOCK:
+            if use.kind is not UseKind.BLOCK:
                 use.units.difference_update(units)

@@ -106,7 +106,7 @@ class Chunk:
         )
 
 
-class Run(NamedTuple):
+class GatherRun(NamedTuple):
     """A run in a unit's gathered storage: its first byte, and as many slices as there are ranks, each of
     `slice_numel` elements."""
 
@@ -146,7 +146,7 @@ class UnitLayout:
     params: tuple[ParamSpec, ...]
     byte_offsets: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[GatherRun, ...]
     whole: bool
 
     @functools.cached_property
@@ -159,11 +159,11 @@ class UnitLayout:
         """How many ranks have a slice of each run."""
         return self.runs[0].world
 
-    def place(self, index: int) -> tuple[Run, int]:
+    def place(self, index: int) -> tuple[GatherRun, int]:
         """Return the run of parameter `index`, and its first element in there."""
         return self.at(self.byte_offsets[index])
 
-    def at(self, offset: int) -> tuple[Run, int]:
+    def at(self, offset: int) -> tuple[GatherRun, int]:
         """Return the run of byte `offset` of the gathered storage, and the element of it there."""
         run = next(r for r in self.runs if r.begin <= offset < r.begin + r.nbytes)
         return run, (offset - run.begin) // ITEMSIZES[run.precision]
@@ -187,7 +187,7 @@ class UnitLayout:
         run, begin = self.at(chunk.copy_offset)
         return begin // run.slice_numel
 
-    def chunks_of(self, rank: int) -> Iterator[tuple[Run, Chunk]]:
+    def chunks_of(self, rank: int) -> Iterator[tuple[GatherRun, Chunk]]:
         """Yield those of the trainable chunks that lie in the slices of one rank, and the run of each."""
         for run in self.runs:
             begin = run.begin + rank * run.slice_nbytes
@@ -201,7 +201,7 @@ class UnitLayout:
         return tuple(c for c in self.chunks if c.trainable)
 
     @functools.cached_property
-    def trainable_runs(self) -> tuple[Run, ...]:
+    def trainable_runs(self) -> tuple[GatherRun, ...]:
         """The runs that have gradients: they come first in the gathered storage."""
         return tuple(r for r in self.runs if r.trainable)
 
@@ -264,7 +264,7 @@ def _cut(
     order = sorted(range(len(params)), key=lambda i: (*run_key(i), params[i].group))
     byte_offsets = [0] * len(params)
     chunks: list[Chunk] = []
-    runs: list[Run] = []
+    runs: list[GatherRun] = []
     start = copy_offset = 0  # of the run: in elements of the shard, and in bytes
     position = 0
     while position < len(order):
@@ -278,7 +278,7 @@ def _cut(
             position += 1
         slice_numel = ceil_to(-(-max(length, 1) // world), SEGMENT_ELEMENTS)
         first = params[places[0][0]]
-        run = Run(copy_offset, slice_numel, world, first.precision, first.trainable)
+        run = GatherRun(copy_offset, slice_numel, world, first.precision, first.trainable)
         runs.append(run)
         for i, at in places:
             byte_offsets[i] = copy_offset + at * ITEMSIZES[first.precision]

@@ -19,7 +19,7 @@ _POLYNOMIAL: Final = 0x82F63B78  # Castagnoli's; the highest bit of a word is x^
 _ONE: Final = 1 << 31
 
 
-class Piece(NamedTuple):
+class RangeCrc(NamedTuple):
     """Bytes `begin` to `end` of a tensor, which lie in one range, and their CRC-32C."""
 
     begin: int
@@ -40,7 +40,7 @@ class Sums:
     """The pieces of tensors whose bytes come in order, from wherever they begin."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[RangeCrc]] = {}
         self._at: dict[str, int] = {}
 
     def add(self, name: str, begin: int, address: int, nbytes: int) -> None:
@@ -51,18 +51,18 @@ class Sums:
         while at < end:
             upto = min(end, (at // RANGE_NBYTES + 1) * RANGE_NBYTES)
             goes_on = pieces and pieces[-1].end == at and at % RANGE_NBYTES
-            before = pieces.pop() if goes_on else Piece(at, at, 0)
-            pieces.append(Piece(before.begin, upto, crc32c(address + at - begin, upto - at, before.crc)))
+            before = pieces.pop() if goes_on else RangeCrc(at, at, 0)
+            pieces.append(RangeCrc(before.begin, upto, crc32c(address + at - begin, upto - at, before.crc)))
             at = upto
         self._at[name] = end
 
-    def take(self) -> dict[str, list[Piece]]:
+    def take(self) -> dict[str, list[RangeCrc]]:
         """Return all pieces, by tensor; none are left."""
         taken, self._pieces = self._pieces, {}
         self._at.clear()
         return taken
 
-    def take_whole(self, name: str, nbytes: int) -> list[Piece]:
+    def take_whole(self, name: str, nbytes: int) -> list[RangeCrc]:
         """Return the ranges of a tensor of `nbytes` that are complete; they are not left."""
         pieces = self._pieces.get(name, [])
         whole = [p for p in pieces if p.is_whole(nbytes)]
@@ -72,14 +72,14 @@ class Sums:
         return whole
 
 
-def join(pieces: Iterable[Piece]) -> list[Piece]:
+def join(pieces: Iterable[RangeCrc]) -> list[RangeCrc]:
     """Return the pieces of one tensor, in order, with those of one range put together where they adjoin."""
-    joined: list[Piece] = []
+    joined: list[RangeCrc] = []
     for piece in sorted(pieces):
         if joined and joined[-1].end == piece.begin and piece.begin % RANGE_NBYTES:
             before = joined.pop()
             crc = combine(before.crc, piece.crc, piece.end - piece.begin)
-            piece = Piece(before.begin, piece.end, crc)
+            piece = RangeCrc(before.begin, piece.end, crc)
         joined.append(piece)
     return joined
 

@@ -15,7 +15,7 @@ from infinity.planning.partition import UnitLayout
 
 from .layout import Extent
 from .pinned import Lease
-from .transfer import Owner, Transfer, check_room
+from .transfer import Transfer, TransferOwner, check_room
 from .versions import Slot
 from .weights import Weights
 
@@ -42,7 +42,7 @@ class Files:
         return ring
 
     def transfers(
-        self, chunk: int, lease: Lease, offset: int, priority: Priority, order: Owner, directory: int
+        self, chunk: int, lease: Lease, offset: int, priority: Priority, order: TransferOwner, directory: int
     ) -> list[Transfer]:
         """Return the reads of a chunk's copy into `lease` from byte `offset` on, not begun. `directory`: the
         number that their extents get."""

@@ -33,7 +33,7 @@ _NAME: Final = re.compile(r"rank\d+\.arena")
 _log = logging.getLogger("infinity.storage")
 
 
-class Found(NamedTuple):
+class Leftover(NamedTuple):
     """A file that has an arena's name.
 
     `nbytes` is what it takes on the drive. `state`: ``"live"``, a run has it; ``"dead"``, a killed run
@@ -67,7 +67,7 @@ def why_foreign(found: os.stat_result, fd: int) -> str:
     return ""
 
 
-def arenas(directory: str, *, remove: bool = False) -> list[Found]:
+def arenas(directory: str, *, remove: bool = False) -> list[Leftover]:
     """Return what has an arena's name in `directory`; with `remove`, the dead ones were removed.
 
     Raises:
@@ -119,15 +119,15 @@ def dead_nbytes(directory: str) -> int:
     return 0
 
 
-def _look(folder: int, name: str, path: str, remove: bool) -> Found | None:
+def _look(folder: int, name: str, path: str, remove: bool) -> Leftover | None:
     """Return what is at `name`, or None: it went meanwhile."""
     try:
         there = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(there.st_mode):
-            return Found(path, 0, "foreign", "a symbolic link")
+            return Leftover(path, 0, "foreign", "a symbolic link")
         nbytes = there.st_blocks * 512
         if not stat.S_ISREG(there.st_mode):
-            return Found(path, nbytes, "foreign", "no regular file")
+            return Leftover(path, nbytes, "foreign", "no regular file")
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDWR if remove else os.O_RDONLY)
         fd = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def _look(folder: int, name: str, path: str, remove: bool) -> Found | None:
             # Shared, where nothing is removed: two that only look do not take each other for runs.
             fcntl.flock(fd, (fcntl.LOCK_EX if remove else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Found(path, nbytes, "live")
+            return Leftover(path, nbytes, "live")
         held = os.fstat(fd)
         try:
             there = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -147,10 +147,10 @@ def _look(folder: int, name: str, path: str, remove: bool) -> Found | None:
             return None
         why = why_foreign(held, fd)
         if why:
-            return Found(path, nbytes, "foreign", why)
+            return Leftover(path, nbytes, "foreign", why)
         if remove:
             os.unlink(name, dir_fd=folder)
-        return Found(path, held.st_blocks * 512, "dead")
+        return Leftover(path, held.st_blocks * 512, "dead")
 
 
 @contextlib.contextmanager

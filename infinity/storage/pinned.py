@@ -52,7 +52,7 @@ class QuotaStats(NamedTuple):
     wait_seconds: float
 
 
-class _Quota:
+class _QuotaBuffers:
     def __init__(self, name: str, buffer_nbytes: int, buffers: int) -> None:
         self.name = name
         self.buffer_nbytes = buffer_nbytes
@@ -86,7 +86,7 @@ class _Buffer:
 
     __slots__ = ("active", "after", "index", "lost", "mapping", "quota", "users")
 
-    def __init__(self, quota: _Quota, mapping: HostMapping, index: int) -> None:
+    def __init__(self, quota: _QuotaBuffers, mapping: HostMapping, index: int) -> None:
         self.quota = quota
         self.mapping = mapping
         self.index = index
@@ -273,12 +273,12 @@ class PinnedPool:
         self._pid = os.getpid()
         self._closed = False
         self._reclaimers: list[Callable[[float], bool]] = []
-        self._quotas: dict[str, _Quota] = {}
+        self._quotas: dict[str, _QuotaBuffers] = {}
         try:
             for name, (buffer_nbytes, buffers) in quotas.items():
                 if buffer_nbytes < 0 or buffers < 0:
                     raise ValueError(f"quota {name!r} of {buffers} buffers of {buffer_nbytes} bytes")
-                quota = _Quota(name, buffer_nbytes, buffers if buffer_nbytes else 0)
+                quota = _QuotaBuffers(name, buffer_nbytes, buffers if buffer_nbytes else 0)
                 if quota.buffers:
                     quota.mapping = HostMapping(
                         quota.stride * quota.buffers,
@@ -403,7 +403,7 @@ class PinnedPool:
         with self._lock:
             self._reclaimers.remove(reclaim)
 
-    def _quota(self, name: str, nbytes: int) -> _Quota:
+    def _quota(self, name: str, nbytes: int) -> _QuotaBuffers:
         quota = self._quotas.get(name)
         if quota is None or nbytes > quota.buffer_nbytes or nbytes < 0:
             all_ = (f"{q.name}: {q.buffers} × {format_size(q.buffer_nbytes)}" for q in self._quotas.values())
@@ -415,7 +415,7 @@ class PinnedPool:
             )
         return quota
 
-    def _take(self, quota: _Quota, nbytes: int) -> Lease | None:
+    def _take(self, quota: _QuotaBuffers, nbytes: int) -> Lease | None:
         if self._closed:
             raise ClosedError("the pinned pool was closed")
         if quota.quarantined == quota.buffers or quota.mapping is None:

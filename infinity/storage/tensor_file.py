@@ -23,7 +23,7 @@ from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.hardware.aio import DirectFile, Ring
 
 from . import checksums
-from .checksums import Piece, Sums, join
+from .checksums import RangeCrc, Sums, join
 from .folder import failed, pwrite
 from .tensor_header import Entry, Spec, entries_of
 from .tensor_layout import (
@@ -42,7 +42,7 @@ from .under_way import UnderWay
 
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
 _AHEAD: Final = 2  # such pieces that are written while the next one is made
-_Pieces: TypeAlias = Mapping[str, Iterable[Piece]]  # of one rank, by tensor
+_Pieces: TypeAlias = Mapping[str, Iterable[RangeCrc]]  # of one rank, by tensor
 
 
 class TensorFile:
@@ -330,7 +330,7 @@ class TensorFile:
             for piece in self._sums.take_whole(name, entry.nbytes):
                 self._compare(name, piece)
 
-    def _compare(self, name: str, piece: Piece) -> None:
+    def _compare(self, name: str, piece: RangeCrc) -> None:
         entry = self.entries[name]
         expected = self._expected[name][piece.begin // checksums.RANGE_NBYTES]
         if piece.is_whole(entry.nbytes) and expected == piece.crc:
@@ -346,7 +346,7 @@ class TensorFile:
             cure="load another checkpoint; or copy this one again from its source",
         )
 
-    def pieces(self) -> dict[str, list[Piece]]:
+    def pieces(self) -> dict[str, list[RangeCrc]]:
         """Return what was written of each tensor; or of one that is read and held to checksums, what could
         not be compared yet, because other ranks read the rest of a range."""
         return self._sums.take()
@@ -398,11 +398,11 @@ class TensorFile:
         self.close()
 
 
-def _by_name(of_ranks: Iterable[_Pieces]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+def _by_name(of_ranks: Iterable[_Pieces]) -> dict[str, list[RangeCrc]]:
+    found: dict[str, list[RangeCrc]] = {}
     for one in of_ranks:
         for name, pieces in one.items():
-            found.setdefault(name, []).extend(Piece(*p) for p in pieces)
+            found.setdefault(name, []).extend(RangeCrc(*p) for p in pieces)
     return found
 
 

@@ -23,7 +23,7 @@ from .layout import Extent
 from .pinned import Lease
 
 
-class Owner(Protocol):
+class TransferOwner(Protocol):
     """What decides when transfers begin; see [Note: the order of transfers]."""
 
     @property
@@ -100,7 +100,7 @@ class Transfer:
         lease: Lease,
         offset: int,
         priority: Priority,
-        order: Owner,
+        order: TransferOwner,
         file: DirectFile | None = None,
         first: dict[tuple[int, int], int] | None = None,
     ) -> None:

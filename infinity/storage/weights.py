@@ -17,7 +17,7 @@ from infinity.hardware.aio import DirectFile
 from .tensor_file import TensorFile
 
 
-class Piece(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of a file, `numel` elements."""
 
     file: TensorFile
@@ -37,7 +37,7 @@ class Weights:
         progress: called with the bytes that were read, and all bytes; None: nobody is told.
     """
 
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[FileTensor]]) -> None:
         self.pieces = pieces
         self.progress: Callable[[int, int], None] | None = None
         self._done = 0
@@ -98,7 +98,7 @@ class Weights:
                 if piece.file.check(piece.name):
                     self._tell(_nbytes(piece, piece.numel))
 
-    def _parts(self, name: str, first: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
+    def _parts(self, name: str, first: int, numel: int) -> Iterator[tuple[FileTensor, int, int, int]]:
         """Yield the pieces that hold these elements: each with its first of them, the one after its last,
         and where its first is among them."""
         begin = 0
@@ -109,5 +109,5 @@ class Weights:
             begin += piece.numel
 
 
-def _nbytes(piece: Piece, numel: int) -> int:
+def _nbytes(piece: FileTensor, numel: int) -> int:
     return numel * piece.dtype.itemsize
