@@ -202,7 +202,7 @@ def test_nodes_and_devices_of_a_faked_machine(tmp_path: Path) -> None:
 def test_node_for_asks_the_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(cores, "numa_nodes", lambda: (NEAR, FAR))
-    drive = probe.Drive("nvme0n1", "259:0", None, None, False, 1)
+    drive = probe.BlockDevice("nvme0n1", "259:0", None, None, False, 1)
     monkeypatch.setattr(cores, "drive_of", lambda _: drive)
     assert cores.node_for(device, [str(tmp_path)]) == 1
 

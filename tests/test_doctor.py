@@ -204,7 +204,7 @@ def test_two_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_directory_far_from_the_gpu_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = probe.describe_directory(str(tmp_path))
-    drive = probe.Drive("nvme0n1", "259:0", "Fast", "S1", False, 1)
+    drive = probe.BlockDevice("nvme0n1", "259:0", "Fast", "S1", False, 1)
     mount = probe.Mount("/", "ext4", "/dev/nvme0n1", ("rw",))
     monkeypatch.setattr(probe, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
     gpu = probe.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
@@ -291,7 +291,7 @@ def test_a_drive_is_told_by_its_serial(tmp_path: Path, monkeypatch: pytest.Monke
     block.mkdir()
     (block / name).symlink_to(part)
     monkeypatch.setattr(probe, "_SYS_BLOCK", str(block))
-    assert probe.drive_of(str(tmp_path)) == probe.Drive("nvme0n1", name, "Fast SSD", "S123", False, 1)
+    assert probe.drive_of(str(tmp_path)) == probe.BlockDevice("nvme0n1", name, "Fast SSD", "S123", False, 1)
     from infinity.hardware.tuned import drive_key
 
     assert drive_key(str(tmp_path)).startswith("Fast SSD|S123|")

@@ -166,7 +166,7 @@ def test_disks_are_named_for_what_they_are(
     block_device(tmp_path, "virtio/vda", turning)
     block_device(tmp_path, "virtual/dm-0", still, ("sda1", "nvme0n1"))
     monkeypatch.setattr(medium, "_SYS", tmp_path / "class")
-    drive = probe.Drive(name, "259:0", None, None, None, None)
+    drive = probe.BlockDevice(name, "259:0", None, None, None, None)
     monkeypatch.setattr(medium, "drive_of", lambda path: drive)
     monkeypatch.setattr(medium, "mount_of", lambda path: probe.Mount("/", "xfs", f"/dev/{name}", ("rw",)))
     found = medium.medium_of(str(tmp_path))

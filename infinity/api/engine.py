@@ -263,7 +263,7 @@ class Engine:
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         publisher = Publisher(store, device)
-        cache = Cache(units, self.loader, capacity, device, self.updates, publisher, self.recorder)
+        cache = Cache(units, uses, self.loader, capacity, device, self.updates, publisher, self.recorder)
         stage = self.config.zero_stage if owners.world > 1 else 0
         self.residency = Residency(
             *(units, uses, cache, device, self.updates, publisher, self.recorder, self.shelter),

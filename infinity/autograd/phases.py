@@ -332,7 +332,6 @@ class Phases:
         tasks = [use for use in self.uses if use.kind is UseKind.TASK]
         if any(use.task == task for use in tasks):
             return
-        self._residency.cache.in_backward = True
         if not tasks:
             self.shelter.begin(self.token)
             if (log := self._recorder.log) is not None:
@@ -504,7 +503,6 @@ class Phases:
         self.uses.drop(UseKind.TASK)
         self.claims.forget()
         self.shelter.lock.leave(self.token)
-        self._residency.cache.in_backward = False
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
 

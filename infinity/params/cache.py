@@ -28,6 +28,7 @@ from .load import Loader
 from .publish import Publisher
 from .unit import IDLE_STATES, ParamUnit, UnitState
 from .updates import Updates
+from .uses import UseKind, Uses
 
 _T = TypeVar("_T")
 #: The rank of what no record has.
@@ -40,12 +41,12 @@ class Cache:
     Attributes:
         loads: number of loads that were begun.
         peak: largest number of bytes that were in use at once.
-        in_backward: a backward is running; its nodes soon release the memory that they hold.
     """
 
     def __init__(
         self,
         units: Sequence[ParamUnit],
+        uses: Uses,
         loader: Loader,
         capacity: int,
         device: Device,
@@ -54,9 +55,9 @@ class Cache:
         recorder: Recorder,
     ) -> None:
         self.units = units
+        self._uses = uses
         self.schedule = Schedule()
         self.loads = self.peak = 0
-        self.in_backward = False
         self._loader = loader
         self._capacity = capacity
         self._device = device
@@ -171,8 +172,8 @@ class Cache:
     def _drop(self, unit: ParamUnit) -> bool:
         """Free an idle unit's memory; return whether that could be done."""
         gone = unit.state not in IDLE_STATES or self.wait_for(unit, unit.reshard)
-        if not gone and not self.in_backward:
-            unit.warn_held()  # a node of a backward lets go of what it unpacked
+        if not gone and not self._uses.has(UseKind.TASK):
+            unit.warn_held()  # but a node of a backward lets go of what it unpacked
         return gone
 
     def _idle(self, ranks: Mapping[int, int]) -> list[ParamUnit]:

@@ -219,7 +219,7 @@ class Residency:
         """
         chosen = self.units if indices is None else [self.units[i] for i in indices]
         self.check_blocks(u.index for u in chosen)
-        self.uses.let_go({u.index for u in chosen})
+        self.uses.forget_units({u.index for u in chosen})
         self._idle(chosen, persistent=True)
         for unit in chosen:
             if unit.on_device:

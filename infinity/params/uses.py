@@ -87,7 +87,7 @@ class Uses:
         """Return whether a use of one of these kinds is under way."""
         return any(use.kind in kinds for use in self)
 
-    def let_go(self, units: Collection[int]) -> None:
+    def forget_units(self, units: Collection[int]) -> None:
         """Drop what is kept of `units`, but for what `gathered` blocks keep."""
         for use in self:
             if use.kind is not UseKind.BLOCK:
