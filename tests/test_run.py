@@ -443,13 +443,23 @@ def test_a_damaged_checkpoint_says_how_the_run_goes_on(
 
 
 @pytest.mark.parametrize(
-    "more", [{"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}], ids=str
+    "more",
+    [{"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}, {"resume": "yes"}],
+    ids=str,
 )
 def test_arguments_that_are_not_valid(
     more: dict[str, Any], optimizer: torch.optim.Optimizer, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="is not valid"):
         infinity.Run(optimizer, tmp_path, **more)
+
+
+@pytest.mark.parametrize("total", [2.5, -1, True, "9"])
+def test_a_number_of_steps_that_is_not_valid(
+    total: Any, optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with infinity.Run(optimizer, tmp_path / "run") as run, pytest.raises(ConfigError, match="is not valid"):
+        run.steps(total)
 
 
 def test_what_cannot_be_saved_or_logged_is_refused_at_once(
@@ -467,6 +477,11 @@ def test_what_cannot_be_saved_or_logged_is_refused_at_once(
     with infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "log") as run:
         with pytest.raises(TypeError):
             run.log(model=_model)
+        with pytest.raises(ConfigError, match="cannot take a figure named 'step'"):
+            run.log(step=4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="a pipe that nobody reads"):
+        infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "pipe").__enter__()
 
 
 def code_of(

@@ -40,6 +40,7 @@ from .user_state import check_named, encode, is_tokenizer
 from .wanted import Wanted
 
 _OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
+_OF_RUN: Final = frozenset({"step", "time", "run"})  #: figures of the log that nobody replaces
 _TURN: Final = 1.0  # seconds from one look at a lock to the next
 
 
@@ -141,6 +142,10 @@ class Run:
                     expected=f"None, or {'an integer' if least else 'a number'} ≥ {least}",
                     cure=f"{name}=2",
                 )
+        if resume not in (None, True, False):
+            raise ConfigError(
+                f"resume={resume!r} is not valid", expected="None, True or False", cure="resume=None"
+            )
         check_named(state)
         self.engine = engine_of(optimizer)
         self.optimizer = optimizer
@@ -247,7 +252,16 @@ class Run:
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the number (from 0) of each remaining step of `total`. When the body of the loop ends, the
-        step is complete: the run logs it, and saves if a checkpoint is due."""
+        step is complete: the run logs it, and saves if a checkpoint is due.
+
+        Raises:
+            ConfigError: `total` is not an integer ≥ 0.
+        """
+        if type(total) is not int or total < 0:
+            raise ConfigError(f"steps({total!r}) is not valid", expected="an integer ≥ 0", cure="steps(1000)")
+        return self._go_through(total)
+
+    def _go_through(self, total: int) -> Iterator[int]:
         self._total = total
         if self.root is not None:
             self._asked.take()
@@ -266,7 +280,15 @@ class Run:
 
         Raises:
             TypeError: JSON does not support a value.
+            ConfigError: the run itself writes a figure of that name.
         """
+        if taken := _OF_RUN.intersection(figures):
+            raise ConfigError(
+                f"run.log cannot take a figure named {min(taken)!r}",
+                expected="another name than those that the run itself writes",
+                found=", ".join(sorted(taken)),
+                cure=f"run.log(my_{min(taken)}=…)",
+            )
         try:
             values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
         except (ValueError, RuntimeError) as error:  # of numpy, and of torch

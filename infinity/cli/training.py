@@ -331,7 +331,8 @@ class Training(Run):
             record["eval_loss"] = self._evaluate()
         self.validation = record.get("eval_loss", math.nan)
         lost = self.report.step(record)
-        self.log(**record, **({"output_lost": lost} if lost else {}))
+        figures = {name: value for name, value in record.items() if name != "step"}
+        self.log(**figures, **({"output_lost": lost} if lost else {}))
 
     def _is_evaluated(self, steps: int) -> bool:
         """Return whether the step that is over after `steps` steps is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -65,7 +66,10 @@ class StepLog:
             if not os.path.exists(path):
                 return open(path, "xb", buffering=0), 0
             if not os.path.isfile(path):
-                return open(path, "wb", buffering=0), 0
+                # A pipe that nobody reads is an error, and no wait.
+                fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.set_blocking(fd, True)
+                return open(fd, "wb", buffering=0), 0
             kept = 0
             with open(path, "rb") as lines:
                 head = lines.read(len(BEGINNING))
@@ -90,7 +94,7 @@ class StepLog:
             raise DataError(
                 f"the log {path!r} cannot be written",
                 expected="a file in a directory that exists and has room",
-                found=reason(error.errno),
+                found="a pipe that nobody reads" if error.errno == errno.ENXIO else reason(error.errno),
                 cure=f"change {self._option}",
             ) from error
 
