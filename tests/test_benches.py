@@ -72,18 +72,16 @@ def test_the_best_engine_of_fio_is_the_measure(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     place = tmp_path / "d"
     place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read", "--order", "sequential")
+    found = bench("io", str(place), *SMALL, "--pattern", "read")
     fio = found["cases"][0]["fio"]
     assert found["fio"] == "fio-9"
     assert fio["engine"] == "io_uring"
-    assert fio["bytes_per_second"] == 4e9
-    assert fio["cpu_seconds_per_gb"] == pytest.approx(0.1)
+    assert fio["huge_pages"]
+    assert fio["bytes_per_second"] == 8e9
+    assert fio["cpu_seconds_per_gb"] == pytest.approx(0.05)
     assert fio["latency_seconds"] == {"p50": 1e-3, "p99.9": 3e-3}
-    ratios = [rate / 4e9 for rate in found["cases"][0]["repeats"]]
+    ratios = [rate / 8e9 for rate in found["cases"][0]["repeats"]]
     assert fio["percent"] == pytest.approx(100 * sum(ratios) / 2)
-    huge = found["cases"][0]["fio_huge"]
-    assert huge["bytes_per_second"] == 8e9
-    assert huge["percent"] == pytest.approx(fio["percent"] / 2)
 
 
 @pytest.mark.usefixtures("_fresh_fio")
@@ -95,16 +93,15 @@ def test_a_fio_that_fails_is_a_warning(body: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     place = tmp_path / "d"
     place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read", "--order", "sequential")
+    found = bench("io", str(place), *SMALL, "--pattern", "read")
     assert found["cases"][0]["fio"] is None
-    assert found["cases"][0]["fio_huge"] is None
     assert sum("could not run" in text for text in found["warnings"]) == 4
 
 
 @pytest.mark.usefixtures("_fresh_fio")
 def test_without_fio_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = bench("io", str(tmp_path), *SMALL, "--pattern", "read", "--order", "sequential")
+    found = bench("io", str(tmp_path), *SMALL, "--pattern", "read")
     assert found["fio"] is None
     assert any("apt install fio" in text for text in found["warnings"])
 

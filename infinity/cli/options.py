@@ -91,15 +91,14 @@ def removed_options(*flags: str, expected: str, cure: str) -> Decorator:
     def refuse(_: click.Context, option: click.Parameter, values: Sequence[str]) -> None:
         if values:
             flag = option.opts[0]
-            raise ConfigError(
-                f"{flag} was removed", expected=expected, found=f"{flag} {values[0]}", cure=cure
-            )
+            found = f"{flag} {values[0]}".strip()
+            raise ConfigError(f"{flag} was removed", expected=expected, found=found, cure=cure)
 
     def decorate(command: Any) -> Any:
         for flag in flags:
-            command = click.option(flag, multiple=True, hidden=True, expose_value=False, callback=refuse)(
-                command
-            )
+            # With or without a value, whatever it took.
+            kept: dict[str, Any] = {"multiple": True, "is_flag": False, "flag_value": "", "hidden": True}
+            command = click.option(flag, expose_value=False, callback=refuse, **kept)(command)
         return command
 
     return decorate
