@@ -28,7 +28,7 @@ from .streams import let_go_of_streams
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "train": ("infinity.cli.commands", "train_command", "Train a GPT or a Hugging Face model on text."),
     "generate": ("infinity.cli.commands", "generate_command", "Write text, by a model of any size."),
-    "plan": ("infinity.cli.commands", "plan_command", "Say what a run would take, building nothing."),
+    "plan": ("infinity.cli.plan", "plan_command", "Say what a run would take, building nothing."),
     "bench": (
         "infinity.cli.bench.group",
         "bench_group",
