@@ -8,6 +8,7 @@ largest need by the step.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -24,10 +25,10 @@ SETTING: Final = {"copy": "parameters", "state": "optimizer_state", "gradient": 
 _BOUND: Final = 0.75
 #: Below this part of the other's time, reads or writes matter little.
 _LITTLE: Final = 0.5
-_WORDS: Final = {
-    **{"compute": "compute", "NVMe reads and writes": "NVMe", "CPU update": "Adam"},
-    "checksums": "checksums",
-}
+#: More than any byte, second or count of a trace comes to.
+_MOST: Final = 1e18
+#: What each wrong value of a file that is not quite a trace makes of the arithmetic here.
+_DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _LONG: Final = {
     "CPU update": "the CPU's Adam",
     "link h2d": "the link to the device",
@@ -118,11 +119,12 @@ def spans_of(content: Mapping[str, Any]) -> list[Span]:
     spans = []
     for event in content["traceEvents"]:
         if event.get("ph") == "X":
-            begin = round(event["ts"] * 1000)
             args = event.get("args", {})
-            spans.append(
-                Span(event["cat"], begin, begin + round(event["dur"] * 1000), args.get("bytes", 0), args)
-            )
+            start, length, nbytes = event["ts"], event["dur"], args.get("bytes", 0)
+            if not all(0 <= value <= _MOST for value in (start, length, nbytes)):
+                raise ValueError(f"the event {event}")
+            begin = round(start * 1000)
+            spans.append(Span(event["cat"], begin, begin + round(length * 1000), nbytes, args))
     return spans
 
 
@@ -154,8 +156,24 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
     Seconds, bytes and bytes per second. ``where`` adds up to ``step_seconds``.
 
     Raises:
-        DataError: the trace has no whole step.
+        DataError: the trace has no whole step, or is damaged.
     """
+    try:
+        result = _analysis(content)
+        json.dumps(result, allow_nan=False)
+    except DataError:  # no whole step
+        raise
+    except _DAMAGE as error:
+        raise DataError(
+            "the trace is damaged",
+            expected="the file as `infinity train --trace` or `infinity.trace` wrote it",
+            found=f"{type(error).__name__}: {error}"[:200],
+            cure="record it again: infinity train --trace t.json",
+        ) from error
+    return result
+
+
+def _analysis(content: Mapping[str, Any]) -> dict[str, Any]:
     about, every = content["otherData"], spans_of(content)
     (first, last), steps = window_of(content, every)
     # A span that lies in the window in part counts in part, with its share of the bytes.
@@ -169,6 +187,7 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
     where = _where(spans, (first, last))
     resources = _resources(spans, about)
     bound = _bound(resources)
+    cost = {name: float(about["cost"][name]) for name in ("ns_per_span", "spans_per_step", "ns_per_step")}
     efficiency = min(1.0, bound.need / steps / step) if bound is not None else 0.0
     result = {
         "steps": steps,
@@ -190,8 +209,8 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
         "efficiency": efficiency,
         "bound_by": bound.name if bound is not None else None,
         "units": _units(spans, steps),
-        "cost": {**about["cost"], "share": about["cost"]["ns_per_step"] * 1e-9 / step},
-        "dropped_spans": about["dropped_spans"],
+        "cost": {**cost, "share": cost["ns_per_step"] * 1e-9 / step},
+        "dropped_spans": int(about["dropped_spans"]),
     }
     result["sentence"] = _sentence(result, resources, bound, spans, about)
     return result
@@ -299,38 +318,24 @@ def _sentence(
     spans: Sequence[Span],
     about: Mapping[str, Any],
 ) -> str:
-    """Return what a person needs to know."""
+    """Return what a person decides by: what bounds the step, how nearly, and what to change."""
     if bound is None:
         return "nothing was recorded"
     step, steps = result["step_seconds"], result["steps"]
-    hidden = [
-        f"{_time(time)} of {name}"
-        for name, time in (
-            (_WORDS[r.name], seconds(common(r.busy, bound.busy)) / steps)
-            for r in resources
-            if r.name in _WORDS and r is not bound and not (_is_drive(r) and _is_drive(bound))
-        )
-        if time > 0.01 * step
-    ]
     rate = (
         f"{_time(bound.need / steps)} of {_time(step)}"
         if bound.name == "compute"
         else f"{bound.nbytes / steps / step / 1e9:.2f} of {bound.bandwidth / 1e9:.2f} GB/s"
     )
     if result["efficiency"] >= _BOUND:
-        parts = [f"bound by {_LONG.get(bound.name, bound.name)}: {rate}"]
-        advice = _advice(bound, resources, spans, about, steps)
-    else:
-        idle = {name: time for name, time in result["where"].items() if name != "compute"}
-        most = max(idle, key=lambda name: idle[name])
-        parts = [
-            f"bound by waiting: {_LONG.get(bound.name, bound.name)}, the busiest, at {rate}; "
-            f"{_time(idle[most])} {_LOST[most]}"
-        ]
-        advice = _cure(most, about)
-    if hidden:
-        parts.append(f"{' and '.join(hidden)} hidden behind it")
-    return "; ".join([*parts, advice])
+        advice = _advice(bound, resources, spans, about)
+        return f"bound by {_LONG.get(bound.name, bound.name)}: {rate}; {advice}"
+    idle = {name: time for name, time in result["where"].items() if name != "compute"}
+    most = max(idle, key=lambda name: idle[name])
+    return (
+        f"bound by waiting: {_LONG.get(bound.name, bound.name)}, the busiest, at {rate}; "
+        f"{_time(idle[most])} {_LOST[most]}; {_cure(most, about)}"
+    )
 
 
 def _is_drive(resource: Resource) -> bool:
@@ -356,11 +361,7 @@ def _cure(most: str, about: Mapping[str, Any]) -> str:
 
 
 def _advice(
-    bound: Resource,
-    resources: Sequence[Resource],
-    spans: Sequence[Span],
-    about: Mapping[str, Any],
-    steps: int,
+    bound: Resource, resources: Sequence[Resource], spans: Sequence[Span], about: Mapping[str, Any]
 ) -> str:
     """Return what would relieve the resource that bounds the step."""
     if _is_drive(bound):
