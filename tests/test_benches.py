@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from infinity.cli.bench import io_fio
-from infinity.cli.bench.group import bench_group
+from infinity.cli.bench.group import bench_command
 from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import KiB, MiB
@@ -23,7 +23,7 @@ SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.
 
 def bench(*arguments: str) -> Any:
     """Run `infinity bench …` in this process; return the JSON of its stdout."""
-    done = CliRunner().invoke(bench_group, [*arguments, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(bench_command, [*arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -31,7 +31,7 @@ def bench(*arguments: str) -> Any:
 def refused(*arguments: str) -> InfinityError:
     """Run `infinity bench …`; return the error that it raises."""
     with pytest.raises(InfinityError) as caught:
-        CliRunner().invoke(bench_group, list(arguments), catch_exceptions=False)
+        CliRunner().invoke(bench_command, list(arguments), catch_exceptions=False)
     assert caught.value.cure
     return caught.value
 
@@ -140,7 +140,7 @@ def test_adam_is_measured_for_each_instruction_set() -> None:
     assert "sse9" in str(refused("adam", "--isa", "sse9"))
     assert "--params" in str(refused("adam", "--params", str(1 << 50)).cure)
     done = CliRunner().invoke(
-        bench_group, ["adam", "--params", "70000", "--repeats", "1"], catch_exceptions=False
+        bench_command, ["adam", "--params", "70000", "--repeats", "1"], catch_exceptions=False
     )
     assert "of ceiling" in done.stdout
 
@@ -155,7 +155,7 @@ def test_the_link_or_what_stands_in_its_place() -> None:
     assert "--size" in str(refused("link", "--size", "1KiB"))
     assert "cuda:99" in str(refused("link", "--device", "cuda:99"))
     done = CliRunner().invoke(
-        bench_group, ["link", "--device", "cpu", "--size", "1MiB"], catch_exceptions=False
+        bench_command, ["link", "--device", "cpu", "--size", "1MiB"], catch_exceptions=False
     )
     assert "not measured" in done.stdout
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from infinity.cli.bench.group import bench_group
+from infinity.cli.bench.group import bench_command
 from infinity.cli.bench.io import (
     Request,
     cache_warning,
@@ -51,7 +51,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(*arguments: str) -> Any:
     """Run `infinity bench …` in this process; return the JSON of its stdout."""
-    done = CliRunner().invoke(bench_group, [*arguments, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(bench_command, [*arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -59,7 +59,7 @@ def bench(*arguments: str) -> Any:
 def refused(*arguments: str) -> InfinityError:
     """Run `infinity bench …`; return the error that it raises."""
     with pytest.raises(InfinityError) as caught:
-        CliRunner().invoke(bench_group, list(arguments), catch_exceptions=False)
+        CliRunner().invoke(bench_command, list(arguments), catch_exceptions=False)
     assert caught.value.cure
     return caught.value
 
@@ -129,7 +129,7 @@ def test_backends_sizes_and_directories_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_person_sees_tables_and_warnings(tmp_path: Path) -> None:
-    done = CliRunner().invoke(bench_group, ["io", str(tmp_path), *SMALL, "--quick"], catch_exceptions=False)
+    done = CliRunner().invoke(bench_command, ["io", str(tmp_path), *SMALL, "--quick"], catch_exceptions=False)
     assert done.exit_code == 0
     for text in (
         "read",

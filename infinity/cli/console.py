@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import stat
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,9 +35,9 @@ _HEAD = 4096  # bytes that say what a file is
 @contextlib.contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Lend what says on stderr what is being done: one line that changes on a terminal, plain lines
-    elsewhere, unless `quiet`."""
+    elsewhere (also where TERM is dumb), unless `quiet`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_terminal:
+    if console.is_interactive:
         with console.status("") as status:
             yield status.update
     else:
@@ -48,7 +47,7 @@ def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
 def seldom(say: Callable[[str], None]) -> Callable[[str], None]:
     """Return what says how far something has come: as often as it is told to on a terminal, elsewhere a line
     in some seconds, and none before these are over."""
-    if sys.stderr.isatty():
+    if Console(stderr=True).is_interactive:
         return say
     last = time.monotonic()
 

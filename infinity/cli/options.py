@@ -113,12 +113,10 @@ class LazyGroup(click.Group):
 
     Args:
         title: above their list in `--help`.
-        table: name → (module, command in it, one line of help).
+        table: name → (module, one line of help). In a module the command `io` is called `io_command`.
     """
 
-    def __init__(
-        self, *args: Any, title: str, table: Mapping[str, tuple[str, str, str]], **more: Any
-    ) -> None:
+    def __init__(self, *args: Any, title: str, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
         super().__init__(*args, **more)
         self._title, self._table = title, table
 
@@ -130,11 +128,11 @@ class LazyGroup(click.Group):
         """Import a command."""
         if cmd_name not in self._table:
             return None
-        module, attribute, _ = self._table[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module, _ = self._table[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List them without importing them."""
         with formatter.section(self._title):
-            formatter.write_dl([(name, line) for name, (_, _, line) in self._table.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])

@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import click
 import torch
 
 from infinity.api.this_machine import check_directory
-from infinity.cli.console import check_outputs, finish, gigabytes, status_line, table_of, wide_console
+from infinity.cli.console import finish, gigabytes, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
@@ -33,7 +31,6 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
-from infinity.storage.step_log import finite
 
 from .adam import AdamWork, as_before, check_memory, rate
 from .io_load import Job, Load, Settings, check_space, run_pass, usable_bytes
@@ -324,16 +321,14 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="In one go.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of torch and of the CPU's Adam.")
-@click.option("--output", metavar="FILE", help="A JSON file with every sample.")
 @json_option
+@removed_options("--output", expected="--json, which has every sample", cure="--json > FILE")
 @removed_options(
     *("--rounds", "--burst"),
     expected="--steps N, which are measured in one go; benchmarks/whole_step.py has races in rounds",
     cure="--steps 8",
 )
-def step_command(
-    preset: str, device: str | None, directory: str, output: str | None, as_json: bool, **given: Any
-) -> int:
+def step_command(preset: str, device: str | None, directory: str, as_json: bool, **given: Any) -> int:
     """Measure whole steps for all placements and update modes, each beside its bound.
 
     Some minutes with the default size. Needs an otherwise idle machine; what it writes to DIR is gone
@@ -349,10 +344,7 @@ def step_command(
         device=str(opened.torch_device),
         **{name: value for name, value in given.items() if value not in (None, ())},
     )
-    check_outputs([("--output", output, lambda head: head.startswith(b'{\n "benchmark": "step"'))])
     with status_line(quiet=as_json) as tell:
-        result = finite(measure(request, tell))
-    if output is not None:
-        Path(output).expanduser().write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = measure(request, tell)
     errors = [group["errors"] for group in result["placements"].values()]
     return finish(result, show, as_json=as_json, failed=any(errors))
