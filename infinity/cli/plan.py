@@ -194,23 +194,23 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     if ranks > 1:
         title += f", of each of {ranks} ranks (ZeRO stage {result['zero_stage']})"
     table = table_of("tier", "what for", "bytes", "", title=title, left=2)
+
+    def row(tier: str, what: str, nbytes: int, **style: Any) -> None:
+        table.add_row(tier, what, f"{nbytes:,}", format_size(nbytes), **style)
+
     for tier in Tier:
         purposes = result[tier.value]
         for purpose, nbytes in purposes.items():
-            table.add_row(tier.value, purpose, f"{nbytes:,}", format_size(nbytes))
-        total = sum(purposes.values())
-        table.add_row(tier.value, "total", f"{total:,}", format_size(total), style="bold", end_section=True)
-    activations = result["activations"]["peak"]
+            row(tier.value, purpose, nbytes)
+        row(tier.value, "total", sum(purposes.values()), style="bold", end_section=True)
     where = "activations" if case.run.model.init_from is None else "activations (estimate)"
-    table.add_row("yours", f"{where}, on the device", f"{activations:,}", format_size(activations))
+    row("yours", f"{where}, on the device", result["activations"]["peak"])
     for there in result["standing"]:
         if there["scratch"]:
-            what = f"the model as it is built, in {there['directory']}"
-            table.add_row("disk", what, f"{there['scratch']:,}", format_size(there["scratch"]))
+            row("disk", f"the model as it is built, in {there['directory']}", there["scratch"])
     for there in result["standing"]:
         if there["checkpoints"]:
-            what = f"{result['checkpoints']} checkpoint(s)"
-            table.add_row("disk", what, f"{there['checkpoints']:,}", format_size(there["checkpoints"]))
+            row("disk", f"{result['checkpoints']} checkpoint(s)", there["checkpoints"])
     console.print(table)
     if case.place is not None:
         where = "" if case.run.train.output is not None else "a new directory in "

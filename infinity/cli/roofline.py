@@ -55,12 +55,12 @@ class Span(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What one resource did in the steps of a trace; `busy` in order, without overlaps."""
+    """What one resource did in the steps of a trace. Seconds are those of all steps."""
 
     name: str
     nbytes: int
-    busy: Sequence[Interval]
-    need: float  # seconds, in all steps
+    busy: float  # seconds in which it worked
+    need: float  # seconds at its bandwidth
     tuned: bool = False
 
     @property
@@ -201,7 +201,7 @@ def _analysis(content: Mapping[str, Any]) -> dict[str, Any]:
                 "bandwidth": r.bandwidth,
                 "bandwidth_from": "tune" if r.tuned else "trace",
                 "seconds": r.need / steps,
-                "busy_seconds": seconds(r.busy) / steps,
+                "busy_seconds": r.busy / steps,
                 "share": r.need / steps / step,
             }
             for r in resources
@@ -260,9 +260,9 @@ def _resources(spans: Sequence[Span], about: Mapping[str, Any]) -> list[Resource
     """Return the resources that had work."""
 
     def resource(name: str, *kinds: str, counted: Sequence[str] | None = None) -> Resource:
-        busy = union((s.begin, s.end) for s in spans if s.kind in kinds)
+        busy = seconds(union((s.begin, s.end) for s in spans if s.kind in kinds))
         nbytes = sum(s.nbytes for s in spans if s.kind in (kinds if counted is None else counted))
-        return Resource(name, nbytes, busy, seconds(busy))
+        return Resource(name, nbytes, busy, busy)
 
     device = any(s.kind == "device compute" for s in spans)
     work = "CPU update" if any(s.kind == "update" for s in spans) else "checksums"
@@ -289,7 +289,7 @@ def _drives(name: str, spans: Sequence[Span], kinds: Sequence[str], about: Mappi
         known = sum(s.nbytes for s in here) / tuned[directory] if tuned else math.inf
         if min(alone, known) > need:
             need, measured = min(alone, known), known < alone
-    busy = union((s.begin, s.end) for s in mine)
+    busy = seconds(union((s.begin, s.end) for s in mine))
     return Resource(name, sum(s.nbytes for s in mine), busy, need, measured)
 
 
@@ -302,7 +302,7 @@ def _bound(resources: Sequence[Resource]) -> Resource | None:
         return bound
     both = by_name["NVMe reads and writes"]
     mine, other = sorted(
-        (by_name.get(name, Resource(name, 0, (), 0.0)) for name in ("NVMe writes", "NVMe reads")),
+        (by_name.get(name, Resource(name, 0, 0.0, 0.0)) for name in ("NVMe writes", "NVMe reads")),
         key=lambda r: -r.need,
     )
     return mine if other.need < _LITTLE * mine.need and both.need * _BOUND < mine.need else both

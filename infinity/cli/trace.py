@@ -15,7 +15,16 @@ from infinity.core.errors import DataError
 from infinity.core.sizes import format_size
 from infinity.core.spans import FORMAT
 
-from .console import check_plot, figure_in, finish, gigabytes, lines_of, table_of, wide_console
+from .console import (
+    check_plot,
+    figure_in,
+    finish,
+    gigabytes,
+    lines_of,
+    show_warnings,
+    table_of,
+    wide_console,
+)
 from .options import json_option
 from .roofline import analyse, spans_of, union, window_of
 
@@ -99,12 +108,8 @@ def _notes(console: Console, result: Mapping[str, Any]) -> None:
     dear = cost["share"] > _COST
     console.print(text + (": too much; figures above are of a slower step" if dear else ""), markup=False)
     if result["dropped_spans"]:
-        console.print(
-            f"warning: the trace was full; {result['dropped_spans']:,} spans are missing. "
-            "Only whole steps before that count. Trace fewer steps.",
-            style="yellow",
-            markup=False,
-        )
+        text = f"the trace was full; {result['dropped_spans']:,} spans are missing. "
+        show_warnings(console, [text + "Only whole steps before that count. Trace fewer steps."])
 
 
 def _seconds(value: float) -> str:
