@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from .ending import close_on_signals
-from .options import device_option, directories_argument, json_option
+from .options import device_option, directories_argument, json_option, named
 from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 
 #: Settings of the engine that `generate` takes.
@@ -105,8 +105,8 @@ def generate_command(**given: Any) -> Any:
 
 
 @click.command("export")
-@click.argument("checkpoint")
-@click.argument("directory", metavar="DIR")
+@click.argument("checkpoint", callback=named)
+@click.argument("directory", metavar="DIR", callback=named)
 @click.option("--dtype", help="fp32, bf16 or fp16. Default: that of the model's config.json, or else fp32.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file.")
 @json_option

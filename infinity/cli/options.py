@@ -28,15 +28,22 @@ def is_figure(value: object) -> bool:
     return number and _LEAST <= value <= _MOST  # type: ignore[operator]
 
 
-def _absolute(_: click.Context, __: click.Parameter, directories: Sequence[str]) -> tuple[str, ...]:
-    if not all(directories):  # such as an unset "$DIR"; it would be the current one
+def named(_: click.Context, parameter: click.Parameter, path: str) -> str:
+    """Return the directory that an argument names; its callback."""
+    if not path:  # such as an unset "$DIR"; it would be the current one
         raise ConfigError(
-            "DIR names no directory",
+            f"{parameter.human_readable_name.strip('[.]')} names no directory",
             expected="a path",
             found="''",
             cure="name the directory; '.' is this one",
         )
-    return tuple(dict.fromkeys(map(os.path.abspath, directories)))
+    return path
+
+
+def _absolute(
+    context: click.Context, parameter: click.Parameter, directories: Sequence[str]
+) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(os.path.abspath(named(context, parameter, path)) for path in directories))
 
 
 def directories_argument(*, required: bool = True) -> Decorator:
