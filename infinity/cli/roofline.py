@@ -29,18 +29,34 @@ _LITTLE: Final = 0.5
 _MOST: Final = 1e18
 #: What each wrong value of a file that is not quite a trace makes of the arithmetic here.
 _DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_LONG: Final = {
-    "CPU update": "the CPU's Adam",
-    "link h2d": "the link to the device",
-    "link d2h": "the link from the device",
+#: A resource that bounds a step → what the sentence calls it, and what would relieve it; drives: `_place`.
+_RELIEF: Final = {
+    "compute": ("compute", "a faster device or less work per step would help, no placement will"),
+    "CPU update": ("the CPU's Adam", "more cores (`threads`) or faster memory would help"),
+    "checksums": ("checksums", "more cores or faster memory would help"),
+    "link h2d": (
+        "the link to the device",
+        'a larger share of `parameters` on "device", or more tokens per step, would help',
+    ),
+    "link d2h": ("the link from the device", "more tokens per step would help"),
 }
-_LOST: Final = {
-    "stall: h2d": "of stalls for copies to the device",
-    "stall: nvme": "of stalls for the drives",
-    "stall: update": "of stalls for the update",
-    "stall: reduce": "of stalls for gradients on their way",
-    "step()": "in `step()` itself",
-    "outside": "outside of the model",
+#: Where the user's thread waits, a name in ``where`` → what the sentence calls it, and what gives it back.
+_WAITING: Final = {
+    "stall: h2d": ("of stalls for copies to the device", "more `prefetch_memory` would copy further ahead"),
+    "stall: nvme": (
+        "of stalls for the drives",
+        "more `prefetch_memory` and `host_memory` would read further ahead",
+    ),
+    "stall: update": (
+        "of stalls for the update",
+        "more `read_ahead_memory` and `host_memory` would begin the update earlier",
+    ),
+    "stall: reduce": (
+        "of stalls for gradients on their way",
+        '`gradients="host"` where they are on NVMe, or fewer and larger units, would help',
+    ),
+    "step()": ("in `step()` itself", "fewer and larger chunks (`chunk_elements`) and units would help"),
+    "outside": ("outside of the model", "look at what loads data, logs, or runs between the steps"),
 }
 
 
@@ -327,15 +343,20 @@ def _sentence(
         if bound.name == "compute"
         else f"{bound.nbytes / steps / step / 1e9:.2f} of {bound.bandwidth / 1e9:.2f} GB/s"
     )
+    name, advice = _RELIEF.get(bound.name, (bound.name, ""))
     if result["efficiency"] >= _BOUND:
-        advice = _advice(bound, resources, spans, about)
-        return f"bound by {_LONG.get(bound.name, bound.name)}: {rate}; {advice}"
-    idle = {name: time for name, time in result["where"].items() if name != "compute"}
-    most = max(idle, key=lambda name: idle[name])
-    return (
-        f"bound by waiting: {_LONG.get(bound.name, bound.name)}, the busiest, at {rate}; "
-        f"{_time(idle[most])} {_LOST[most]}; {_cure(most, about)}"
-    )
+        if _is_drive(bound):
+            others = max((r.need for r in resources if not _is_drive(r)), default=0.0)
+            advice = _place(bound.need, others, spans, about)
+        elif bound.name == "CPU update" and about["device"] != "cpu":
+            advice += ', or `optimizer_state={"device": …}`'
+        return f"bound by {name}: {rate}; {advice}"
+    idle = {where: time for where, time in result["where"].items() if where != "compute"}
+    most = max(idle, key=lambda where: idle[where])
+    lost, cure = _WAITING[most]
+    if most == "stall: update" and about["update"] == "sync":
+        cure = '`update="overlap"` would hide the update behind the next forward'
+    return f"bound by waiting: {name}, the busiest, at {rate}; {_time(idle[most])} {lost}; {cure}"
 
 
 def _is_drive(resource: Resource) -> bool:
@@ -344,37 +365,6 @@ def _is_drive(resource: Resource) -> bool:
 
 def _time(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
-
-
-def _cure(most: str, about: Mapping[str, Any]) -> str:
-    """Return what gives back the time that is lost to `most`, a name in ``where``."""
-    if most == "stall: update" and about["update"] == "sync":
-        return '`update="overlap"` would hide the update behind the next forward'
-    return {
-        "stall: update": "more `read_ahead_memory` and `host_memory` would begin the update earlier",
-        "stall: nvme": "more `prefetch_memory` and `host_memory` would read further ahead",
-        "stall: h2d": "more `prefetch_memory` would copy further ahead",
-        "stall: reduce": '`gradients="host"` where they are on NVMe, or fewer and larger units, would help',
-        "step()": "fewer and larger chunks (`chunk_elements`) and units would help",
-        "outside": "look at what loads data, logs, or runs between the steps",
-    }[most]
-
-
-def _advice(
-    bound: Resource, resources: Sequence[Resource], spans: Sequence[Span], about: Mapping[str, Any]
-) -> str:
-    """Return what would relieve the resource that bounds the step."""
-    if _is_drive(bound):
-        others = max((r.need for r in resources if not _is_drive(r)), default=0.0)
-        return _place(bound.need, others, spans, about)
-    return {
-        "compute": "a faster device or less work per step would help, no placement will",
-        "CPU update": "more cores (`threads`) or faster memory would help"
-        + (', or `optimizer_state={"device": …}`' if about["device"] != "cpu" else ""),
-        "checksums": "more cores or faster memory would help",
-        "link h2d": 'a larger share of `parameters` on "device", or more tokens per step, would help',
-        "link d2h": "more tokens per step would help",
-    }[bound.name]
 
 
 def _place(need: float, others: float, spans: Sequence[Span], about: Mapping[str, Any]) -> str:

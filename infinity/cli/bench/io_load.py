@@ -214,11 +214,10 @@ class Load(contextlib.AbstractContextManager["Load"]):
         the other, as the optimizer reads the slot in use and writes the other; it changes sides each time."""
         self._swap ^= 1
         parts = 2 if job.pattern == "mixed" else 1
-        count = self.nbytes // parts // transfer
+        count, start = self.nbytes // parts // transfer, self._cursor // transfer
 
         def around(part: int) -> Iterator[int]:
-            places = np.roll(np.arange(count), -(self._cursor // transfer % count))
-            return itertools.cycle(((part * count + places) * transfer).tolist())
+            return ((part * count + (start + turn) % count) * transfer for turn in itertools.count())
 
         return around(self._swap % parts), around((1 - self._swap) % parts)
 
