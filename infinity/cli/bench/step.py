@@ -23,6 +23,7 @@ from infinity.cli.console import finish, gigabytes, status_line, table_of, wide_
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
+from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
 from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
 from infinity.core.errors import InfinityError
@@ -51,6 +52,7 @@ _PROBE: Final = (GiB, 128 * MiB)
 _SECONDS: Final = 0.75
 _ADAM: Final = 16 * MiB  # larger than caches
 _MIXED: Final = Job("mixed")
+_SHAPE: Final = ("layers", "width", "heads", "vocab")
 
 
 # ---- what bounds are made of ----
@@ -234,7 +236,7 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                     group["errors"][update] = {"error": str(error)}
                 else:
                     group["table"][update], group["samples"][update] = row, samples
-    shape = {name: getattr(request.shape, name) for name in ("layers", "width", "heads", "vocab", "context")}
+    shape = {name: getattr(request.shape, name) for name in (*_SHAPE, "context")}
     told = ("tokens", "batch", "dtype", "device", "steps", "threads")
     return {
         "benchmark": "step",
@@ -303,11 +305,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 @click.command("step")
-@click.option("--preset", default="30m", show_default=True, help="Size of the built-in GPT, as in `train`.")
-@click.option("--layers", type=int, help="Blocks, instead of the preset's.")
-@click.option("--width", type=int, help="Width of the stream.")
-@click.option("--heads", type=int, help="Attention heads.")
-@click.option("--vocab", type=int, help="Size of the vocabulary.")
+@setting_options([o for o in OPTIONS if o.section == "model" and o.name in ("preset", *_SHAPE)])
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="In a sequence.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
@@ -328,13 +326,14 @@ def show(result: Mapping[str, Any]) -> None:
     expected="--steps N, which are measured in one go; benchmarks/whole_step.py has races in rounds",
     cure="--steps 8",
 )
-def step_command(preset: str, device: str | None, directory: str, as_json: bool, **given: Any) -> int:
+def step_command(device: str | None, directory: str, as_json: bool, **given: Any) -> int:
     """Measure whole steps for all placements and update modes, each beside its bound.
 
     Some minutes with the default size. Needs an otherwise idle machine; what it writes to DIR is gone
     afterwards. Exit code 1 when a case failed.
     """
-    dimensions = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
+    preset = given.pop("preset") or ModelSettings.preset
+    dimensions = {name: given.pop(name) for name in _SHAPE}
     shape = shape_from(preset, **dimensions, context=max(shape_from(preset).context, given["tokens"]))
     opened = open_device(device)
     opened.close()
