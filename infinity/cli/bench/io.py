@@ -31,7 +31,7 @@ from infinity.cli.options import (
     removed_options,
     words_option,
 )
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
+from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
@@ -107,10 +107,11 @@ def settings_of(request: Request) -> list[Settings]:
     for backend, block, depth in itertools.product(
         request.backends or ("auto",), request.blocks or (BLOCK_BYTES,), request.depths or (QUEUE_DEPTH,)
     ):
-        if block % ALIGNMENT or not 0 < block <= GiB or not 0 < depth <= 4096:
+        if block % ALIGNMENT or not 0 < block <= MOST_BLOCK_BYTES or not 0 < depth <= MOST_QUEUE_DEPTH:
             raise ConfigError(
                 "a ring cannot be opened with these sizes",
-                expected="blocks of a multiple of 4096 bytes up to 1 GiB, a depth from 1 to 4096",
+                expected=f"blocks of a multiple of {ALIGNMENT} bytes up to {format_size(MOST_BLOCK_BYTES)}, "
+                f"a depth from 1 to {MOST_QUEUE_DEPTH}",
                 found=f"block {block}, depth {depth}",
                 cure="--block 1MiB --depth 32",
             )
