@@ -42,7 +42,7 @@ def test_help_imports_no_verb() -> None:
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
-    for verb, (_, _, line) in VERBS.items():
+    for verb, (_, line) in VERBS.items():
         assert verb in done.stdout
         assert line in done.stdout
 

@@ -47,6 +47,18 @@ def test_steps_fit_a_terminal_and_repeat_nothing(capsys: pytest.CaptureFixture[s
     assert [line[: len(first)] for line, first in zip(lines, firsts, strict=True)] == firsts
 
 
+def test_a_terminal_that_moves_no_cursor_gets_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    with Reporter(2) as report:
+        report.step(step(1, GiB, GiB))
+        assert "step 1/2" in capsys.readouterr().out
+        report.step(step(2, GiB, GiB))
+    assert "step 2/2" in capsys.readouterr().out
+
+
 def test_findings_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     text = "Adam takes 2 beside torch on the CPU, 1 with a GPU and one NVMe directory " * 3
     show([Finding("threads", "warning", text, "do this")])

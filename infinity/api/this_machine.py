@@ -15,7 +15,7 @@ from infinity.core.config import Config
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import Tier
 from infinity.hardware.cores import adam_threads, usable_cores
-from infinity.hardware.probe import available_host_memory, nameless_file
+from infinity.hardware.probe import available_host_memory, mount_of, nameless_file
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine, budget_of
@@ -49,21 +49,31 @@ def machine_here(config: Config, device_memory: int | None, *, unnamed: bool = F
 
 def refused(directory: str, error: OSError) -> DirectoryError:
     """Return what to say of a directory in which the system lets this user make no file."""
-    missing = f"mkdir -p {shlex.quote(directory)}"
-    cures = {
-        errno.ENOENT: "name a directory on a drive" if os.path.lexists(directory) else missing,
-        errno.ENOTDIR: "name a directory",
-        errno.EROFS: "mount the file system for writing, or name another directory",
-        errno.ENOSPC: "free space there, or name another directory",
-    }
     return DirectoryError(
         f"the directory {directory!r} cannot be used: no file can be made in it",
         errno=error.errno,
         path=directory,
         expected="a directory that this user may write to",
         found=os.strerror(error.errno or 0),
-        cure=cures.get(error.errno or 0, "name a directory that this user may write to"),
+        cure=cure_of(directory, error.errno),
     )
+
+
+def cure_of(directory: str, number: int | None) -> str:
+    """Return what to change where no file can be made in `directory`, with this error number."""
+    name, there = shlex.quote(directory), os.path.lexists(directory)
+    if number == errno.ENOTDIR and there:
+        return f"name a directory, such as {os.path.dirname(directory)}"
+    if number == errno.ENOENT and there and not os.path.islink(directory):  # such as /proc
+        return "name a directory on a drive"
+    mount = mount_of(directory) if number == errno.EROFS else None
+    cures = {
+        errno.ENOENT: None if there else f"create it (mkdir -p {name})",
+        errno.EROFS: f"mount -o remount,rw {shlex.quote(mount.point) if mount else name}",
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there"),
+        **dict.fromkeys((errno.EACCES, errno.EPERM), f"chown or chmod {name}"),
+    }
+    return ", or ".join(filter(None, (cures.get(number or 0), "name another directory")))
 
 
 def check_directory(directory: str) -> None:

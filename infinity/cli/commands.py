@@ -12,16 +12,9 @@ from typing import Any, Final
 
 import click
 
-from infinity.core.errors import ConfigError
-
 from .ending import close_on_signals
-from .options import FIGURE, device_option, directories_argument, is_figure, json_option
+from .options import device_option, directories_argument, json_option, named
 from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
-
-#: TB that a drive is rated for where nobody says.
-ENDURANCE: Final = 600.0
-_MOST_RANKS: Final = 1 << 16
-_BANDWIDTHS: Final = ("nvme_read", "nvme_write", "link", "dram", "tflops", "network")
 
 #: Settings of the engine that `generate` takes.
 _GENERATES: Final = (
@@ -64,89 +57,6 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     """
     refuse(config_file, given)
     return int(_imported("infinity.cli.train").train_command(config_file, as_json, given))
-
-
-def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not is_figure(value):
-        option = parameter.opts[0]
-        raise ConfigError(
-            f"{option} cannot be used",
-            expected=FIGURE,
-            found=repr(value),
-            cure=f"leave {option} out, or give what the hardware does",
-        )
-    return value
-
-
-_figure_option = functools.partial(click.option, type=float, callback=_figure)
-
-
-@click.command("plan", cls=RunCommand)
-@run_options
-@click.option(
-    "--machine",
-    "machine_file",
-    metavar="FILE",
-    help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
-)
-@click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
-@click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
-@click.option(
-    "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
-)
-@_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {ENDURANCE:.0f}]")
-@_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
-@_figure_option("--nvme-write", help="GB/s of all drives together.")
-@_figure_option("--link", help="GB/s between host and device.")
-@_figure_option("--dram", help="GB/s of host memory.")
-@_figure_option("--tflops", help="TFLOP/s that the device reaches.")
-@_figure_option("--network", help="GB/s that a rank can send to others.")
-@json_option
-def plan_command(
-    config_file: str | None,
-    machine_file: str | None,
-    ranks: int,
-    ranks_per_node: int | None,
-    fit: bool,
-    endurance_tbw: float | None,
-    as_json: bool,
-    **given: Any,
-) -> int:
-    """Say what a run would take on each tier, building nothing.
-
-    Takes the arguments of `infinity train`. With --ranks, bytes are those of each rank: none is started.
-    Exit code 1 when the run does not fit.
-    """
-    here = ranks if ranks_per_node is None else ranks_per_node
-    for name, value, most in (("--ranks", ranks, _MOST_RANKS), ("--ranks-per-node", here, ranks)):
-        if not 1 <= value <= most:
-            nearest = max(1, min(value, most))
-            raise ConfigError(
-                f"{name} cannot be used", expected=f"from 1 to {most}", found=value, cure=f"{name} {nearest}"
-            )
-    if ranks % here:
-        fewer = max(n for n in range(1, here) if ranks % n == 0)
-        raise ConfigError(
-            "--ranks-per-node cannot be used",
-            expected=f"as many ranks on each machine: a number that divides {ranks}",
-            found=here,
-            cure=f"--ranks-per-node {fewer}, or --ranks {ranks + -ranks % here}",
-        )
-    figures = {name: given.pop(name) for name in _BANDWIDTHS}
-    refuse(config_file, given)
-    return int(
-        _imported("infinity.cli.plan").plan_command(
-            config_file,
-            given,
-            figures,
-            machine_file=machine_file,
-            ranks=ranks,
-            here=here,
-            fit=fit,
-            endurance=endurance_tbw,
-            as_json=as_json,
-        )
-    )
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
@@ -195,8 +105,8 @@ def generate_command(**given: Any) -> Any:
 
 
 @click.command("export")
-@click.argument("checkpoint")
-@click.argument("directory", metavar="DIR")
+@click.argument("checkpoint", callback=named)
+@click.argument("directory", metavar="DIR", callback=named)
 @click.option("--dtype", help="fp32, bf16 or fp16. Default: that of the model's config.json, or else fp32.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file.")
 @json_option

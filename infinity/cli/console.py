@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import stat
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,9 +35,9 @@ _HEAD = 4096  # bytes that say what a file is
 @contextlib.contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Lend what says on stderr what is being done: one line that changes on a terminal, plain lines
-    elsewhere, unless `quiet`."""
+    elsewhere (also where TERM is dumb), unless `quiet`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_terminal:
+    if console.is_interactive:
         with console.status("") as status:
             yield status.update
     else:
@@ -48,7 +47,7 @@ def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
 def seldom(say: Callable[[str], None]) -> Callable[[str], None]:
     """Return what says how far something has come: as often as it is told to on a terminal, elsewhere a line
     in some seconds, and none before these are over."""
-    if sys.stderr.isatty():
+    if Console(stderr=True).is_interactive:
         return say
     last = time.monotonic()
 
@@ -179,10 +178,9 @@ def check_outputs(
     for option, given, is_ours in outputs:
         if given is None:
             continue
+        no = functools.partial(_refuse, option, given)
         if not given:
-            _refuse(
-                option, given, "the name of a file", "no name", f"name a file with {option}, or leave it out"
-            )
+            no("the name of a file", "no name", f"name a file with {option}, or leave it out")
         path = os.path.expanduser(given)
         place = _identity(path) or os.path.realpath(path)
         try:
@@ -190,38 +188,33 @@ def check_outputs(
         except FileNotFoundError:
             found = None
         except OSError as error:
-            _refuse(option, given, "a file that this user may write to", os.strerror(error.errno or 0))
+            no("a file that this user may write to", os.strerror(error.errno or 0))
         if found is not None and not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             continue
         if place in seen:
-            _refuse(option, given, "a file of its own", f"the same as {seen[place]}")
+            no("a file of its own", f"the same as {seen[place]}")
         seen[place] = option
-        folder = os.path.dirname(os.path.abspath(path))
         if found is None:
             if os.path.islink(path):
                 missing = f"a link to {os.path.realpath(path)!r}, which does not exist"
                 cure = f"remove the link {path!r}, or name another file with {option}"
-                _refuse(option, given, "a file, or a link to one", missing, cure)
+                no("a file, or a link to one", missing, cure)
+            folder = os.path.dirname(os.path.abspath(path))
             if not os.access(folder, os.W_OK | os.X_OK):
                 what = "no such directory" if not os.path.isdir(folder) else "no permission"
                 with contextlib.suppress(OSError):
                     if os.statvfs(folder).f_flag & os.ST_RDONLY:
                         what = "a file system that is mounted read-only"
-                _refuse(option, given, "a file in a directory that this user may write to", what)
-            continue
-        if stat.S_ISDIR(found.st_mode):
-            _refuse(option, given, "a file", "a directory")
-        if place in reads:
-            _refuse(option, given, "a file that is only written", "a file that this run reads")
-        if found.st_size == 0:
-            continue
-        if not is_ours(_head(path)):
-            _refuse(
-                option, given, "a new file", f"a file of {found.st_size} bytes that {option} did not write"
-            )
-        if overwrite is False:
+                no("a file in a directory that this user may write to", what)
+        elif stat.S_ISDIR(found.st_mode):
+            no("a file", "a directory")
+        elif place in reads:
+            no("a file that is only written", "a file that this run reads")
+        elif found.st_size and not is_ours(_head(path)):
+            no("a new file", f"a file of {found.st_size} bytes that {option} did not write")
+        elif found.st_size and overwrite is False:
             cure = f"add --overwrite to replace it, or name another file with {option}"
-            _refuse(option, given, "a new file", f"that of an earlier run, {found.st_size} bytes", cure)
+            no("a new file", f"that of an earlier run, {found.st_size} bytes", cure)
 
 
 def is_log(head: bytes) -> bool:

@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from infinity.api.this_machine import cure_of
 from infinity.core.errors import DataError, InfinityError
 from infinity.core.optional import optional
 from infinity.core.sizes import GiB, MiB, format_size
@@ -285,7 +286,7 @@ def directory(path: str) -> Iterator[Finding]:
     try:
         facts = probe.describe_directory(path)
     except OSError as error:
-        yield Finding(path, ERROR, os.strerror(error.errno or 0), _cure_of_path(path, error.errno))
+        yield Finding(path, ERROR, os.strerror(error.errno or 0), cure_of(path, error.errno))
         return
     drive, medium = facts.drive, medium_of(path)
     text = ", over ".join(medium.layers)
@@ -296,7 +297,9 @@ def directory(path: str) -> Iterator[Finding]:
     yield from _medium(path, medium)
     yield from _leftovers(path)
     if not facts.writable:
-        yield Finding(f"{path}: access", ERROR, *_refusal(facts))
+        said = {errno.EROFS: "the file system is read-only", errno.ENOSPC: "the file system is full"}
+        text = said.get(facts.refusal or 0, f"no file can be made: {os.strerror(facts.refusal or 0)}")
+        yield Finding(f"{path}: access", ERROR, text, cure_of(path, facts.refusal))
         return
     few = facts.free < _LEAST_FREE
     text = f"{format_size(facts.free)} of {format_size(facts.total)}"
@@ -319,28 +322,6 @@ def directory(path: str) -> Iterator[Finding]:
         near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
         yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
-
-
-def _cure_of_path(path: str, number: int | None) -> str:
-    if number == errno.ENOENT and not os.path.islink(path):
-        return f"create it (mkdir -p {quote(path)}), or name another directory"
-    if number == errno.ENOTDIR and os.path.lexists(path):
-        return f"name a directory, such as {os.path.dirname(path)}"
-    if number in (errno.EACCES, errno.EPERM):
-        return f"chown or chmod {quote(path)}, or name another directory"
-    return "name another directory"
-
-
-def _refusal(facts: probe.DirectoryFacts) -> tuple[str, str]:
-    """Return why no file can be made in a directory, and what to change."""
-    if facts.refusal == errno.EROFS:
-        point = quote(facts.mount.point if facts.mount is not None else facts.path)
-        return "the file system is read-only", f"mount -o remount,rw {point}, or name another directory"
-    if facts.refusal in (errno.ENOSPC, errno.EDQUOT):
-        return "no file can be made: the file system is full", "free space, or name another directory"
-    reason = os.strerror(facts.refusal or 0)
-    cure = f"chown or chmod {quote(facts.path)}, or name a directory that you may write to"
-    return f"no file can be made: {reason}", cure
 
 
 def _medium(path: str, medium: Medium) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from infinity.api.export import export
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size, parse_dtype, parse_size
 
 from .console import finish, seldom, status_line
@@ -19,11 +18,6 @@ def export_command(
     checkpoint: str, directory: str, dtype: str | None, max_shard_size: str, as_json: bool
 ) -> None:
     """Export as the parameters of the command say."""
-    for name, value in (("CHECKPOINT", checkpoint), ("DIR", directory)):
-        if not value:  # such as an unset "$DIR"; it would be the current one
-            raise ConfigError(
-                f"{name} names no directory", expected="a path", found="''", cure="name the directory"
-            )
     wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
     limit = parse_size(max_shard_size, "--max-shard-size")
     with status_line() as line:

@@ -19,7 +19,6 @@ from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier, parse_size
 from infinity.core.yaml_file import read_yaml
 from infinity.hardware.probe import has_cuda
-from infinity.planning.cures import DIRECTORY
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.arena import Arena
 
@@ -53,13 +52,7 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
         device = open_device(wanted)
         device_memory = device.memory_free()
         device.close()
-    try:
-        machine = machine_here(config, device_memory, unnamed=unnamed)
-    except DirectoryError as error:
-        if not error.cure or error.cure.startswith("mkdir"):
-            raise
-        error.cure = f"--nvme {DIRECTORY}, a directory that this user may write to"
-        raise
+    machine = machine_here(config, device_memory, unnamed=unnamed)
     on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
     for directory in config.directories if on_nvme and not unnamed else ():
         Arena.check_way(directory)

@@ -24,36 +24,19 @@ from .options import LazyGroup
 from .shown import error_as_dict, show_error
 from .streams import let_go_of_streams
 
-#: verb → (module, command in it, one line of help). A new verb is one more line.
-VERBS: Final[dict[str, tuple[str, str, str]]] = {
-    "train": ("infinity.cli.commands", "train_command", "Train a GPT or a Hugging Face model on text."),
-    "generate": ("infinity.cli.commands", "generate_command", "Write text, by a model of any size."),
-    "plan": ("infinity.cli.commands", "plan_command", "Say what a run would take, building nothing."),
-    "bench": (
-        "infinity.cli.bench.group",
-        "bench_group",
-        "Measure drives, the link, the CPU's Adam, or whole steps.",
-    ),
-    "tune": (
-        "infinity.cli.commands",
-        "tune_command",
-        "Find the I/O settings that suit a drive, and keep them.",
-    ),
-    "trace": ("infinity.cli.trace", "trace_command", "Say where the time of a step went, and why."),
-    "verify": (
-        "infinity.cli.commands",
-        "verify_command",
-        "Check that every placement and update mode gives the same bits.",
-    ),
-    "export": (
-        "infinity.cli.commands",
-        "export_command",
-        "Write the model of a checkpoint as files that other programs read.",
-    ),
-    "doctor": ("infinity.cli.doctor", "doctor_command", "Look over this machine, and say what to change."),
-    "clean": ("infinity.cli.clean", "clean_command", "Remove what killed runs have left in a directory."),
+#: verb → (module of its command, one line of help). A new verb is one more line.
+VERBS: Final[dict[str, tuple[str, str]]] = {
+    "train": ("infinity.cli.commands", "Train a GPT or a Hugging Face model on text."),
+    "generate": ("infinity.cli.commands", "Write text, by a model of any size."),
+    "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
+    "bench": ("infinity.cli.bench.group", "Measure drives, the link, the CPU's Adam, or whole steps."),
+    "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
+    "trace": ("infinity.cli.trace", "Say where the time of a step went, and why."),
+    "verify": ("infinity.cli.commands", "Check that every placement and update mode gives the same bits."),
+    "export": ("infinity.cli.commands", "Write the model of a checkpoint as files that other programs read."),
+    "doctor": ("infinity.cli.doctor", "Look over this machine, and say what to change."),
+    "clean": ("infinity.cli.clean", "Remove what killed runs have left in a directory."),
 }
-
 
 #: What the system says of an output that takes no more.
 _OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)

@@ -28,15 +28,22 @@ def is_figure(value: object) -> bool:
     return number and _LEAST <= value <= _MOST  # type: ignore[operator]
 
 
-def _absolute(_: click.Context, __: click.Parameter, directories: Sequence[str]) -> tuple[str, ...]:
-    if not all(directories):  # such as an unset "$DIR"; it would be the current one
+def named(_: click.Context, parameter: click.Parameter, path: str) -> str:
+    """Return the directory that an argument names; its callback."""
+    if not path:  # such as an unset "$DIR"; it would be the current one
         raise ConfigError(
-            "DIR names no directory",
+            f"{parameter.human_readable_name.strip('[.]')} names no directory",
             expected="a path",
             found="''",
             cure="name the directory; '.' is this one",
         )
-    return tuple(dict.fromkeys(map(os.path.abspath, directories)))
+    return path
+
+
+def _absolute(
+    context: click.Context, parameter: click.Parameter, directories: Sequence[str]
+) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(os.path.abspath(named(context, parameter, path)) for path in directories))
 
 
 def directories_argument(*, required: bool = True) -> Decorator:
@@ -91,15 +98,14 @@ def removed_options(*flags: str, expected: str, cure: str) -> Decorator:
     def refuse(_: click.Context, option: click.Parameter, values: Sequence[str]) -> None:
         if values:
             flag = option.opts[0]
-            raise ConfigError(
-                f"{flag} was removed", expected=expected, found=f"{flag} {values[0]}", cure=cure
-            )
+            found = f"{flag} {values[0]}".strip()
+            raise ConfigError(f"{flag} was removed", expected=expected, found=found, cure=cure)
 
     def decorate(command: Any) -> Any:
         for flag in flags:
-            command = click.option(flag, multiple=True, hidden=True, expose_value=False, callback=refuse)(
-                command
-            )
+            # With or without a value, whatever it took.
+            kept: dict[str, Any] = {"multiple": True, "is_flag": False, "flag_value": "", "hidden": True}
+            command = click.option(flag, expose_value=False, callback=refuse, **kept)(command)
         return command
 
     return decorate
@@ -114,12 +120,10 @@ class LazyGroup(click.Group):
 
     Args:
         title: above their list in `--help`.
-        table: name → (module, command in it, one line of help).
+        table: name → (module, one line of help). In a module the command `io` is called `io_command`.
     """
 
-    def __init__(
-        self, *args: Any, title: str, table: Mapping[str, tuple[str, str, str]], **more: Any
-    ) -> None:
+    def __init__(self, *args: Any, title: str, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
         super().__init__(*args, **more)
         self._title, self._table = title, table
 
@@ -131,11 +135,11 @@ class LazyGroup(click.Group):
         """Import a command."""
         if cmd_name not in self._table:
             return None
-        module, attribute, _ = self._table[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module, _ = self._table[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List them without importing them."""
         with formatter.section(self._title):
-            formatter.write_dl([(name, line) for name, (_, _, line) in self._table.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])

@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import click
 from rich.console import Console
 
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
 from .case import Case, changed, command
-from .commands import ENDURANCE
 from .console import finish, table_of
 from .machine import load_machine
+from .options import FIGURE, is_figure, json_option
 from .output import read_run
+from .settings import RunCommand, run_options
+
+#: TB that a drive is rated for where nobody says.
+ENDURANCE: Final = 600.0
+_MOST_RANKS: Final = 1 << 16
 
 
 def shares_of(machine: Machine) -> list[float]:
@@ -88,25 +95,74 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     }
 
 
+def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not is_figure(value):
+        option = parameter.opts[0]
+        raise ConfigError(
+            f"{option} cannot be used",
+            expected=FIGURE,
+            found=repr(value),
+            cure=f"leave {option} out, or give what the hardware does",
+        )
+    return value
+
+
+_figure_option = functools.partial(click.option, type=float, callback=_figure)
+
+
+@click.command("plan", cls=RunCommand)
+@run_options
+@click.option(
+    "--machine",
+    "machine_file",
+    metavar="FILE",
+    help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
+)
+@click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
+@click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
+@click.option(
+    "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
+)
+@_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {ENDURANCE:.0f}]")
+@_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
+@_figure_option("--nvme-write", help="GB/s of all drives together.")
+@_figure_option("--link", help="GB/s between host and device.")
+@_figure_option("--dram", help="GB/s of host memory.")
+@_figure_option("--tflops", help="TFLOP/s that the device reaches.")
+@_figure_option("--network", help="GB/s that a rank can send to others.")
+@json_option
 def plan_command(
     config_file: str | None,
-    given: Mapping[str, Any],
-    figures: Mapping[str, float | None],
-    *,
     machine_file: str | None,
     ranks: int,
-    here: int,
+    ranks_per_node: int | None,
     fit: bool,
-    endurance: float | None,
+    endurance_tbw: float | None,
     as_json: bool,
+    **given: Any,
 ) -> int:
-    """Plan as the parameters of a command say, and show it; return the exit code.
+    """Say what a run would take on each tier, building nothing.
 
-    Args:
-        figures: what the hardware does, by the names of `Bandwidths`.
-        here: ranks of one machine.
+    Takes the arguments of `infinity train`. With --ranks, bytes are those of each rank: none is started.
+    Exit code 1 when the run does not fit.
     """
-    said, at = Bandwidths(**figures), RankPlace(world=ranks, local_world=here)
+    here = ranks if ranks_per_node is None else ranks_per_node
+    for name, value, most in (("--ranks", ranks, _MOST_RANKS), ("--ranks-per-node", here, ranks)):
+        if not 1 <= value <= most:
+            nearest = max(1, min(value, most))
+            raise ConfigError(
+                f"{name} cannot be used", expected=f"from 1 to {most}", found=value, cure=f"{name} {nearest}"
+            )
+    if ranks % here:
+        fewer = max(n for n in range(1, here) if ranks % n == 0)
+        raise ConfigError(
+            "--ranks-per-node cannot be used",
+            expected=f"as many ranks on each machine: a number that divides {ranks}",
+            found=here,
+            cure=f"--ranks-per-node {fewer}, or --ranks {ranks + -ranks % here}",
+        )
+    said = Bandwidths(**{each.name: given.pop(each.name) for each in dataclasses.fields(Bandwidths)})
+    at = RankPlace(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
     run = read_run(config_file, given, ranks)
     case = Case(run, machine, at=at)
@@ -114,7 +170,7 @@ def plan_command(
     if found is not None:
         case = Case(changed(case.run, found), machine, at=at)
     plan = case.plan()
-    worn = wear_of(plan, case.machine, case.run.train.steps, endurance)
+    worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
     result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
     if found is not None:
         result["command"] = command(case.run)
@@ -138,23 +194,23 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     if ranks > 1:
         title += f", of each of {ranks} ranks (ZeRO stage {result['zero_stage']})"
     table = table_of("tier", "what for", "bytes", "", title=title, left=2)
+
+    def row(tier: str, what: str, nbytes: int, **style: Any) -> None:
+        table.add_row(tier, what, f"{nbytes:,}", format_size(nbytes), **style)
+
     for tier in Tier:
         purposes = result[tier.value]
         for purpose, nbytes in purposes.items():
-            table.add_row(tier.value, purpose, f"{nbytes:,}", format_size(nbytes))
-        total = sum(purposes.values())
-        table.add_row(tier.value, "total", f"{total:,}", format_size(total), style="bold", end_section=True)
-    activations = result["activations"]["peak"]
+            row(tier.value, purpose, nbytes)
+        row(tier.value, "total", sum(purposes.values()), style="bold", end_section=True)
     where = "activations" if case.run.model.init_from is None else "activations (estimate)"
-    table.add_row("yours", f"{where}, on the device", f"{activations:,}", format_size(activations))
+    row("yours", f"{where}, on the device", result["activations"]["peak"])
     for there in result["standing"]:
         if there["scratch"]:
-            what = f"the model as it is built, in {there['directory']}"
-            table.add_row("disk", what, f"{there['scratch']:,}", format_size(there["scratch"]))
+            row("disk", f"the model as it is built, in {there['directory']}", there["scratch"])
     for there in result["standing"]:
         if there["checkpoints"]:
-            what = f"{result['checkpoints']} checkpoint(s)"
-            table.add_row("disk", what, f"{there['checkpoints']:,}", format_size(there["checkpoints"]))
+            row("disk", f"{result['checkpoints']} checkpoint(s)", there["checkpoints"])
     console.print(table)
     if case.place is not None:
         where = "" if case.run.train.output is not None else "a new directory in "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -18,6 +17,17 @@ from infinity.core.sizes import format_size
 
 from .shown import show_error
 from .streams import lost
+
+
+class _Bar(Progress):
+    """The bar of the steps, with `text` below it."""
+
+    text = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield what stands on the terminal."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.text)
 
 
 class Reporter:
@@ -43,23 +53,24 @@ class Reporter:
         self.incomplete: list[InfinityError] = []
         self._shown: list[InfinityError] = []
         self._lost: dict[str, str] = {}  # stream → why, as far as it has been told
-        self._live: Live | None = None
         self._details: dict[str, str] = {}  # as they were shown last
         self._text = ""  # of the last step
-        self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=self.console
+        self._bar = _Bar(
+            *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()),
+            console=self.console,
+            refresh_per_second=4,
+            # Into a file goes what is for a file; a descriptor that was closed at the start has no stream.
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
         )
-        self._task = self._progress.add_task("", total=total)
+        self._task = self._bar.add_task("", total=total)
+
+    @property
+    def _live(self) -> bool:
+        return self._bar.live.is_started
 
     def __enter__(self) -> Reporter:
-        if self.console.is_terminal and not self._quiet:
-            self._live = Live(
-                self._progress,
-                console=self.console,
-                refresh_per_second=4,
-                redirect_stderr=sys.stderr.isatty(),  # into a file goes what is for a file
-            )
-            self._live.start()
+        if self.console.is_interactive and not self._quiet:  # what cannot move its cursor gets lines
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,15 +81,14 @@ class Reporter:
 
     def saving(self, done: int, total: int) -> None:
         """Show how far a save has come; another thread may call it."""
-        if self._live is not None and total:
+        if total:
             share = f"\nsaving: {done * 100 // total} %" if done < total else ""
-            self._live.update(Group(self._progress, Text(self._text + share)))
+            self._bar.text = self._text + share
 
     def pause(self) -> None:
         """End the bar; lines still work."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._live:
+            self._bar.stop()
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Show one line as it is."""
@@ -95,10 +105,9 @@ class Reporter:
         new = self._newly_lost()
         text = step_text(record)
         line = f"step {record['step']}/{self._total}  {text}"
-        self._text = "\n".join([text, *details(record).values()])
-        if self._live is not None:
-            self._progress.update(self._task, completed=record["step"])
-            self._live.update(Group(self._progress, Text(self._text)))
+        self._text = self._bar.text = "\n".join([text, *details(record).values()])
+        if self._live:
+            self._bar.update(self._task, completed=record["step"])
             if "eval_loss" in record:  # stays, above the bar
                 self.line(line)
         elif record["step"] % self._every == 0 or record["step"] in (1, self._total) or "eval_loss" in record:

@@ -8,6 +8,7 @@ largest need by the step.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -24,22 +25,38 @@ SETTING: Final = {"copy": "parameters", "state": "optimizer_state", "gradient": 
 _BOUND: Final = 0.75
 #: Below this part of the other's time, reads or writes matter little.
 _LITTLE: Final = 0.5
-_WORDS: Final = {
-    **{"compute": "compute", "NVMe reads and writes": "NVMe", "CPU update": "Adam"},
-    "checksums": "checksums",
+#: More than any byte, second or count of a trace comes to.
+_MOST: Final = 1e18
+#: What each wrong value of a file that is not quite a trace makes of the arithmetic here.
+_DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+#: A resource that bounds a step → what the sentence calls it, and what would relieve it; drives: `_place`.
+_RELIEF: Final = {
+    "compute": ("compute", "a faster device or less work per step would help, no placement will"),
+    "CPU update": ("the CPU's Adam", "more cores (`threads`) or faster memory would help"),
+    "checksums": ("checksums", "more cores or faster memory would help"),
+    "link h2d": (
+        "the link to the device",
+        'a larger share of `parameters` on "device", or more tokens per step, would help',
+    ),
+    "link d2h": ("the link from the device", "more tokens per step would help"),
 }
-_LONG: Final = {
-    "CPU update": "the CPU's Adam",
-    "link h2d": "the link to the device",
-    "link d2h": "the link from the device",
-}
-_LOST: Final = {
-    "stall: h2d": "of stalls for copies to the device",
-    "stall: nvme": "of stalls for the drives",
-    "stall: update": "of stalls for the update",
-    "stall: reduce": "of stalls for gradients on their way",
-    "step()": "in `step()` itself",
-    "outside": "outside of the model",
+#: Where the user's thread waits, a name in ``where`` → what the sentence calls it, and what gives it back.
+_WAITING: Final = {
+    "stall: h2d": ("of stalls for copies to the device", "more `prefetch_memory` would copy further ahead"),
+    "stall: nvme": (
+        "of stalls for the drives",
+        "more `prefetch_memory` and `host_memory` would read further ahead",
+    ),
+    "stall: update": (
+        "of stalls for the update",
+        "more `read_ahead_memory` and `host_memory` would begin the update earlier",
+    ),
+    "stall: reduce": (
+        "of stalls for gradients on their way",
+        '`gradients="host"` where they are on NVMe, or fewer and larger units, would help',
+    ),
+    "step()": ("in `step()` itself", "fewer and larger chunks (`chunk_elements`) and units would help"),
+    "outside": ("outside of the model", "look at what loads data, logs, or runs between the steps"),
 }
 
 
@@ -54,12 +71,12 @@ class Span(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What one resource did in the steps of a trace; `busy` in order, without overlaps."""
+    """What one resource did in the steps of a trace. Seconds are those of all steps."""
 
     name: str
     nbytes: int
-    busy: Sequence[Interval]
-    need: float  # seconds, in all steps
+    busy: float  # seconds in which it worked
+    need: float  # seconds at its bandwidth
     tuned: bool = False
 
     @property
@@ -118,11 +135,12 @@ def spans_of(content: Mapping[str, Any]) -> list[Span]:
     spans = []
     for event in content["traceEvents"]:
         if event.get("ph") == "X":
-            begin = round(event["ts"] * 1000)
             args = event.get("args", {})
-            spans.append(
-                Span(event["cat"], begin, begin + round(event["dur"] * 1000), args.get("bytes", 0), args)
-            )
+            start, length, nbytes = event["ts"], event["dur"], args.get("bytes", 0)
+            if not all(0 <= value <= _MOST for value in (start, length, nbytes)):
+                raise ValueError(f"the event {event}")
+            begin = round(start * 1000)
+            spans.append(Span(event["cat"], begin, begin + round(length * 1000), nbytes, args))
     return spans
 
 
@@ -154,8 +172,24 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
     Seconds, bytes and bytes per second. ``where`` adds up to ``step_seconds``.
 
     Raises:
-        DataError: the trace has no whole step.
+        DataError: the trace has no whole step, or is damaged.
     """
+    try:
+        result = _analysis(content)
+        json.dumps(result, allow_nan=False)
+    except DataError:  # no whole step
+        raise
+    except _DAMAGE as error:
+        raise DataError(
+            "the trace is damaged",
+            expected="the file as `infinity train --trace` or `infinity.trace` wrote it",
+            found=f"{type(error).__name__}: {error}"[:200],
+            cure="record it again: infinity train --trace t.json",
+        ) from error
+    return result
+
+
+def _analysis(content: Mapping[str, Any]) -> dict[str, Any]:
     about, every = content["otherData"], spans_of(content)
     (first, last), steps = window_of(content, every)
     # A span that lies in the window in part counts in part, with its share of the bytes.
@@ -169,6 +203,7 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
     where = _where(spans, (first, last))
     resources = _resources(spans, about)
     bound = _bound(resources)
+    cost = {name: float(about["cost"][name]) for name in ("ns_per_span", "spans_per_step", "ns_per_step")}
     efficiency = min(1.0, bound.need / steps / step) if bound is not None else 0.0
     result = {
         "steps": steps,
@@ -182,7 +217,7 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
                 "bandwidth": r.bandwidth,
                 "bandwidth_from": "tune" if r.tuned else "trace",
                 "seconds": r.need / steps,
-                "busy_seconds": seconds(r.busy) / steps,
+                "busy_seconds": r.busy / steps,
                 "share": r.need / steps / step,
             }
             for r in resources
@@ -190,8 +225,8 @@ def analyse(content: Mapping[str, Any]) -> dict[str, Any]:
         "efficiency": efficiency,
         "bound_by": bound.name if bound is not None else None,
         "units": _units(spans, steps),
-        "cost": {**about["cost"], "share": about["cost"]["ns_per_step"] * 1e-9 / step},
-        "dropped_spans": about["dropped_spans"],
+        "cost": {**cost, "share": cost["ns_per_step"] * 1e-9 / step},
+        "dropped_spans": int(about["dropped_spans"]),
     }
     result["sentence"] = _sentence(result, resources, bound, spans, about)
     return result
@@ -241,9 +276,9 @@ def _resources(spans: Sequence[Span], about: Mapping[str, Any]) -> list[Resource
     """Return the resources that had work."""
 
     def resource(name: str, *kinds: str, counted: Sequence[str] | None = None) -> Resource:
-        busy = union((s.begin, s.end) for s in spans if s.kind in kinds)
+        busy = seconds(union((s.begin, s.end) for s in spans if s.kind in kinds))
         nbytes = sum(s.nbytes for s in spans if s.kind in (kinds if counted is None else counted))
-        return Resource(name, nbytes, busy, seconds(busy))
+        return Resource(name, nbytes, busy, busy)
 
     device = any(s.kind == "device compute" for s in spans)
     work = "CPU update" if any(s.kind == "update" for s in spans) else "checksums"
@@ -270,7 +305,7 @@ def _drives(name: str, spans: Sequence[Span], kinds: Sequence[str], about: Mappi
         known = sum(s.nbytes for s in here) / tuned[directory] if tuned else math.inf
         if min(alone, known) > need:
             need, measured = min(alone, known), known < alone
-    busy = union((s.begin, s.end) for s in mine)
+    busy = seconds(union((s.begin, s.end) for s in mine))
     return Resource(name, sum(s.nbytes for s in mine), busy, need, measured)
 
 
@@ -283,7 +318,7 @@ def _bound(resources: Sequence[Resource]) -> Resource | None:
         return bound
     both = by_name["NVMe reads and writes"]
     mine, other = sorted(
-        (by_name.get(name, Resource(name, 0, (), 0.0)) for name in ("NVMe writes", "NVMe reads")),
+        (by_name.get(name, Resource(name, 0, 0.0, 0.0)) for name in ("NVMe writes", "NVMe reads")),
         key=lambda r: -r.need,
     )
     return mine if other.need < _LITTLE * mine.need and both.need * _BOUND < mine.need else both
@@ -299,38 +334,29 @@ def _sentence(
     spans: Sequence[Span],
     about: Mapping[str, Any],
 ) -> str:
-    """Return what a person needs to know."""
+    """Return what a person decides by: what bounds the step, how nearly, and what to change."""
     if bound is None:
         return "nothing was recorded"
     step, steps = result["step_seconds"], result["steps"]
-    hidden = [
-        f"{_time(time)} of {name}"
-        for name, time in (
-            (_WORDS[r.name], seconds(common(r.busy, bound.busy)) / steps)
-            for r in resources
-            if r.name in _WORDS and r is not bound and not (_is_drive(r) and _is_drive(bound))
-        )
-        if time > 0.01 * step
-    ]
     rate = (
         f"{_time(bound.need / steps)} of {_time(step)}"
         if bound.name == "compute"
         else f"{bound.nbytes / steps / step / 1e9:.2f} of {bound.bandwidth / 1e9:.2f} GB/s"
     )
+    name, advice = _RELIEF.get(bound.name, (bound.name, ""))
     if result["efficiency"] >= _BOUND:
-        parts = [f"bound by {_LONG.get(bound.name, bound.name)}: {rate}"]
-        advice = _advice(bound, resources, spans, about, steps)
-    else:
-        idle = {name: time for name, time in result["where"].items() if name != "compute"}
-        most = max(idle, key=lambda name: idle[name])
-        parts = [
-            f"bound by waiting: {_LONG.get(bound.name, bound.name)}, the busiest, at {rate}; "
-            f"{_time(idle[most])} {_LOST[most]}"
-        ]
-        advice = _cure(most, about)
-    if hidden:
-        parts.append(f"{' and '.join(hidden)} hidden behind it")
-    return "; ".join([*parts, advice])
+        if _is_drive(bound):
+            others = max((r.need for r in resources if not _is_drive(r)), default=0.0)
+            advice = _place(bound.need, others, spans, about)
+        elif bound.name == "CPU update" and about["device"] != "cpu":
+            advice += ', or `optimizer_state={"device": …}`'
+        return f"bound by {name}: {rate}; {advice}"
+    idle = {where: time for where, time in result["where"].items() if where != "compute"}
+    most = max(idle, key=lambda where: idle[where])
+    lost, cure = _WAITING[most]
+    if most == "stall: update" and about["update"] == "sync":
+        cure = '`update="overlap"` would hide the update behind the next forward'
+    return f"bound by waiting: {name}, the busiest, at {rate}; {_time(idle[most])} {lost}; {cure}"
 
 
 def _is_drive(resource: Resource) -> bool:
@@ -339,41 +365,6 @@ def _is_drive(resource: Resource) -> bool:
 
 def _time(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
-
-
-def _cure(most: str, about: Mapping[str, Any]) -> str:
-    """Return what gives back the time that is lost to `most`, a name in ``where``."""
-    if most == "stall: update" and about["update"] == "sync":
-        return '`update="overlap"` would hide the update behind the next forward'
-    return {
-        "stall: update": "more `read_ahead_memory` and `host_memory` would begin the update earlier",
-        "stall: nvme": "more `prefetch_memory` and `host_memory` would read further ahead",
-        "stall: h2d": "more `prefetch_memory` would copy further ahead",
-        "stall: reduce": '`gradients="host"` where they are on NVMe, or fewer and larger units, would help',
-        "step()": "fewer and larger chunks (`chunk_elements`) and units would help",
-        "outside": "look at what loads data, logs, or runs between the steps",
-    }[most]
-
-
-def _advice(
-    bound: Resource,
-    resources: Sequence[Resource],
-    spans: Sequence[Span],
-    about: Mapping[str, Any],
-    steps: int,
-) -> str:
-    """Return what would relieve the resource that bounds the step."""
-    if _is_drive(bound):
-        others = max((r.need for r in resources if not _is_drive(r)), default=0.0)
-        return _place(bound.need, others, spans, about)
-    return {
-        "compute": "a faster device or less work per step would help, no placement will",
-        "CPU update": "more cores (`threads`) or faster memory would help"
-        + (', or `optimizer_state={"device": …}`' if about["device"] != "cpu" else ""),
-        "checksums": "more cores or faster memory would help",
-        "link h2d": 'a larger share of `parameters` on "device", or more tokens per step, would help',
-        "link d2h": "more tokens per step would help",
-    }[bound.name]
 
 
 def _place(need: float, others: float, spans: Sequence[Span], about: Mapping[str, Any]) -> str:

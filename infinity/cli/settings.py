@@ -414,23 +414,32 @@ def _as_argument(option: Option, value: str) -> str:
     return value.strip("\"'")
 
 
+def setting_options(options: Sequence[Option]) -> Callable[[F], F]:
+    """Return what decorates a command with `options`, all of them unset by default."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            kind = option.kind
+            function = click.option(
+                option.flags,
+                option.variable,
+                type=kind.type,
+                metavar=kind.metavar,
+                multiple=kind.many,
+                default=None,
+                help=in_options(option.help),
+            )(function)
+        return function
+
+    return decorate
+
+
 def run_options(function: F, options: Sequence[Option] = OPTIONS) -> F:
-    """Decorate a command with `--config` and `options`, all of them unset by default."""
-    for option in reversed(options):
-        kind = option.kind
-        function = click.option(
-            option.flags,
-            option.variable,
-            type=kind.type,
-            metavar=kind.metavar,
-            multiple=kind.many,
-            default=None,
-            help=in_options(option.help),
-        )(function)
-    option_of_file = click.option(
+    """Decorate a command with `--config` and `options`."""
+    of_file = click.option(
         "--config", "config_file", metavar="FILE", help="A YAML file; options win over it."
     )
-    return option_of_file(function)
+    return of_file(setting_options(options)(function))
 
 
 class RunCommand(click.Command):

@@ -8,15 +8,15 @@ import click
 
 from infinity.cli.options import LazyGroup
 
-#: name → (module, command in it, one line of help). A new measurement is one more line.
-BENCHES: Final[dict[str, tuple[str, str, str]]] = {
-    "io": ("infinity.cli.bench.io", "io_command", "What drives can do, as the engine uses them."),
-    "link": ("infinity.cli.bench.link", "link_command", "Copies between host and device."),
-    "adam": ("infinity.cli.bench.adam", "adam_command", "The CPU's Adam, beside what memory allows."),
-    "step": ("infinity.cli.bench.step", "step_command", "Whole steps: placements and update modes."),
+#: name → (module of its command, one line of help). A new measurement is one more line.
+BENCHES: Final[dict[str, tuple[str, str]]] = {
+    "io": ("infinity.cli.bench.io", "What drives can do, as the engine uses them."),
+    "link": ("infinity.cli.bench.link", "Copies between host and device."),
+    "adam": ("infinity.cli.bench.adam", "The CPU's Adam, beside what memory allows."),
+    "step": ("infinity.cli.bench.step", "Whole steps: placements and update modes."),
 }
 
 
 @click.group("bench", cls=LazyGroup, title="Measurements", table=BENCHES)
-def bench_group() -> None:
+def bench_command() -> None:
     """Measure this machine as the engine uses it: a part of it, or whole steps."""

@@ -3,6 +3,9 @@
 Reads, writes and both at once (the update: equal parts of each, with and without CPU Adam beside),
 through the engine's own rings, beside fio where it is installed. See [Note: a bench leaves nothing
 behind] and [Note: what a bench verifies] in io_load.py.
+
+Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
+a pass of single blocks for latencies; then a sample of what was written is read back and compared.
 """
 
 from __future__ import annotations
@@ -10,64 +13,88 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
+import numpy as np
 
 from infinity.api.this_machine import check_directory
-from infinity.cli.console import check_plot, finish, sizes, status_line
-from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
+from infinity.cli.console import finish, gigabytes, show_warnings, sizes, status_line, table_of, wide_console
+from infinity.cli.options import (
+    directories_argument,
+    json_option,
+    numbers_option,
+    removed_options,
+    words_option,
+)
+from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
-from infinity.hardware.aio import BACKENDS, available_backends
+from infinity.hardware.aio import BACKENDS, Ring
 from infinity.hardware.medium import MEMORY, medium_of
 from infinity.hardware.probe import available_host_memory, describe_directory
 from infinity.version import __version__
 
-from .adam import AdamWork, rate
-from .io_case import Case, cache_warning, measure_case, read_twice, sustained
-from .io_fio import find_fio
-from .io_load import ORDERS, PATTERNS, Job, Load, Settings, check_space, usable_bytes
-from .io_show import plot, show
+from .adam import AdamWork, rate, spread
+from .io_fio import best_of_fio, find_fio
+from .io_load import PATTERNS, Job, Load, Settings, check_space, run_pass, usable_bytes
 
 _LEAST: Final = 16 * MiB
-_SIZES: Final = {"quick": 256 * MiB, "default": GiB, "full": 4 * GiB}
-#: What the modes say where nothing else is said.
-_MODES: Final[dict[str, dict[str, Any]]] = {
-    "quick": {"seconds": 0.25, "repeats": 3, "fio": False},
-    "default": {"seconds": 0.5, "repeats": 3, "fio": True},
-    "full": {"seconds": 1.0, "repeats": 7, "fio": True},
-}
-_SWEEP: Final = {"block": (256 * 1024, MiB, 4 * MiB), "depth": (8, 32, 128), "threads": (4, 16)}
-_SUSTAINED: Final = (
-    "Write this long, past a drive's write cache, and show bandwidth over time. Wears the drive."
-)
 _ADAM: Final = 4 * MiB  # parameters that Adam updates beside the I/O: larger than caches
+_SAMPLE: Final = 64 * MiB  # read back after a case that wrote
+#: What `--quick` says where nothing else is said.
+_QUICK: Final[dict[str, Any]] = {"usual_size": 256 * MiB, "seconds": 0.25, "fio": False}
+_FASTER: Final = 1.2  # a second read that is faster than a first one by more is a cache's
+_REGION: Final = 32 * MiB
+_REGIONS: Final = 9
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured. Empty tuples: what the mode says. `seconds` are of one pass, `repeats` of one
-    case; `fio`: compare with it."""
+    """What is to be measured. Empty tuples: what the engine uses. `size` None: `usual_size`, as far as there
+    is room, and more where buffers need it. `seconds` are of one pass, `repeats` of one case; `fio`: compare
+    with it."""
 
     directories: tuple[str, ...]
-    mode: str = "default"
     size: int | None = None
+    usual_size: int = GiB
     blocks: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
     threads: tuple[int, ...] = ()
     backends: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
-    orders: tuple[str, ...] = ()
     adam: bool = True
-    sustained: float | None = None
     seconds: float = 0.5
     repeats: int = 3
     fio: bool = True
+
+
+class Case(NamedTuple):
+    """What one line measures: a pattern at one setting. `directories` are indices of the loads."""
+
+    job: Job
+    settings: Settings
+    directories: tuple[int, ...] = (0,)
+    adam: bool = False
+
+    @property
+    def window(self) -> int:
+        """Return bytes of the buffers that its passes need."""
+        jobs = self.job, self.job._replace(single=True), self.job.checking
+        return max(job.window(self.settings) for job in jobs)
+
+    def misfit(self, nbytes: int) -> str | None:
+        """Return why it cannot run on files of `nbytes`, or None: two transfers under way must never have
+        the same place, or no one could say what the file holds."""
+        return None if nbytes >= 2 * self.window else f"it takes {format_size(2 * self.window)}"
+
+
+# ---- what is measured ----
 
 
 def settings_of(request: Request) -> list[Settings]:
@@ -76,48 +103,35 @@ def settings_of(request: Request) -> list[Settings]:
     Raises:
         ConfigError: no ring takes such a block or depth.
     """
-    full = request.mode == "full"
-    backends = request.backends
-    if not backends and full:
-        found = [available_backends(directory) for directory in request.directories]
-        backends = tuple(name for name in BACKENDS if all(each[name] == "ok" for each in found))
-    blocks = request.blocks or (_SWEEP["block"] if full else (BLOCK_BYTES,))
-    depths = request.depths or (_SWEEP["depth"] if full else (QUEUE_DEPTH,))
     settings: list[Settings] = []
-    for backend, block, depth in itertools.product(backends or ("auto",), blocks, depths):
-        if block % ALIGNMENT or not 0 < block <= GiB or not 0 < depth <= 4096:
+    for backend, block, depth in itertools.product(
+        request.backends or ("auto",), request.blocks or (BLOCK_BYTES,), request.depths or (QUEUE_DEPTH,)
+    ):
+        if block % ALIGNMENT or not 0 < block <= MOST_BLOCK_BYTES or not 0 < depth <= MOST_QUEUE_DEPTH:
             raise ConfigError(
                 "a ring cannot be opened with these sizes",
-                expected="blocks of a multiple of 4096 bytes up to 1 GiB, a depth from 1 to 4096",
+                expected=f"blocks of a multiple of {ALIGNMENT} bytes up to {format_size(MOST_BLOCK_BYTES)}, "
+                f"a depth from 1 to {MOST_QUEUE_DEPTH}",
                 found=f"block {block}, depth {depth}",
                 cure="--block 1MiB --depth 32",
             )
-        swept = request.threads or (_SWEEP["threads"] if full and backend == "threads" else (4,))
-        for threads in swept if backend in ("threads", "auto") else swept[:1]:
-            settings.append(Settings(backend, block, depth, threads))
+        threads = request.threads or (4,)
+        for count in threads if backend in ("threads", "auto") else threads[:1]:
+            settings.append(Settings(backend, block, depth, count))
     return settings
 
 
 def cases_of(request: Request, settings: Sequence[Settings]) -> list[Case]:
     """Return the cases in the order in which they are measured: reads before anything is rewritten."""
     every = tuple(range(len(request.directories)))
-    if request.sustained is not None:
-        return [Case(Job((request.patterns or ("write",))[0]), settings[0], every)]
     groups: list[tuple[int, ...]] = [(index,) for index in every]
-    if request.mode == "full":
-        groups += [every[:count] for count in range(2, len(every))]
     if len(every) > 1:
         groups.append(every)
-    orders = request.orders or (ORDERS if request.mode != "quick" else ORDERS[:1])
     cases = []
-    for group, each in itertools.product(groups, settings):
-        for pattern, order in itertools.product(request.patterns or PATTERNS, orders):
-            job = Job(pattern, order == "scattered")
-            if pattern == "mixed" and job.scattered and not request.orders and request.mode != "full":
-                continue  # the update has sequential chunks
-            cases.append(Case(job, each, group))
-            if pattern == "mixed" and request.adam and not job.scattered:
-                cases.append(Case(job, each, group, adam=True))
+    for group, each, pattern in itertools.product(groups, settings, request.patterns or PATTERNS):
+        cases.append(Case(Job(pattern), each, group))
+        if pattern == "mixed" and request.adam:
+            cases.append(Case(Job(pattern), each, group, adam=True))
     return cases
 
 
@@ -143,9 +157,7 @@ def choose_size(request: Request, cases: Sequence[Case]) -> int:
         cure = "free space there, or name a directory on another disk"
         check_space(directory, _LEAST * sharing, "the smallest file: its disk is full", cure)
     usable = min(usable_bytes(directory)[0] // sharing for directory, sharing in rooms.items())
-    if request.sustained is not None:
-        return max(_LEAST, min(usable // 2, 64 * GiB) // MiB * MiB)
-    wanted = max(_SIZES[request.mode], *(ceil_to(2 * case.window, MiB) for case in cases), 0)
+    wanted = max(request.usual_size, *(ceil_to(2 * case.window, MiB) for case in cases), 0)
     return max(_LEAST, min(wanted, usable) // MiB * MiB)
 
 
@@ -193,6 +205,9 @@ def facts_of(directory: str) -> dict[str, Any]:
     }
 
 
+# ---- measuring ----
+
+
 def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return everything as JSON has it. Rates in bytes per second, times in seconds."""
     for directory in request.directories:
@@ -205,92 +220,215 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
     fio = find_fio() if request.fio else None
-    if request.fio and fio is None and request.sustained is None:
+    if request.fio and fio is None:
         warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
     result: dict[str, Any] = {
-        **{"benchmark": "io", "infinity": __version__, "mode": request.mode, "directories": places},
+        **{"benchmark": "io", "infinity": __version__, "directories": places},
         **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
-        **dict.fromkeys(("fill_bytes_per_second", "adam_alone_parameters_per_second", "sustained")),
-        **{"cache": [], "cases": [], "warnings": warnings},
+        **{"fill_bytes_per_second": [], "adam_alone_parameters_per_second": None},
+        **{"cache": [], "cases": []},
     }
+    first, job = cases[0].settings, cases[0].job
     grain = min(case.settings.block_bytes for case in cases)
     window = max(case.window for case in cases)
     with contextlib.ExitStack() as stack:
         paths = request.directories
         loads = [stack.enter_context(Load(path, nbytes, grain=grain, window=window)) for path in paths]
-        if request.sustained is None:
-            _measure_cases(request, cases, loads, result, tell)
-        else:
-            job, settings, *_ = cases[0]
-            pairs = [(load, stack.enter_context(load.ring(settings))) for load in loads]
-            tell(f"{job.pattern}s for {request.sustained:g} s on files of {format_size(nbytes)}")
-            result["sustained"] = sustained(pairs, settings, job, request.sustained)
-            for load, ring in pairs:
-                load.verify(ring, settings, job, 256 * MiB)
+        for load in loads:
+            tell(f"writes {format_size(nbytes)} to {load.directory}")
+            result["fill_bytes_per_second"].append(load.fill(first, job.chunk))
+            with load.ring(first) as ring:
+                twice = read_twice(load, ring, first, job)
+            warnings += cache_warning(twice, load.directory)
+            result["cache"].append({"path": load.directory, **(twice or {})})
+        work = AdamWork(_ADAM) if any(case.adam for case in cases) else None
+        if work is not None:
+            result["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
+            result["adam_threads"] = cpu_adam.threads()
+        for number, case in enumerate(cases, 1):
+            what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}"
+            tell(f"[{number}/{len(cases)}] {what}, {case.settings.backend} {sizes(case.settings)}")
+            measured, said = measure_case(case, loads, request, work)
+            result["cases"].append(measured)
+            warnings += said
         result["verified_bytes"] = sum(load.verified for load in loads)
     return {**result, "warnings": list(dict.fromkeys(warnings))}
 
 
-def _measure_cases(
-    request: Request, cases: list[Case], loads: list[Load], found: dict[str, Any], tell: Callable[[str], None]
-) -> None:
-    first, job, work = cases[0].settings, cases[0].job, None
-    found["fill_bytes_per_second"] = []
-    for load in loads:
-        tell(f"writes {format_size(load.nbytes)} to {load.directory}")
-        found["fill_bytes_per_second"].append(load.fill(first, job.chunk))
-        with load.ring(first) as ring:
-            twice = read_twice(load, ring, first, job)
-        found["warnings"] += cache_warning(twice, load.directory)
-        found["cache"].append({"path": load.directory, **(twice or {})})
-    if any(case.adam for case in cases):
-        work = AdamWork(_ADAM)
-        found["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
-        found["adam_threads"] = cpu_adam.threads()
-    for number, case in enumerate(cases, 1):
-        what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}, {case.job.order}"
-        tell(f"[{number}/{len(cases)}] {what}, {case.settings.backend} {sizes(case.settings)}")
-        # Scattered, fio costs time and says little; --order scattered asks for it.
-        fio = request.fio and (not case.job.scattered or bool(request.orders) or request.mode == "full")
-        measured, said = measure_case(case, loads, request.seconds, request.repeats, fio=fio, work=work)
-        found["cases"].append(measured)
-        found["warnings"] += said
+def measure_case(
+    case: Case, loads: Sequence[Load], request: Request, work: AdamWork | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the figures of a case as JSON has them, and warnings.
+
+    Where there is one directory it is compared with fio, which runs as long as all passes together: "one
+    file" is what fio is good at. `work` is what Adam updates beside the I/O, for cases that ask for it.
+    """
+    chosen = [loads[index] for index in case.directories]
+    job, settings, seconds = case.job, case.settings, request.seconds
+    fio, said = None, list[str]()
+    if request.fio and find_fio() is not None and len(chosen) == 1 and not case.adam:
+        fio, said = best_of_fio(chosen[0], settings, job, seconds * request.repeats)
+    verified = sum(load.verified for load in chosen)
+    with contextlib.ExitStack() as stack:
+        pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
+        rings = [ring for _, ring in pairs]
+        adam = stack.enter_context(work.beside()) if case.adam and work is not None else None
+        run_pass(pairs, settings, job, min(0.2, seconds))
+        tallies = [run_pass(pairs, settings, job, seconds) for _ in range(request.repeats)]
+        histogram = np.sum([ring.stats().submit_histogram for ring in rings], axis=0).tolist()
+        latencies = run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds)).latencies
+        updated = None if adam is None else adam()
+        most = max(ring.stats().submit_max_seconds for ring in rings)
+        for load, ring in pairs:
+            load.verify(ring, settings, job, _SAMPLE // len(pairs))
+        backends = sorted({ring.backend for ring in rings})
+        reasons = sorted({ring.reason for ring in rings})
+    rates = [tally.rate for tally in tallies]
+    middle, moved = statistics.median(rates), sum(t.read + t.written for t in tallies)
+    p50, p99, p999 = np.percentile(latencies, [50, 99, 99.9]).tolist()
+    result = {
+        **{"pattern": job.pattern, "adam_beside": case.adam},
+        "directories": [load.directory for load in chosen],
+        **settings._asdict(),
+        "backend": "+".join(backends),
+        "backend_reason": "; ".join(reasons),
+        "bytes_per_second": middle,
+        "spread": spread(rates),
+        "repeats": rates,
+        "bytes_moved": moved,
+        "latency_seconds": {
+            **{"p50": p50, "p99": p99, "p99.9": p999},
+            **{"max": max(latencies), "blocks": len(latencies)},
+        },
+        "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9),
+        "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
+        "verified_bytes": sum(load.verified for load in chosen) - verified,
+        "adam_parameters_per_second": updated,
+        "fio": None if fio is None else {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second},
+    }
+    return result, said
+
+
+def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str, Any] | None:
+    """Read regions all over the file for the first time, and again at once.
+
+    Returns:
+        bytes per second of first and second readings (medians) and the median of their ratios, or
+        None if the file is too small.
+    """
+    transfer = job.checking.transfer(settings)
+    region = max(transfer, min(_REGION, load.mapping.nbytes) // transfer * transfer)
+    count = min(_REGIONS, load.nbytes // region)
+    if count < 3:
+        return None
+    rates = np.zeros((count, 2))
+    for number, turn in np.ndindex(*rates.shape):
+        offset = load.nbytes // count * number // transfer * transfer
+        start = time.perf_counter()
+        load.read(ring, range(offset, offset + region, transfer), transfer)
+        rates[number, turn] = region / (time.perf_counter() - start)
+    first, again = rates[1:].T  # the first region warms up
+    found = {"first_bytes_per_second": first, "again_bytes_per_second": again, "ratio": again / first}
+    return {name: float(np.median(values)) for name, values in found.items()}
+
+
+def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
+    """Return what to say about `read_twice`'s answer, if anything."""
+    if found is None or found["ratio"] <= _FASTER:
+        return []
+    return [
+        f"{directory}: what was read before comes back {found['ratio'] - 1:.0%} faster: a cache answers "
+        "instead of the drive. Reads of a file larger than that cache (--size) will be slower than shown here"
+    ]
+
+
+# ---- the command ----
 
 
 @click.command("io")
 @directories_argument()
-@click.option("--quick", "mode", flag_value="quick", help="About five seconds: no fio, no scattered.")
-@click.option("--full", "mode", flag_value="full", help="Every backend, block, depth: minutes.")
-@click.option("--size", help="Of the file in each directory. Default: 1GiB (quick 256MiB, full 4GiB).")
+@click.option("--quick", is_flag=True, help="About five seconds, without fio.")
+@click.option("--size", help="Of the file in each directory. Default: 1GiB (quick: 256MiB).")
 @numbers_option("--block", "blocks", "Block sizes, such as 256KiB,1MiB. Default: the engine's.", size=True)
 @numbers_option("--depth", "depths", "Queue depths, such as 8,32. Default: the engine's.")
 @numbers_option("--threads", "threads", "Numbers of threads of the backend threads.")
 @words_option("--backend", "backends", ("auto", *BACKENDS), "auto, libaio, syscall, uring, threads.")
 @words_option("--pattern", "patterns", PATTERNS, "read, write, mixed. Default: all.")
-@words_option("--order", "orders", ORDERS, "sequential, scattered. Default: both.")
 @click.option("--seconds", type=click.FloatRange(0.01, 3600), help="Of one pass.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
-@click.option("--sustained", type=click.FloatRange(0.5, 86400), metavar="SECONDS", help=_SUSTAINED)
 @json_option
-@click.option("--plot", "plot_file", help="Draw the result into this file (.png, .svg, .pdf).")
-def io_command(
-    mode: str | None, size: str | None, as_json: bool, plot_file: str | None, **given: Any
-) -> None:
+@removed_options(
+    "--full",
+    expected="the sizes and backends to be measured; `infinity tune DIR` finds those that suit a drive",
+    cure="--block 256KiB,1MiB,4MiB --depth 8,32,128 --backend libaio,uring,threads",
+)
+@removed_options(
+    *("--order", "--sustained", "--plot"),
+    expected="what the engine does with a drive, in a table or --json; fio measures a drive in other ways",
+    cure="leave it out; fio has --rw=randread, and --time_based --write_bw_log for bandwidth over time",
+)
+def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
     Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
-    figure is the median of several passes; "spread" is the distance of the extremes over it. fio runs
-    once, as long as these passes together. Data that is read back is compared.
+    figure is the median of several passes; "spread" is the distance of the extremes over it. Each of fio's
+    engines runs as long as these passes together, and the fastest counts. Data that is read back is compared.
     """
-    check_plot(plot_file)
-    mode = mode or "default"
     told = {name: value for name, value in given.items() if value is not None}
-    nbytes = None if size is None else parse_size(size, "--size")
-    request = Request(mode=mode, size=nbytes, **{**_MODES[mode], **told})
+    if size is not None:
+        told["size"] = parse_size(size, "--size")
+    request = Request(**{**(_QUICK if quick else {}), **told})
     with status_line(quiet=as_json) as tell:
         result = measure(request, tell)
-    if plot_file is not None:
-        plot(result, plot_file)
     finish(result, show, as_json=as_json)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the result for a person."""
+    console, cases = wide_console(), result["cases"]
+    for place in result["directories"]:
+        parts = (place["path"], place["filesystem"], place["drive"], "" if place["direct"] else "no O_DIRECT")
+        console.print(", ".join(part for part in parts if part), markup=False)
+    peers = any(case["fio"] for case in cases)
+    several = len({tuple(case["directories"]) for case in cases}) > 1
+    hows = [_how(case, name=several) for case in cases]
+    same = len(set(hows)) == 1
+    names = ["what", *([] if same else ["how"]), "GB/s", "spread", "ms: p50, p99, p99.9", "CPU s/GB"]
+    names += ["fio GB/s", "of fio", "fio CPU s/GB"] if peers else []
+    table = table_of(*names, title=hows[0] if same else None, left=1 if same else 2)
+    for case, how in zip(cases, hows, strict=True):
+        row = [f"{case['pattern']}{' + Adam' if case['adam_beside'] else ''}", *([] if same else [how])]
+        row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
+        row.append("  ".join(f"{case['latency_seconds'][p] * 1e3:.2f}" for p in ("p50", "p99", "p99.9")))
+        row.append(f"{case['cpu_seconds_per_gb']:.3f}")
+        if (fio := case["fio"]) is not None:
+            row.append(f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}")
+            row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
+        table.add_row(*row)
+    console.print(table)
+    # A submission that blocks holds up everything behind it.
+    columns = zip(*(case["submit"]["less_than_2_to_the_i_microseconds"] for case in cases), strict=True)
+    seen = list(itertools.accumulate(sum(column) for column in columns))
+    if seen[-1]:
+        power = next(power for power, count in enumerate(seen) if count >= 0.99 * seen[-1])
+        longest = max(case["submit"]["max_seconds"] for case in cases)
+        text = f"99 % of {seen[-1]:,} submissions took less than {1 << power:,} µs"
+        console.print(f"{text}, the longest {longest * 1e3:.2f} ms.")
+    if rates := [rate / 1e6 for case in cases if (rate := case["adam_parameters_per_second"])]:
+        between = " to ".join(f"{rate:,.0f}" for rate in sorted({min(rates), max(rates)}))
+        alone = result["adam_alone_parameters_per_second"] / 1e6
+        console.print(f"CPU Adam updated {between} Mparam/s beside the I/O, {alone:,.0f} alone.")
+    if result["verified_bytes"]:
+        console.print(f"{format_size(result['verified_bytes'])} were read back and are what was written.")
+    show_warnings(console, result["warnings"])
+
+
+def _how(case: Mapping[str, Any], *, name: bool) -> str:
+    """Return at which settings a case was measured; `name`: and in which directory."""
+    threads = f" ({case['threads']} threads)" if case["backend"] == "threads" else ""
+    where = f", {len(case['directories'])} directories" if len(case["directories"]) > 1 else ""
+    if name and not where:
+        where = f", {case['directories'][0]}"
+    return f"{case['backend']} {format_size(case['block_bytes'])} × {case['queue_depth']}{threads}{where}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ class FioResult(NamedTuple):
     """What fio reports; latencies from submission."""
 
     engine: str
+    huge_pages: bool
     bytes_per_second: float
     cpu_seconds_per_gb: float
     latency_seconds: dict[str, float]
@@ -55,7 +57,7 @@ def run_fio(
         *("fio", "--name=bench", f"--filename={load.name}", "--allow_file_create=0"),
         *(f"--direct={int(load.file.direct)}", f"--ioengine={engine}", f"--iodepth={settings.queue_depth}"),
         f"--bs={settings.block_bytes}",
-        f"--rw={'rand' if job.scattered else ''}{_MODES[job.pattern]}",
+        f"--rw={_MODES[job.pattern]}",
         f"--size={load.nbytes // settings.block_bytes * settings.block_bytes}",
         f"--runtime={max(1, round(seconds * 1000))}ms",
         *("--time_based", "--thread", "--norandommap", "--randrepeat=0"),
@@ -90,15 +92,16 @@ def run_fio(
         for name, value in way.get("clat_ns", {}).get("percentile", {}).items():
             key = f"p{float(name):g}"
             tails[key] = max(tails.get(key, 0.0), float(value) * 1e-9)
-    return FioResult(engine, moved / took, busy / (moved / 1e9), tails)
+    return FioResult(engine, huge, moved / took, busy / (moved / 1e9), tails)
 
 
 def best_of_fio(
-    load: Load, settings: Settings, job: Job, seconds: float, *, huge: bool
+    load: Load, settings: Settings, job: Job, seconds: float
 ) -> tuple[FioResult | None, list[str]]:
-    """Run fio with each of its engines; return what the faster one reports, and why one could not run."""
+    """Run fio with each of its engines, as it comes and with huge pages; return what the fastest reports, and
+    why one could not run."""
     results, warnings = [], []
-    for engine in ENGINES:
+    for engine, huge in itertools.product(ENGINES, (False, True)):
         try:
             results.append(run_fio(load, settings, job, seconds, engine=engine, huge=huge))
         except FioFailed as error:

@@ -39,7 +39,6 @@ from .adam import check_memory
 
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
 PATTERNS: Final = ("read", "write", "mixed")
-ORDERS: Final = ("sequential", "scattered")
 _quarantine: list[HostMapping] = []  # memory that the kernel may still touch
 
 
@@ -53,18 +52,12 @@ class Settings(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a pass does. `single`: a ticket per block, for latencies; else, in order, tickets of about
-    `chunk` bytes, as the engine has them."""
+    """What a pass does, in order. `single`: a ticket per block, for latencies; else tickets of about `chunk`
+    bytes, as the engine has them."""
 
     pattern: str
-    scattered: bool = False
     single: bool = False
     chunk: int = TRANSFER
-
-    @property
-    def order(self) -> str:
-        """One of `ORDERS`."""
-        return ORDERS[self.scattered]
 
     @property
     def checking(self) -> Job:
@@ -74,11 +67,11 @@ class Job(NamedTuple):
     def transfer(self, settings: Settings) -> int:
         """Return bytes of one ticket."""
         block = settings.block_bytes
-        return block if self.scattered or self.single else ceil_to(self.chunk, block)
+        return block if self.single else ceil_to(self.chunk, block)
 
     def tickets(self, settings: Settings) -> int:
         """Return how many tickets are under way at once: enough that the kernel's queue stays full."""
-        if self.scattered or self.single:
+        if self.single:
             return 2 * settings.queue_depth
         full = -(-settings.queue_depth * settings.block_bytes // self.transfer(settings))
         return ceil_to(full + 2, 2)  # even: in a mixed pass every other buffer is read into
@@ -97,7 +90,6 @@ class Tally:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)  #: seconds per ticket
-    timeline: list[tuple[float, int]] = field(default_factory=list)  #: (perf_counter, bytes) per ticket
 
     @property
     def rate(self) -> float:
@@ -222,15 +214,10 @@ class Load(contextlib.AbstractContextManager["Load"]):
         the other, as the optimizer reads the slot in use and writes the other; it changes sides each time."""
         self._swap ^= 1
         parts = 2 if job.pattern == "mixed" else 1
-        count = self.nbytes // parts // transfer
+        count, start = self.nbytes // parts // transfer, self._cursor // transfer
 
         def around(part: int) -> Iterator[int]:
-            places = np.arange(count)
-            if job.scattered:
-                np.random.default_rng().shuffle(places)
-            else:
-                places = np.roll(places, -(self._cursor // transfer % count))
-            return itertools.cycle(((part * count + places) * transfer).tolist())
+            return ((part * count + (start + turn) % count) * transfer for turn in itertools.count())
 
         return around(self._swap % parts), around((1 - self._swap) % parts)
 
@@ -255,7 +242,6 @@ class Load(contextlib.AbstractContextManager["Load"]):
                 tally.read += transfer
                 placed[slot] = ticket.offset
             tally.latencies.append(ticket.seconds[1])
-            tally.timeline.append((clock(), transfer))
 
         most = limit // transfer if limit is not None else 1 << 62
         while number < most and (clock() < until or number < 2) and not stop.is_set():
@@ -278,8 +264,7 @@ class Load(contextlib.AbstractContextManager["Load"]):
         while pending:
             finish()
         tally.seconds, tally.cpu_seconds = clock() - start, time.thread_time() - begin_cpu
-        if not job.scattered:
-            self._cursor = offset + transfer if job.pattern != "mixed" else offset % (self.nbytes // 2)
+        self._cursor = offset + transfer if job.pattern != "mixed" else offset % (self.nbytes // 2)
         for slot, where in placed.items():
             self._compare(slot * transfer, where, transfer)
         return tally
@@ -360,5 +345,4 @@ def run_pass(
         seconds=max(t.seconds for t in tallies),
         cpu_seconds=cpu_seconds + sum(t.cpu_seconds for t in tallies),
         latencies=[seconds for t in tallies for seconds in t.latencies],
-        timeline=sorted((at - start, nbytes) for t in tallies for at, nbytes in t.timeline),
     )

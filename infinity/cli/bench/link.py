@@ -18,7 +18,7 @@ from typing import Any, Final
 import click
 import torch
 
-from infinity.cli.console import finish, show_warnings, table_of, wide_console
+from infinity.cli.console import finish, gigabytes, show_warnings, table_of, wide_console
 from infinity.cli.options import json_option
 from infinity.core.errors import ConfigError, InfinityError, StorageError
 from infinity.core.sizes import GiB, MiB, format_size, parse_size
@@ -152,7 +152,7 @@ def show(result: Mapping[str, Any]) -> None:
     title = f"{result['device']}, copies of {format_size(result['bytes'])}{node}"
     table = table_of("host memory", "direction", "GB/s", "spread", title=title, left=2)
     for row in result["rows"]:
-        rate = f"{row['bytes_per_second'] / 1e9:.2f}"
+        rate = gigabytes(row["bytes_per_second"])
         table.add_row(row["kind"], row["direction"], rate, f"{row['spread']:.0%}")
     console = wide_console()
     console.print(table)

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import click
 import torch
 
 from infinity.api.this_machine import check_directory
-from infinity.cli.console import check_outputs, finish, gigabytes, status_line, table_of, wide_console
+from infinity.cli.console import finish, gigabytes, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
+from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
 from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
 from infinity.core.errors import InfinityError
@@ -33,7 +32,6 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
-from infinity.storage.step_log import finite
 
 from .adam import AdamWork, as_before, check_memory, rate
 from .io_load import Job, Load, Settings, check_space, run_pass, usable_bytes
@@ -54,6 +52,7 @@ _PROBE: Final = (GiB, 128 * MiB)
 _SECONDS: Final = 0.75
 _ADAM: Final = 16 * MiB  # larger than caches
 _MIXED: Final = Job("mixed")
+_SHAPE: Final = ("layers", "width", "heads", "vocab")
 
 
 # ---- what bounds are made of ----
@@ -237,7 +236,7 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                     group["errors"][update] = {"error": str(error)}
                 else:
                     group["table"][update], group["samples"][update] = row, samples
-    shape = {name: getattr(request.shape, name) for name in ("layers", "width", "heads", "vocab", "context")}
+    shape = {name: getattr(request.shape, name) for name in (*_SHAPE, "context")}
     told = ("tokens", "batch", "dtype", "device", "steps", "threads")
     return {
         "benchmark": "step",
@@ -306,11 +305,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 @click.command("step")
-@click.option("--preset", default="30m", show_default=True, help="Size of the built-in GPT, as in `train`.")
-@click.option("--layers", type=int, help="Blocks, instead of the preset's.")
-@click.option("--width", type=int, help="Width of the stream.")
-@click.option("--heads", type=int, help="Attention heads.")
-@click.option("--vocab", type=int, help="Size of the vocabulary.")
+@setting_options([o for o in OPTIONS if o.section == "model" and o.name in ("preset", *_SHAPE)])
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="In a sequence.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
@@ -324,22 +319,21 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="In one go.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of torch and of the CPU's Adam.")
-@click.option("--output", metavar="FILE", help="A JSON file with every sample.")
 @json_option
+@removed_options("--output", expected="--json, which has every sample", cure="--json > FILE")
 @removed_options(
     *("--rounds", "--burst"),
     expected="--steps N, which are measured in one go; benchmarks/whole_step.py has races in rounds",
     cure="--steps 8",
 )
-def step_command(
-    preset: str, device: str | None, directory: str, output: str | None, as_json: bool, **given: Any
-) -> int:
+def step_command(device: str | None, directory: str, as_json: bool, **given: Any) -> int:
     """Measure whole steps for all placements and update modes, each beside its bound.
 
     Some minutes with the default size. Needs an otherwise idle machine; what it writes to DIR is gone
     afterwards. Exit code 1 when a case failed.
     """
-    dimensions = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
+    preset = given.pop("preset") or ModelSettings.preset
+    dimensions = {name: given.pop(name) for name in _SHAPE}
     shape = shape_from(preset, **dimensions, context=max(shape_from(preset).context, given["tokens"]))
     opened = open_device(device)
     opened.close()
@@ -349,10 +343,7 @@ def step_command(
         device=str(opened.torch_device),
         **{name: value for name, value in given.items() if value not in (None, ())},
     )
-    check_outputs([("--output", output, lambda head: head.startswith(b'{\n "benchmark": "step"'))])
     with status_line(quiet=as_json) as tell:
-        result = finite(measure(request, tell))
-    if output is not None:
-        Path(output).expanduser().write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = measure(request, tell)
     errors = [group["errors"] for group in result["placements"].values()]
     return finish(result, show, as_json=as_json, failed=any(errors))
