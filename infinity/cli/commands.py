@@ -15,7 +15,7 @@ import click
 from infinity.core.errors import ConfigError
 
 from .ending import close_on_signals
-from .options import FIGURE, device_option, directories_argument, is_figure, json_option
+from .options import FIGURE, device_option, directories_argument, is_figure, json_option, removed_options
 from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 
 #: TB that a drive is rated for where nobody says.
@@ -27,6 +27,11 @@ _BANDWIDTHS: Final = ("nvme_read", "nvme_write", "link", "dram", "tflops", "netw
 _GENERATES: Final = (
     *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "prefetch_memory", "units"),
     *("chunk_elements", "block_bytes", "queue_depth", "aio_backend", "io_deadline"),
+)
+_removed_options: Final = removed_options(
+    *("--mlp", "--positions"),
+    expected="a model of transformers: those of presets have SwiGLU and rotary positions",
+    cure="leave it out; or --init-from a directory with another model",
 )
 
 
@@ -50,12 +55,13 @@ def _imported(name: str) -> Any:
 @click.command("train", cls=RunCommand)
 @run_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; the rest on stderr.")
+@_removed_options
 def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
-    """Train the built-in GPT, or a Hugging Face model, on text.
+    """Train a language model of transformers on text: a preset, or one from a directory.
 
-    Without arguments: 30 million parameters on the sources of Python's standard library. On several ranks:
-    `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`; --batch is each rank's
-    then, and losses and figures of steps are those of all. What was trained is
+    Without arguments: a Llama of 30 million parameters on the sources of Python's standard library.
+    On several ranks: `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`;
+    --batch is each rank's then, and losses and figures of steps are those of all. What was trained is
     saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
     after the step under way; a second SIGTERM, like Ctrl-C, ends at once; SIGUSR1 saves, and the run goes on.
     Exit code 1 when it was trained but the log, the trace, what it prints or a checkpoint, on the way or at
@@ -102,6 +108,7 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @_figure_option("--tflops", help="TFLOP/s that the device reaches.")
 @_figure_option("--network", help="GB/s that a rank can send to others.")
 @json_option
+@_removed_options
 def plan_command(
     config_file: str | None,
     machine_file: str | None,
@@ -206,9 +213,6 @@ def export_command(**given: Any) -> Any:
 
     CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
     so any machine with room on its drive can do it. A DIR with something in it is refused.
-
-    The built-in GPT of `infinity train` is none of transformers: --init-from does not take its files, which
-    are for an `infinity.cli.model.GPT` of the same shape. `infinity generate CHECKPOINT` writes with it.
     """
     return _imported("infinity.cli.export").export_command(**given)
 

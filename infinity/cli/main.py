@@ -26,7 +26,7 @@ from .streams import let_go_of_streams
 
 #: verb → (module, command in it, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
-    "train": ("infinity.cli.commands", "train_command", "Train a GPT or a Hugging Face model on text."),
+    "train": ("infinity.cli.commands", "train_command", "Train a model of transformers on text."),
     "generate": ("infinity.cli.commands", "generate_command", "Write text, by a model of any size."),
     "plan": ("infinity.cli.commands", "plan_command", "Say what a run would take, building nothing."),
     "bench": (
