@@ -7,7 +7,6 @@ the real model's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -37,88 +36,66 @@ def _inner(width: int) -> int:
 
 
 def _model(
-    kind: str, layers: int, width: int, heads: int, inner: int, vocab: int, context: int, **more: Any
+    kind: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kept: int,
+    inner: int,
+    vocab: int,
+    context: int,
+    theta: float = 1e4,
 ) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": inner,
-        "vocab_size": vocab,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-6 if kind == "qwen2" else 1e-5,
-        "tie_word_embeddings": False,
-        **more,
-    }
+    sizes = (layers, width, heads, vocab, context, False, kept, inner)
+    eps = 1e-6 if kind == "qwen2" else 1e-5
+    named = dict(zip(KEYS.values(), sizes, strict=False))
+    return {"model_type": kind, **named, "rope_theta": theta, "rms_norm_eps": eps}
 
 
-def _published(
-    kind: str, sizes: tuple[int, ...], heads: tuple[int, int], context: int, theta: float, **more: Any
-) -> dict[str, Any]:
-    layers, width, inner, vocab = sizes
-    more = {"num_key_value_heads": heads[1], "rope_theta": theta, **more}
-    return _model(kind, layers, width, heads[0], inner, vocab, context, **more)
-
-
+#: Vocabulary, context and base of the rotation.
+_LLAMA_3: Final = (128_256, 131_072, 5e5)
 _TIED: Final = {"tie_word_embeddings": True}
+_EXPERTS: Final = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def _scaling(factor: float) -> dict[str, Any]:
-    frequencies = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    original = {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
-    return {"rope_scaling": {"factor": factor, **frequencies, **original}}
-
-
-def _llama_2(sizes: tuple[int, ...], heads: tuple[int, int]) -> dict[str, Any]:
-    return _published("llama", (*sizes, 32_000), heads, 4096, 1e4)
-
-
-def _llama_3(sizes: tuple[int, ...], heads: tuple[int, int], factor: float, **more: Any) -> dict[str, Any]:
-    return _published("llama", (*sizes, 128_256), heads, 131_072, 5e5, **_scaling(factor), **more)
-
-
-def _qwen(sizes: tuple[int, ...], heads: tuple[int, int], context: int = 131_072, **more: Any) -> Any:
-    return _published("qwen2", sizes, heads, context, 1e6, **more)
+def _scaled(factor: float) -> dict[str, Any]:
+    frequencies = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **frequencies}}
 
 
 #: What the name says in parameters with a vocabulary of 256 bytes; and published models, as they are.
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     **{
-        name: _model("llama", layers, width, heads, _inner(width), 256, 1024)
-        for name, (layers, width, heads) in {
-            "10m": (6, 384, 6),
-            "30m": (10, 512, 8),
-            "125m": (18, 768, 12),
-            "350m": (28, 1024, 16),
-            "760m": (27, 1536, 16),
-            "1.5b": (48, 1600, 25),
-            "2.7b": (34, 2560, 32),
-            "6.7b": (33, 4096, 32),
-            "13b": (41, 5120, 40),
-        }.items()
+        name: _model("llama", layers, width, heads, heads, _inner(width), 256, 1024)
+        for name, layers, width, heads in (
+            ("10m", 6, 384, 6),
+            ("30m", 10, 512, 8),
+            ("125m", 18, 768, 12),
+            ("350m", 28, 1024, 16),
+            ("760m", 27, 1536, 16),
+            ("1.5b", 48, 1600, 25),
+            ("2.7b", 34, 2560, 32),
+            ("6.7b", 33, 4096, 32),
+            ("13b", 41, 5120, 40),
+        )
     },
-    "llama-2-7b": _llama_2((32, 4096, 11008), (32, 32)),
-    "llama-2-13b": _llama_2((40, 5120, 13824), (40, 40)),
-    "llama-2-70b": _llama_2((80, 8192, 28672), (64, 8)),
-    "llama-3.1-8b": _llama_3((32, 4096, 14336), (32, 8), 8.0),
-    "llama-3.1-70b": _llama_3((80, 8192, 28672), (64, 8), 8.0),
-    "llama-3.2-1b": _llama_3((16, 2048, 8192), (32, 8), 32.0, **_TIED),
-    "llama-3.2-3b": _llama_3((28, 3072, 8192), (24, 8), 32.0, **_TIED),
-    "qwen2.5-0.5b": _qwen((24, 896, 4864, 151_936), (14, 2), 32_768, **_TIED),
-    "qwen2.5-1.5b": _qwen((28, 1536, 8960, 151_936), (12, 2), **_TIED),
-    "qwen2.5-3b": _qwen((36, 2048, 11008, 151_936), (16, 2), 32_768, **_TIED),
-    "qwen2.5-7b": _qwen((28, 3584, 18944, 152_064), (28, 4)),
-    "qwen2.5-14b": _qwen((48, 5120, 13824, 152_064), (40, 8)),
-    "qwen2.5-32b": _qwen((64, 5120, 27648, 152_064), (40, 8)),
-    "qwen2.5-72b": _qwen((80, 8192, 29568, 152_064), (64, 8)),
-    # Version 0.2: without a sliding window.
-    "mistral-7b": _published("mistral", (32, 4096, 14336, 32_000), (32, 8), 32_768, 1e6, sliding_window=None),
-    "mixtral-8x7b": _published(
-        *("mixtral", (32, 4096, 14336, 32_000), (32, 8), 32_768, 1e6),
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "llama-2-7b": _model("llama", 32, 4096, 32, 32, 11008, 32_000, 4096),
+    "llama-2-13b": _model("llama", 40, 5120, 40, 40, 13824, 32_000, 4096),
+    "llama-2-70b": _model("llama", 80, 8192, 64, 8, 28672, 32_000, 4096),
+    "llama-3.1-8b": _model("llama", 32, 4096, 32, 8, 14336, *_LLAMA_3) | _scaled(8.0),
+    "llama-3.1-70b": _model("llama", 80, 8192, 64, 8, 28672, *_LLAMA_3) | _scaled(8.0),
+    "llama-3.2-1b": _model("llama", 16, 2048, 32, 8, 8192, *_LLAMA_3) | _scaled(32.0) | _TIED,
+    "llama-3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, *_LLAMA_3) | _scaled(32.0) | _TIED,
+    "qwen2.5-0.5b": _model("qwen2", 24, 896, 14, 2, 4864, 151_936, 32_768, 1e6) | _TIED,
+    "qwen2.5-1.5b": _model("qwen2", 28, 1536, 12, 2, 8960, 151_936, 131_072, 1e6) | _TIED,
+    "qwen2.5-3b": _model("qwen2", 36, 2048, 16, 2, 11008, 151_936, 32_768, 1e6) | _TIED,
+    "qwen2.5-7b": _model("qwen2", 28, 3584, 28, 4, 18944, 152_064, 131_072, 1e6),
+    "qwen2.5-14b": _model("qwen2", 48, 5120, 40, 8, 13824, 152_064, 131_072, 1e6),
+    "qwen2.5-32b": _model("qwen2", 64, 5120, 40, 8, 27648, 152_064, 131_072, 1e6),
+    "qwen2.5-72b": _model("qwen2", 80, 8192, 64, 8, 29568, 152_064, 131_072, 1e6),
+    # Version 0.2, which has no sliding window.
+    "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32_000, 32_768, 1e6) | {"sliding_window": None},
+    "mixtral-8x7b": _model("mixtral", 32, 4096, 32, 8, 14336, 32_000, 32_768, 1e6) | _EXPERTS,
 }
 
 
@@ -151,8 +128,9 @@ def config_from(preset: str, **dimensions: int | bool | None) -> dict[str, Any]:
             )
     if "width" in given:
         given.setdefault("inner", _inner(given["width"]))
+    if "heads" in given and base["num_key_value_heads"] == base["num_attention_heads"]:
+        given.setdefault("kv_heads", given["heads"])
     config = {**base, **{KEYS[name]: value for name, value in given.items()}}
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if config.get("num_local_experts"):
         config["model_type"] = "mixtral"
         config["num_experts_per_tok"] = min(2, config["num_local_experts"])
@@ -161,14 +139,7 @@ def config_from(preset: str, **dimensions: int | bool | None) -> dict[str, Any]:
         del config["num_local_experts"]
         if base["model_type"] == "mixtral":
             config |= {"model_type": "mistral", "sliding_window": None}
-    _check_heads(config)
-    return config
-
-
-def _check_heads(config: Mapping[str, Any]) -> None:
-    width, heads, kept = (
-        config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
+    width, heads, kept = (config[KEYS[name]] for name in ("width", "heads", "kv_heads"))
     if width % (2 * heads):
         raise ConfigError(
             "the model's width does not divide among its heads",
@@ -183,6 +154,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
             found=heads,
             cure=f"--heads {ceil_to(heads, kept)}, or --kv-heads {heads}",
         )
+    return config
 
 
 def units_of(config: Mapping[str, Any]) -> Units:
@@ -223,11 +195,6 @@ def idle_of(config: Mapping[str, Any]) -> int:
     unchosen: int = config.get("num_local_experts", 0) - config.get("num_experts_per_tok", 0)
     expert: int = 3 * config["hidden_size"] * config["intermediate_size"]
     return config["num_hidden_layers"] * unchosen * expert  # type: ignore[no-any-return]
-
-
-def parameters_of(config: Mapping[str, Any]) -> int:
-    """Return the number of parameters of a model, without building it."""
-    return sum(math.prod(s) for _, params in units_of(config) for _, s in params)
 
 
 class Activations(NamedTuple):

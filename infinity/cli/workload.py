@@ -67,7 +67,7 @@ class Workload:
         _check_context(self.context, sequence)
         for token in ("bos", "eos"):
             shape[f"{token}_token_id"] = getattr(self.tokenizer, f"{token}_token_id", None)
-        self.shape = shape
+        self.shape, self._path = shape, given.preset
         layers, width = (shape[KEYS[name]] for name in ("layers", "width"))
         self.attention = layers * width
         kind = shape["model_type"].capitalize()
@@ -112,30 +112,8 @@ class Workload:
         [AutoConfig] = optional("transformers", "hf", "AutoConfig")
         return AutoConfig.for_model(**self.shape)
 
-    @functools.cached_property
-    def structure(self) -> nn.Module:
-        """The model on the meta device, without values."""
-        import torch
-
-        with torch.device("meta"):
-            model: nn.Module = self._drawn()
-        return model
-
-    def _drawn(self) -> Any:
-        from infinity.api.hugging_face import dtype_keyword
-
-        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
-        return AutoModelForCausalLM.from_config(self.hf_config, **{dtype_keyword(): self.own_dtype})
-
-    @property
-    def own_dtype(self) -> torch.dtype:
-        """The dtype of the parameters that `build` makes."""
-        import torch
-
-        return torch.float32
-
-    def load_code(self) -> None:
-        """Import what `build` needs.
+    def load_code(self) -> Any:
+        """Import what `build` needs; return the class of transformers that builds.
 
         Raises:
             DataError: transformers is not installed, or broken.
@@ -145,13 +123,39 @@ class Workload:
             AutoModelForCausalLM._model_mapping[type(self.hf_config)]
         except ImportError as error:
             raise broken("transformers", error) from error
+        return AutoModelForCausalLM
 
-    def _valued(self) -> Any:
-        return self._drawn()
+    @functools.cached_property
+    def structure(self) -> nn.Module:
+        """The model on the meta device, without values."""
+        import torch
+
+        try:
+            with torch.device("meta"):
+                model: nn.Module = self._drawn()
+        except DataError:
+            raise
+        except Exception as error:  # whatever a configuration that is not what it should be makes of it
+            raise _unreadable(self._path, error) from error
+        return model
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype that the configuration names, or fp32."""
+        import torch
+
+        return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
+
+    def _drawn(self) -> Any:
+        from infinity.api.hugging_face import dtype_keyword
+
+        return self.load_code().from_config(self.hf_config, **{dtype_keyword(): self.own_dtype})
+
+    _with_values = _drawn
 
     def build(self, recompute: bool) -> nn.Module:
         """Return the model with its values, ready to be trained."""
-        model = self._valued()
+        model = self._with_values()
         if recompute:
             arguments = {"use_reentrant": False}
             if hasattr(model, "activation_checkpointing_enable"):  # the newer name
@@ -211,16 +215,6 @@ class Pretrained(Workload):
         _check_context(self.context, sequence)
         self.name = f"{self.hf_config.model_type} from {directory}"
 
-    @functools.cached_property
-    def structure(self) -> nn.Module:
-        """See `Workload`."""
-        try:
-            return super().structure
-        except Exception as error:  # whatever a configuration that is not what it should be makes of it
-            if isinstance(error, ImportError):
-                raise broken("transformers", error) from error
-            raise _unreadable(self._path, error) from error
-
     def planned(self, config: Config) -> Model:
         """See `Workload`. Of the structure."""
         return planned_from(self.structure, config)
@@ -229,24 +223,13 @@ class Pretrained(Workload):
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
         return [p.numel() * self.own_dtype.itemsize for p in self.structure.parameters()]
 
-    @property
-    def own_dtype(self) -> torch.dtype:
-        """See `Workload`."""
-        return getattr(self.hf_config.get_text_config(), "dtype", None) or super().own_dtype
-
-    def dtype(self, config: Config) -> str:
-        """See `Workload`."""
-        return dtype_name(config.dtype or self.own_dtype)
-
-    def _valued(self) -> Any:
+    def _with_values(self) -> Any:
         """Only safetensors are read: nothing is ever unpickled."""
         from infinity.api.hugging_face import dtype_keyword
 
-        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
+        told = {"local_files_only": True, "use_safetensors": True, dtype_keyword(): "auto"}
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True, **{dtype_keyword(): "auto"}
-            )
+            return self.load_code().from_pretrained(self._path, **told)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"the weights in {self._path!r} cannot be read",
