@@ -331,7 +331,7 @@ _NO_OPTIONS: Final = (
 #: Of the engine's settings, what commands call or say otherwise.
 _SAID: Final[dict[str, dict[str, str]]] = {
     "units": {"flag": "--unit"},
-    "dtype": {"default": f"{PRESET_DTYPE}; with --init-from the checkpoint's own"},
+    "dtype": {"default": f"of a preset {PRESET_DTYPE}, else that of the files"},
 }
 
 

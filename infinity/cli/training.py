@@ -39,11 +39,10 @@ from .output import anew, changes, check_steps, without_index
 from .progress import Reporter
 from .settings import RunSettings
 from .workload import Workload
-from .writer import Diverged, Writer
+from .writer import Writer
 
 _PROMPT = "def "
 _DESCRIPTORS = 12  # that a save has open at once at most, beside its ring
-_DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
 PROCESS = ("process: device + host + activations", "device, with activations", "process: host")
 
@@ -425,7 +424,7 @@ class Training(Run):
         writer = Writer(self.model, self.workload.tokenizer, self.workload.name)
         ids = writer.encode(prompt) or [int(self.corpus.batch(1, 0, part="train")[0][0, 0])]
         ids = ids[-max(1, self.workload.context - train.sample_tokens) :]
-        count = min(train.sample_tokens, self.workload.context - len(ids))
+        count = max(1, min(train.sample_tokens, self.workload.context - len(ids)))
         self.report.line()
         self.report.line(f"A sample ({count} tokens; each loads the whole model once):")
         decoded, shown = writer.decoder(), [prompt]
@@ -438,9 +437,9 @@ class Training(Run):
         self.model.eval()
         try:
             writer.write([ids], count, temperature=0.8, seed=train.seed, told=told, top_k=50)
-        except Diverged:
-            shown.append(_DIVERGED)
-            self.report.write(_DIVERGED)
+        except DataError as error:  # what was trained is saved
+            shown.append(f" [no more: {error.what}]")
+            self.report.write(shown[-1])
         self.report.line()
         self.model.train()
         return "".join(shown)

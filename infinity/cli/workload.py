@@ -130,13 +130,15 @@ class Workload:
         """The model on the meta device, without values."""
         import torch
 
+        from infinity.api.hugging_face import unreadable
+
         try:
             with torch.device("meta"):
                 model: nn.Module = self._drawn()
         except DataError:
             raise
         except Exception as error:  # whatever a configuration that is not what it should be makes of it
-            raise _unreadable(self._path, error) from error
+            raise unreadable(self._path, error) from error
         return model
 
     @property
@@ -186,19 +188,11 @@ class Pretrained(Workload):
                 found="no config.json" if path.is_dir() else "no directory",
                 cure="check --init-from",
             )
-        names = ("AutoConfig", "AutoModelForCausalLM")
-        AutoConfig, AutoModelForCausalLM = optional("transformers", "hf", *names)
+        from infinity.api.hugging_face import read_config, unreadable
+
         self._path, sequence = str(path), run.train.sequence
-        try:
-            self.hf_config = AutoConfig.from_pretrained(self._path, local_files_only=True)
-            text: Any = self.hf_config.get_text_config()
-            self.shape = _alike(text, sequence)
-            self.vocab, self.context = self.shape[KEYS["vocab"]], self.shape[KEYS["context"]]
-            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
-                of_queries = (KEYS["layers"], KEYS["heads"], "head_dim")
-                self.attention = math.prod(self.shape[key] for key in of_queries)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _unreadable(directory, error) from error
+        self.hf_config = read_config(self._path)
+        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         if type(self.hf_config) not in AutoModelForCausalLM._model_mapping:
             raise DataError(
                 f"the model in {directory!r} is no causal language model of transformers",
@@ -208,6 +202,15 @@ class Pretrained(Workload):
                 cure="name the directory of a causal language model; in Python, `infinity.wrap(model, "
                 "optimizer, config)` trains others, too",
             )
+        try:
+            text: Any = self.hf_config.get_text_config()
+            self.shape = _alike(text, sequence)
+            self.vocab, self.context = self.shape[KEYS["vocab"]], self.shape[KEYS["context"]]
+            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
+                of_queries = (KEYS["layers"], KEYS["heads"], "head_dim")
+                self.attention = math.prod(self.shape[key] for key in of_queries)
+        except (AttributeError, TypeError) as error:
+            raise unreadable(directory, error) from error
         named = run.data.tokenizer
         self.tokenizer = tokenizer_in(self._path) if named is None else tokenizer_of(named)
         if self.tokenizer is None:
@@ -300,15 +303,6 @@ def check_bytes(directory: str, vocab: int) -> None:
             found=f"a vocabulary of {vocab}",
             cure="put the model's tokenizer beside it",
         )
-
-
-def _unreadable(directory: str, error: Exception) -> DataError:
-    return DataError(
-        f"the model in {directory!r} cannot be read",
-        expected="the configuration of a causal language model",
-        found=f"{type(error).__name__}: {error}",
-        cure="check the directory, or update transformers",
-    )
 
 
 def workload_of(run: RunSettings) -> Workload:

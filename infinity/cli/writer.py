@@ -23,10 +23,6 @@ from .workload import check_bytes, tokenizer_in
 Told = Callable[[list[int]], None]
 
 
-class Diverged(DataError):
-    """A model's outputs are no finite numbers."""
-
-
 class Writer:
     """A model of transformers that writes text, by its own `generate`.
 
@@ -114,8 +110,8 @@ class Writer:
             top_k: how many of the likeliest tokens are drawn from; 0: all.
 
         Raises:
-            Diverged: the model's outputs are no finite numbers; those before were told.
-            DataError: transformers refuses what the directory says.
+            DataError: the model's outputs are no finite numbers, or transformers refuses what the directory
+                says; tokens before that were told.
         """
         device = self.engine.device.torch_device
         after = self.model.config.is_encoder_decoder
@@ -183,7 +179,7 @@ def _check_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return the scores of the next tokens, if they are numbers. On a GPU a draw from others would end the
     process's use of the device."""
     if not scores.amax(-1).isfinite().all():
-        raise Diverged(
+        raise DataError(
             "the model's outputs are not finite numbers",
             expected="a model that has not diverged",
             found="NaN or infinity among them",
