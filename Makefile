@@ -12,7 +12,8 @@ SHELL := /bin/bash
 # What `pip` installs. The package itself takes any torch ≥ 2.6; these commands take this one.
 TORCH := torch==2.13.0
 BUILD := setuptools>=77 wheel cffi>=1.16 pybind11>=2.12
-TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 pytest-xdist==3.8.0 hypothesis>=6.100,<7 transformers==5.24.0 \
+TRANSFORMERS := transformers==5.24.0
+TOOLS := pytest>=8,<10 pytest-timeout>=2.3,<3 pytest-xdist==3.8.0 hypothesis>=6.100,<7 \
          ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 types-PyYAML types-cffi types-setuptools psutil
 
 # What the tests of architectures import besides, in a folder that nothing else sees: with a torchvision that
@@ -54,7 +55,7 @@ CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c run
 .PHONY: help setup train test test-all test-slow test-gpu lint types docs bench clean
 
 help:
-	@echo "make train      set up, then train a small GPT with its state on disk"
+	@echo "make train      set up, then train a small Llama with its state on disk"
 	@echo "make test       set up, then run the tests that take minutes"
 	@echo "make test-all   with more settings and seeds, and models of other libraries"
 	@echo "make test-slow  all other settings, and what takes long or much disk;  make test-gpu: those for a GPU"
@@ -73,8 +74,8 @@ $(VENV)/.torch: $(VENV)/.python
 	touch $@
 
 # Editable: a change of Python needs nothing. This builds the native parts too, the first time.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py Makefile
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.[hf]' '$(TRANSFORMERS)'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(NATIVE)

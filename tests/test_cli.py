@@ -18,7 +18,6 @@ import torch
 from infinity.cli.main import VERBS, cli, run
 from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
-from infinity.cli.shape import GPTShape
 from infinity.cli.shown import show_error
 from infinity.core.config import _OLD_NAMES, UPDATES
 from infinity.core.errors import ConfigError
@@ -148,7 +147,6 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
         ("--aio-backend", "threds", "--aio-backend threads"),
         ("--activations", "nvme", "--activations device"),
         ("--schedule", "cosin", "did you mean 'cosine'?"),
-        ("--mlp", "glu", "--mlp gelu"),
     ],
 )
 def test_a_choice_that_is_none(
@@ -403,9 +401,20 @@ def test_what_cannot_be_used_is_refused_at_the_start(
     assert (error["expected"], error["cure"]) == (expected, f"change {option}")
 
 
-def test_more_layers_than_any_model_has() -> None:
-    with pytest.raises(ConfigError, match="from 1 to 10,000"):
-        GPTShape(layers=10**8, width=64, heads=2)
+@pytest.mark.parametrize("verb", ["plan", "train"])
+@pytest.mark.parametrize("name", ["mlp", "positions"])
+def test_what_the_built_in_model_had_is_refused(
+    name: str, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run([verb, "--json", *SMALL, f"--{name}", "gelu"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["what"] == f"--{name} was removed"
+    assert "SwiGLU and rotary" in error["expected"]
+    assert "--init-from" in error["cure"]
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{{name}: gelu}}")
+    assert run([verb, "--json", "--config", str(file)]) == 2
+    assert f"'model.{name}' was removed" in json.loads(capsys.readouterr().out)["error"]["cure"]
 
 
 @covering

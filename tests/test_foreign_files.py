@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.main import run
-from infinity.cli.workload import BuiltIn
+from infinity.cli.workload import Workload
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import MiB
 from infinity.storage.arena import Arena
@@ -97,7 +97,7 @@ def test_what_is_in_the_way_is_found_before_anything_is_built(
         raise AssertionError("the model was built")
 
     with monkeypatch.context() as patch:
-        patch.setattr(BuiltIn, "build", build)
+        patch.setattr(Workload, "build", build)
         for verb in ("plan", "train"):
             assert run([verb, *command]) == 2
             assert f"to change: move {path} away" in capsys.readouterr().err

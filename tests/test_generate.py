@@ -18,9 +18,8 @@ import torch
 import infinity
 from infinity.cli.generate import Figures, per_forward, sentence
 from infinity.cli.main import run
-from infinity.cli.model import GPT
-from infinity.cli.settings import ModelSettings, RunSettings, TrainSettings
-from infinity.cli.shape import GPTShape
+
+from .command_line import words
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["def add(x):", "import os and", "y"]
@@ -153,31 +152,46 @@ def saved(model: Any, folder: Path, **state: Any) -> str:
     return path
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.7"])
-def test_a_checkpoint_of_the_built_in_model(temperature: str, generate: Any, tmp_path: Path) -> None:
-    settings = ModelSettings(layers=3, width=64, heads=4, context=64, vocab=256)
-    shape = GPTShape(layers=3, width=64, heads=4, context=64)
-    torch.manual_seed(3)
-    model = GPT(shape)
-    told = RunSettings(settings, RunSettings.default().data, TrainSettings(sequence=32))
-    saved(model, tmp_path / "run", train={"run": told.as_dict(), "step": 0})
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS))
-    more = ["--prompts", str(file), "--tokens", "8", "--temperature", temperature, "--json"]
-    code, out, _ = generate(tmp_path / "run", *more)
+def test_a_checkpoint_of_a_run(
+    generate: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes what transformers writes with the exported model; without a tokenizer tokens are bytes."""
+    root = str(tmp_path / "run")
+    assert run(["train", *words(text, str(tmp_path / "nvme"), "--steps", "3", "--output", root)]) == 0
+    assert run(["export", root, str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    capsys.readouterr()
+    code, out, _ = generate(root, "--prompt", "def f", "--tokens", "8", "--json")
     assert code == 0
-    outputs = json.loads(out)["outputs"]
-    if temperature == "0":
-        torch.manual_seed(3)
-        again = GPT(shape).eval()
-        for output, prompt in zip(outputs, PROMPTS, strict=True):
-            tokens = list(prompt.encode())
-            for _ in range(8):
-                with torch.no_grad():
-                    tokens.append(int(again(torch.tensor([tokens])).logits[0, -1].argmax()))
-            assert output["text"] == bytes(tokens[len(prompt) :]).decode("utf-8", "replace")
-    else:
-        assert json.loads(generate(tmp_path / "run", *more)[1])["outputs"] == outputs
+    made = model.generate(torch.tensor([[*b"def f"]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert json.loads(out)["outputs"][0]["text"] == bytes(made[0, 5:]).decode()
+
+
+def test_a_checkpoint_of_the_built_in_model_of_earlier_versions(
+    generate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no config.json. It is refused by name; what is said to work does."""
+    told = {"model": {"preset": "30m", "mlp": "gelu", "init_from": None}, "train": {"steps": 3}}
+    saved(torch.nn.Linear(4, 4), tmp_path / "run", train={"run": told, "losses": torch.zeros(3)})
+    said = [refused(generate, tmp_path / "run", "--prompt", "y")]
+    assert run(["train", "--resume", "--output", str(tmp_path / "run"), "--steps", "9"]) == 2
+    said.append(capsys.readouterr().err)
+    for text in said:
+        assert "has the built-in GPT of an earlier version" in text
+        assert "the version of infinity that made it" in text
+        assert "`infinity export`" in text
+    assert run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_model_that_has_diverged(directory: Path, generate: Any, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    saved(model, tmp_path / "run")
+    for temperature in ("0", "1"):
+        arguments = ("--prompt", "y", "--tokens", "2", "--temperature", temperature)
+        assert "are not finite numbers" in refused(generate, tmp_path / "run", *arguments)
 
 
 def test_a_checkpoint_of_a_model_of_transformers(directory: Path, generate: Any, tmp_path: Path) -> None:

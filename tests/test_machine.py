@@ -22,7 +22,7 @@ from infinity.core.sizes import GiB
 from .quick import covering
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
-MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "64"]
+MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "48"]
 CHUNKS = ["--chunk-elements", "65536"]
 
 

@@ -18,54 +18,57 @@ from .quick import quick
 _ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 
-#: Trains a GPT and prints a JSON object. Arguments: directory, layers, width, dtype, budgets,
+#: Trains a Llama of a preset and prints a JSON object. Arguments: directory, layers, width, dtype, budgets,
 #: placement, steps, recompute.
 TRAIN = """
-import json, sys
+import dataclasses, json, sys
 import torch
 torch.set_num_threads(1)
 import infinity
 from infinity.core.sizes import Tier
 from infinity.api.engine import engine_of
 from infinity.cli.measure import Peak
-from infinity.cli.model import GPT
-from infinity.cli.shape import GPTShape, activations_of
+from infinity.cli.settings import ModelSettings, RunSettings
+from infinity.cli.workload import Workload
 
 nvme, layers, width, dtype, device, host, where, steps, seed = sys.argv[1:]
-shape = GPTShape(layers=int(layers), width=int(width), heads=4, context=64)
+def workload_of(layers, width):
+    size = ModelSettings(layers=layers, width=width, heads=4)
+    return Workload(dataclasses.replace(RunSettings.default(), model=size))
+
+workload = workload_of(int(layers), int(width))
 config = infinity.Config(
     nvme=nvme, device="cpu", dtype=dtype, device_memory=device, host_memory=host,
     parameters=where, optimizer_state=where, gradients=where, chunk_elements=262144, threads=1,
 )
 # What torch takes at the first use of its parts (it imports its compiler) is not the engine's.
-warm = GPT(GPTShape(layers=1, width=64, heads=4, context=64), recompute=True).to(config.compute_dtype)
+warm = workload_of(1, 64).build(recompute=True).to(config.compute_dtype)
 warm_tokens = torch.zeros(2, 64, dtype=torch.long)
-warm(warm_tokens, warm_tokens).loss.backward()
+Workload.loss(warm, warm_tokens, warm_tokens).backward()
 torch.optim.AdamW(warm.parameters()).step()
 del warm
 with Peak(interval=0.002) as peak:
     torch.manual_seed(int(seed))
     with infinity.init(config):
-        model = GPT(shape, recompute=True)
+        model = workload.build(recompute=True)
     built = peak.nbytes
     numel = sum(p.numel() for p in model.parameters())
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     losses = []
     for step in range(int(steps)):
         tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(step))
-        out = model(tokens[:, :-1], tokens[:, 1:])
-        optimizer.scale(out.loss).backward()
+        loss = workload.loss(model, tokens[:, :-1], tokens[:, 1:])
+        optimizer.scale(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(out.loss.item())
-        del out
+        losses.append(loss.item())
+        del loss
     measured = peak.nbytes
 engine = engine_of(model)
-itemsize = config.compute_dtype.itemsize
-activations = activations_of(shape, 2, 64, itemsize, recompute=True).peak
+activations = workload.activations(config, 2, 64, recompute=True).peak
 checksum = []
 for name, p in model.named_parameters():
-    if "blocks.1." in name or "embed" in name:
+    if "layers.1." in name or "embed" in name:
         with infinity.gathered(p):
             checksum.append(p.detach().double().sum().item())
 print(json.dumps({
@@ -105,7 +108,7 @@ def train(
 def imported() -> int:
     """The anonymous memory of a process that has imported what the run needs."""
     look = (
-        "import torch, infinity, infinity.cli.model;"
+        "import torch, infinity, transformers.models.llama.modeling_llama;"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('RssAnon')))"
     )
     found = subprocess.run(

@@ -1,102 +1,96 @@
-"""The built-in GPT: what it computes, and that its closed forms are those of the real model."""
+"""Presets: their closed forms are those of transformers' models, and what is trained is theirs."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.cli.model import GPT
-from infinity.cli.settings import ModelSettings
-from infinity.cli.shape import (
-    KNOWN,
-    PRESETS,
-    GPTShape,
-    activations_of,
-    idle_of,
-    parameters_of,
-    shape_from,
-    units_of,
-)
-from infinity.cli.workload import BuiltIn, planned_from
+import infinity
+from infinity.cli.main import run
+from infinity.cli.settings import DataSettings, ModelSettings, RunSettings, TrainSettings
+from infinity.cli.shape import PRESETS, activations_of, config_from, idle_of, units_of
+from infinity.cli.workload import Workload, planned_from
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.params.discover import discover
 
+from .command_line import give_tokenizer, words
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("own_environment")
+TINY = {"layers": 2, "width": 64, "heads": 2}
+
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"mlp": "swiglu"},
-    {"positions": "learned"},
     {"tied": True},
-    {"tied": True, "positions": "learned", "mlp": "swiglu"},
     {"layers": 1},
-    {"kv_heads": 2, "mlp": "swiglu", "inner": 96},
-    {"kv_heads": 1, "positions": "learned"},
+    {"layers": 1, "tied": True},
+    {"kv_heads": 2, "inner": 96},
+    {"kv_heads": 1},
+    {"experts": 4, "kv_heads": 2, "inner": 96},
+    {"experts": 1},
+    {"preset": "qwen2.5-0.5b", "kv_heads": 2},
+    {"preset": "llama-3.1-8b", "kv_heads": 4},
+    {"preset": "mistral-7b", "kv_heads": 2},
+    {"preset": "mixtral-8x7b", "kv_heads": 2},
+    {"preset": "mixtral-8x7b", "kv_heads": 2, "experts": 0},
 ]
-MIXED: dict[str, Any] = {"experts": 4, "chosen": 2, "mlp": "swiglu", "kv_heads": 2, "inner": 96}
 
 
-def small(**changes: Any) -> GPTShape:
-    return GPTShape(**{"layers": 3, "width": 64, "heads": 4, "context": 64, **changes})
+def small(**changes: Any) -> Workload:
+    size = {"layers": 3, "width": 64, "heads": 4, "vocab": 256, **changes}
+    return Workload(RunSettings(ModelSettings(**size), DataSettings(), TrainSettings(sequence=48)))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, MIXED, {"qkv_bias": True}])
-def test_units_and_parameters_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
-    shape = small(**variant)
-    with torch.device("meta"):
-        model = GPT(shape)
-    members, _ = discover(model, None)
+def parameters_of(config: dict[str, Any]) -> int:
+    return sum(math.prod(shape) for _, params in units_of(config) for _, shape in params)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_units_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
+    workload = small(**variant)
+    members, _ = discover(workload.structure, None)
     real = [(m.name, [(n, tuple(p.shape)) for n, p in m.params.items()]) for m in members]
-    assert units_of(shape) == real
-    assert parameters_of(shape) == sum(p.numel() for p in model.parameters())
+    assert units_of(workload.shape) == real
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, MIXED])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any]) -> None:
     config = Config(dtype="bf16", device="cpu")
-    workload = BuiltIn(ModelSettings(layers=3, width=64, heads=4, **_settings(variant)), 32)
-    with torch.device("meta"):
-        found = planned_from(GPT(workload.shape), config)
-    planned = workload.planned(config)
+    workload = small(**variant)
+    found, planned = planned_from(workload.structure, config), workload.planned(config)
     assert [(n, list(p)) for n, p in planned.units] == [(n, list(p)) for n, p in found.units]
-    assert sorted(set(map(tuple, planned.working_sets))) == sorted(set(map(tuple, found.working_sets)))
-
-
-def _settings(variant: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in variant.items() if k not in ("layers", "qkv_bias", "chosen")}
-
-
-def test_presets_have_the_parameters_that_their_names_say() -> None:
-    units = {"m": 1e6, "b": 1e9}
-    for name, shape in PRESETS.items():
-        said = float(name[:-1]) * units[name[-1]]
-        assert parameters_of(shape) == pytest.approx(said, rel=0.09), name
-    assert next(iter(PRESETS)) == "10m"
-    assert list(PRESETS)[-1] == "13b"
+    assert [*map(tuple, planned.working_sets)] == [*map(tuple, found.working_sets)]
+    assert [*planned.again] == [*found.again]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_saved_activations_are_exact(variant: dict[str, Any], dtype: torch.dtype) -> None:
-    shape = small(**variant)
-    assert activations_of(shape, 2, 48, dtype.itemsize, recompute=False).saved == saved_by(shape, dtype)
+    workload = small(**variant)
+    planned = activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=False)
+    assert planned.saved == saved_by(workload, dtype)
 
 
-@pytest.mark.parametrize("experts", [1, 4, 8])
-def test_saved_activations_of_experts_are_bounded(experts: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        shape = small(**{**MIXED, "experts": experts, "width": 128})
-        most = activations_of(shape, 2, 48, dtype.itemsize, recompute=False).saved
-        assert 0.9 * most <= saved_by(shape, dtype) <= most
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_recomputation_a_block_keeps_its_input(dtype: torch.dtype) -> None:
+    workload = small()
+    planned = activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=True)
+    rotation = 2 * 48 * 16 * dtype.itemsize  # of all blocks: an argument that is not saved
+    assert planned.saved == saved_by(workload, dtype, recompute=True) + rotation
+    assert planned.inputs == 3 * planned.largest == 3 * 2 * 48 * 64 * dtype.itemsize
+    assert planned.saved < activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=False).saved / 2
 
 
-def saved_by(shape: GPTShape, dtype: torch.dtype) -> int:
-    """Bytes that autograd keeps after a forward of 2 × 48 tokens."""
-    model = GPT(shape).to(dtype)
+def saved_by(workload: Workload, dtype: torch.dtype, *, recompute: bool = False) -> int:
+    """Bytes that autograd keeps after a forward of 2 × 48 tokens, and their loss."""
+    model = workload.build(recompute).to(dtype)
     of_model = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -106,10 +100,19 @@ def saved_by(shape: GPTShape, dtype: torch.dtype) -> int:
             saved[address] = tensor  # held, so that no address is used twice
         return tensor
 
-    tokens = torch.randint(0, shape.vocab, (2, 48))
+    tokens = torch.randint(0, workload.vocab, (2, 48))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens.clone())
+        workload.loss(model, tokens, tokens.clone())
     return sum(t.untyped_storage().nbytes() for t in saved.values())
+
+
+def test_presets_have_the_parameters_that_their_names_say() -> None:
+    units = {"m": 1e6, "b": 1e9}
+    for name in list(PRESETS)[:9]:
+        said = float(name[:-1]) * units[name[-1]]
+        assert parameters_of(config_from(name)) == pytest.approx(said, rel=0.09), name
+    assert next(iter(PRESETS)) == "10m"
+    assert list(PRESETS)[8] == "13b"
 
 
 PUBLISHED = {
@@ -132,96 +135,64 @@ PUBLISHED = {
 }
 
 
-def test_known_shapes_have_the_published_parameters() -> None:
-    assert {name: parameters_of(shape) for name, shape in KNOWN.items()} == PUBLISHED
+def test_published_models_have_their_parameters() -> None:
+    found = {name: config_from(name) for name in list(PRESETS)[9:]}
+    assert {name: parameters_of(config) for name, config in found.items()} == PUBLISHED
     # Of Mixtral a token passes 12.9 billion.
-    assert PUBLISHED["mixtral-8x7b"] - idle_of(KNOWN["mixtral-8x7b"]) == pytest.approx(12.9e9, rel=0.01)
+    assert PUBLISHED["mixtral-8x7b"] - idle_of(found["mixtral-8x7b"]) == pytest.approx(12.9e9, rel=0.01)
 
 
-def test_known_shapes_are_those_of_the_real_model() -> None:
-    for shape in (replace(KNOWN["qwen2.5-0.5b"], layers=2), replace(KNOWN["mixtral-8x7b"], layers=1)):
-        with torch.device("meta"):
-            model = GPT(shape)
-        assert parameters_of(shape) == sum(p.numel() for p in model.parameters())
+@pytest.mark.parametrize("preset", ["10m", "qwen2.5-0.5b", "mistral-7b", "mixtral-8x7b", "llama-3.2-1b"])
+def test_what_is_trained_is_a_model_of_transformers(
+    preset: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is exported, and loaded by transformers: the logits are the engine's; and a run begins with it."""
+    size = ["--layers", "2", "--width", "64", "--heads", "4", "--kv-heads", "2", "--vocab", "256"]
+    more = ["--preset", preset, "--steps", "3", "--output", str(tmp_path / "run")]
+    assert run(["train", *words(text, nvme), *size, *more]) == 0
+    out = tmp_path / "out"
+    assert run(["export", str(tmp_path / "run"), str(out)]) == 0
+    assert "AutoModel" not in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == config_from(preset)["model_type"]
+    assert model.config.use_cache
+    config = infinity.Config(device="cpu", host_memory="64MiB", device_memory="64MiB")
+    ours = infinity.inference(tmp_path / "run", config)
+    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits)
+        assert model(tokens).logits.std() > 0
+    infinity.close(ours)
+    without_size = words(text, nvme, "--steps", "2", "--no-save", "--json")[6:]
+    capsys.readouterr()
+    assert run(["train", *without_size, "--init-from", str(out), "--lr", "0"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    assert result["last_loss"] < 5.5, "it has learned before"
 
 
-def test_experts_learn_from_the_tokens_that_pass_them() -> None:
-    torch.manual_seed(0)
-    model = GPT(small(**MIXED))
-    tokens = torch.randint(0, 256, (2, 32))
-    loss = model(tokens, tokens).loss
-    assert loss is not None
-    loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert all(b.router.weight.grad.any() for b in model.blocks)
-
-
-def test_heads_that_share_keys_and_values_are_heads_with_equal_ones() -> None:
-    torch.manual_seed(0)
-    shared = GPT(small(kv_heads=2))
-    alone = GPT(small())
-    state = shared.state_dict()
-    for i in range(3):
-        q, k, v = state[f"blocks.{i}.qkv.weight"].split((64, 32, 32))
-        k, v = (t.view(2, 16, 64).repeat_interleave(2, 0).flatten(0, 1) for t in (k, v))
-        state[f"blocks.{i}.qkv.weight"] = torch.cat((q, k, v))
-    alone.load_state_dict(state)
-    tokens = torch.randint(0, 256, (2, 32))
-    torch.testing.assert_close(shared(tokens).logits, alone(tokens).logits)
-
-
-def test_recomputation_changes_memory_and_nothing_else() -> None:
-    shape = small()
-    torch.manual_seed(0)
-    kept = GPT(shape)
-    again = GPT(shape, recompute=True)
-    again.load_state_dict(kept.state_dict())
-    tokens = torch.randint(0, 256, (2, 32))
-    losses = []
-    for model in (kept, again):
-        loss = model(tokens, tokens).loss
-        assert loss is not None
-        loss.backward()
-        losses.append(loss)
-    assert torch.equal(*losses)
-    for a, b in zip(kept.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
-    less = activations_of(shape, 2, 32, 4, recompute=True)
-    assert less.saved < activations_of(shape, 2, 32, 4, recompute=False).saved / 2
-
-
-@pytest.mark.parametrize("variant", [*VARIANTS, MIXED, {"qkv_bias": True}])
-def test_no_token_sees_a_later_one(variant: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = GPT(small(**variant)).eval()
-    tokens = torch.randint(0, 256, (1, 24))
-    changed = tokens.clone()
-    changed[0, 12:] = (changed[0, 12:] + 7) % 256
-    before, after = model(tokens).logits, model(changed).logits
-    torch.testing.assert_close(before[:, :12], after[:, :12])
-    assert not torch.allclose(before[:, 12:], after[:, 12:])
-
-
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_the_order_of_tokens_counts(positions: str) -> None:
-    torch.manual_seed(0)
-    model = GPT(small(positions=positions)).eval()
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    swapped = torch.tensor([[2, 1, 3, 4]])
-    assert not torch.allclose(model(tokens).logits[0, -1], model(swapped).logits[0, -1])
-
-
-def test_a_fresh_model_knows_nothing() -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 256, (4, 32))
-    loss = GPT(small())(tokens, tokens.roll(-1, 1)).loss
-    assert loss is not None
-    assert abs(loss.item() - math.log(256)) < 0.2
-
-
-def test_a_tied_head_is_the_embedding() -> None:
-    model = GPT(small(tied=True))
-    assert model.head.weight is model.embed.weight
+def test_a_tokenizer_of_one_s_own(
+    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The vocabulary follows, and the tokenizer goes with what is trained."""
+    folder = tmp_path / "tokenizer"
+    give_tokenizer(folder, Path(text).read_text())
+    more = ["--tokenizer", str(folder), "--steps", "2", "--output", str(tmp_path / "run"), "--json"]
+    assert run(["train", *words(text, nvme, *more), "--sample-tokens", "4"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert result["parameters"] == parameters_of(config_from("30m", **TINY, vocab=len(tokenizer)))
+    out = tmp_path / "out"
+    assert run(["export", str(tmp_path / "run"), str(out)]) == 0
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert again("def f1(x):")["input_ids"] == tokenizer("def f1(x):")["input_ids"]
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    capsys.readouterr()
+    for wrong, what in ((["--tokenizer", text], "no tokenizer"), (["--vocab", "256"], "too small")):
+        assert run(["train", *words(text, nvme, *more), *wrong]) == 2
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert what in error["what"]
+        assert error["cure"]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +200,14 @@ def test_a_tied_head_is_the_embedding() -> None:
     [
         ({"layers": 0}, "layers"),
         ({"width": 65}, "width"),
-        ({"mlp": "relu"}, "mlp"),
-        ({"positions": "alibi"}, "positions"),
         ({"heads": 64}, "width"),
         ({"kv_heads": 3}, "heads"),
         ({"inner": 0}, "inner"),
         ({"experts": -3}, "experts.*\n.*from 0 to 10,000"),
         ({"experts": 10**5}, "experts"),
+        ({"layers": 10**8}, "from 1 to 10,000"),
+        ({"vocab": 100}, "vocabulary"),
+        ({"context": 16}, "sequence"),
     ],
 )
 def test_dimensions_that_cannot_be_used(changes: dict[str, Any], word: str) -> None:
@@ -246,6 +218,6 @@ def test_dimensions_that_cannot_be_used(changes: dict[str, Any], word: str) -> N
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
-        shape_from("30g")
+        config_from("30g")
     assert "6.7b" in str(caught.value)
-    assert shape_from("30M", layers=2).layers == 2
+    assert config_from("30M", layers=2)["num_hidden_layers"] == 2

@@ -12,6 +12,8 @@ import pytest
 from infinity.core.errors import DataError
 from infinity.core.optional import optional
 
+from .command_line import words
+
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
 
@@ -103,3 +105,36 @@ def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
     assert "their_kernels, which transformers imports, is installed, but cannot be imported" in done.stdout
     assert "pip install --force-reinstall their_kernels" in done.stdout
     assert "the model in" not in done.stdout
+
+
+def test_what_needs_no_transformers_goes_on_without_it(text: str, nvme: str, tmp_path: Path) -> None:
+    """And what needs it names the extra."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    code = (
+        "import sys\n"
+        "sys.modules['transformers'] = None\n"
+        "from infinity.cli.main import run\n"
+        "sys.exit(run(sys.argv[1:]))\n"
+    )
+
+    def without(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200, check=False
+        )
+
+    fine = (
+        ["plan", *words(text, nvme)],
+        ["doctor", nvme],
+        ["bench", "step", *words(text, nvme)[:6], "--placement", "all-on-host", "--directory", nvme],
+    )
+    for arguments in fine:
+        done = without(*arguments)
+        assert done.returncode in (0, 1), done.stderr
+        assert "Traceback" not in done.stderr
+    for arguments in (["train", *words(text, nvme)], ["generate", str(model), "--prompt", "a"]):
+        done = without(*arguments)
+        assert done.returncode == 2, done.stderr
+        assert "transformers is not installed" in done.stderr
+        assert "pip install 'infinity-offload[hf]'" in done.stderr

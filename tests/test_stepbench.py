@@ -16,11 +16,10 @@ from infinity.cli.bench import io_load, step
 from infinity.cli.bench.group import bench_command
 from infinity.cli.bench.step import Request, check_room
 from infinity.cli.bench.step_run import PLACEMENTS, Measured, bound, in_memory, settings_of, steady
-from infinity.cli.shape import GPTShape
 from infinity.core.config import UPDATES, Config
 from infinity.core.errors import BudgetError, ConfigError, DirectoryError, StorageError
 
-SMALL = GPTShape(layers=2, width=64, heads=2, vocab=256, context=128)
+SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 2}
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--tokens", "16", "--device", "cpu"]
 
 
@@ -64,10 +63,10 @@ def test_steady_steps_have_an_update_behind_them() -> None:
 def test_what_does_not_fit_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request(shape=SMALL, directory=str(tmp_path))
+    request = Request(**SMALL, directory=str(tmp_path))
     check_room(request)
     with pytest.raises(BudgetError, match="host memory") as caught:
-        check_room(dataclasses.replace(request, shape=dataclasses.replace(SMALL, width=1 << 16)))
+        check_room(dataclasses.replace(request, width=1 << 16))
     assert "--preset" in str(caught.value.cure)
     with pytest.raises(DirectoryError, match="no file can be made"):
         check_room(dataclasses.replace(request, directory=str(tmp_path / "missing")))
@@ -78,13 +77,22 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 
 
 def test_every_update_mode_and_tier_is_measured(tmp_path: Path) -> None:
-    request = Request(shape=SMALL, directory=".")
+    request = Request(**SMALL, directory=".")
     assert request.updates == UPDATES
     assert {p.optimizer_state for p in PLACEMENTS.values()} == {"device", "host", "nvme"}
     assert {p.parameters for p in PLACEMENTS.values()} == {"device", "host", "nvme"}
     for placement in PLACEMENTS:
         for update in UPDATES:
             Config(nvme=str(tmp_path), device="cpu", **settings_of(placement, update, 1 << 20))
+
+
+def test_its_sizes_are_those_of_the_model() -> None:
+    for size in (SMALL, {**SMALL, "vocab": 4096}):
+        request = Request(**size, directory=".")
+        model = request.build()
+        units = [*model.blocks, model.embed]
+        assert request.parameters == sum(p.numel() for p in model.parameters())
+        assert request.largest_unit == max(sum(p.numel() for p in unit.parameters()) for unit in units)
 
 
 # ---- cases ----
@@ -156,10 +164,10 @@ def test_a_case_that_fails_is_part_of_the_result(tmp_path: Path, monkeypatch: py
 
 
 def test_torch_steps_in_halves(tmp_path: Path) -> None:
-    request = Request(shape=SMALL, directory=".")
+    request = Request(**SMALL, directory=".")
     who = in_memory(request.build, device="cpu", dtype=torch.bfloat16)
     data = torch.arange(16)[None]
-    turn = who.turn(lambda model: model(data, data.roll(-1, 1)).loss, 3)
+    turn = who.turn(lambda model: model(data, data.roll(-1, 1)), 3)
     assert steady(turn) > 0
     assert turn["losses"][2] < turn["losses"][0]
     assert turn["read"] == turn["written"] == 0

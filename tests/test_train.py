@@ -18,17 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
 from infinity.cli.main import run
 from infinity.cli.output import read_run
 from infinity.cli.train import train
-from infinity.cli.workload import BuiltIn, generate
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 
-from .command_line import mounted
+from .command_line import give_tokenizer, mounted
 from .quick import quick
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
@@ -655,21 +653,6 @@ def gpt2(tmp_path: Path) -> Path:
     return path
 
 
-def give_tokenizer(path: Path, text: str) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
-
-
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 def test_fine_tuning_a_hugging_face_model(with_tokenizer: bool, gpt2: Path, text: str, nvme: str) -> None:
     if with_tokenizer:
@@ -685,39 +668,31 @@ def test_fine_tuning_a_hugging_face_model(with_tokenizer: bool, gpt2: Path, text
     assert result["sample"].startswith("def")
 
 
-@pytest.mark.parametrize("built_in", [False, True])
+@pytest.mark.parametrize("of_preset", [False, True])
 def test_how_a_run_that_would_change_begins_anew(
-    built_in: bool, gpt2: Path, text: str, nvme: str, tmp_path: Path
+    of_preset: bool, gpt2: Path, text: str, nvme: str, tmp_path: Path
 ) -> None:
-    """The cure is followed; and what is exported of the built-in GPT is read as `infinity export` says."""
-    model: dict[str, Any] = (
-        {} if built_in else {"init_from": str(gpt2), "layers": None, "width": None, "heads": None}
-    )
+    """The cure is followed."""
+    directory = {"init_from": str(gpt2), "layers": None, "width": None, "heads": None}
+    model: dict[str, Any] = {} if of_preset else directory
     given = {**settings(text, nvme, **model), "steps": 1, "sample_tokens": 0}
     result = train(read_run(None, {**given, "output": str(tmp_path / "one")}))
-    change: dict[str, Any] = {"layers": 1} if built_in else {"batch": 2}
+    change: dict[str, Any] = {"layers": 1} if of_preset else {"batch": 2}
     with pytest.raises(ConfigError, match="cannot change its") as caught:
         read_run(None, {"resume": True, "output": str(tmp_path / "one"), "steps": 2, **change})
-    out = tmp_path / "exported"
-    if built_in:
-        assert "without --resume and with another --output" in str(caught.value.cure)
-    else:
-        assert "begin a new run with --init-from" in str(caught.value.cure)
-        change["init_from"] = str(out)
-    assert run(["export", result["checkpoint"], str(out)]) == 0
-    assert train(read_run(None, {**given, "output": str(tmp_path / "two"), **change}))["steps"] == 1
-    if built_in:
-        saved = read_run(None, given)
-        read = BuiltIn(saved.model, saved.train.sequence).build(recompute=False)
-        assert safetensors.torch.load_model(read, out / "model.safetensors") == (set(), [])
+    assert "begin a new run with --init-from" in str(caught.value.cure)
+    assert run(["export", result["checkpoint"], str(tmp_path / "out")]) == 0
+    again = settings(text, nvme, **{**directory, "init_from": str(tmp_path / "out")}, batch=2)
+    assert train(read_run(None, {**again, "steps": 1, "sample_tokens": 0}))["steps"] == 1
 
 
 def test_weights_are_read_and_not_drawn(gpt2: Path, text: str, nvme: str) -> None:
     from transformers import GPT2LMHeadModel
 
-    from infinity.cli.workload import HuggingFace
+    from infinity.cli.workload import workload_of
 
-    loaded = HuggingFace(str(gpt2), 32).build(recompute=False)
+    given = settings(text, nvme, init_from=str(gpt2), layers=None, width=None, heads=None)
+    loaded = workload_of(read_run(None, given)).build(recompute=False)
     original = GPT2LMHeadModel.from_pretrained(gpt2)
     for (name, ours), theirs in zip(loaded.named_parameters(), original.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -758,18 +733,12 @@ def test_a_model_that_is_no_causal_language_model(
             assert error["cure"]
 
 
-def test_generate_looks_back_no_further_than_the_context() -> None:
-    seen: list[int] = []
-
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        seen.append(tokens.shape[1])
-        scores = torch.full((1, tokens.shape[1], 10), -1e9)
-        scores[0, -1, (int(tokens[0, -1]) + 1) % 10] = 0
-        return scores
-
-    made = list(generate(logits, torch.tensor([3]), 12, context=4))
-    assert made == [(4 + i) % 10 for i in range(12)]
-    assert max(seen) == 4
+def test_a_sample_is_no_longer_than_the_context(gpt2: Path, text: str, nvme: str) -> None:
+    given = settings(text, nvme, init_from=str(gpt2), layers=None, width=None, heads=None, steps=1)
+    prompt = "x" * 100
+    result = train(read_run(None, {**given, "sample_tokens": 40, "prompt": prompt}))
+    assert result["sample"].startswith(prompt)
+    assert len(result["sample"]) > len(prompt)
 
 
 def test_a_seed_is_that_of_every_generator(text: str, nvme: str) -> None:

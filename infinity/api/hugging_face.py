@@ -74,7 +74,7 @@ def read_config(directory: str) -> Any:
         try:
             config = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever a file that is not what it should be makes of its parser
-            raise _unreadable(directory, error) from error
+            raise unreadable(directory, error) from error
     if config.get("quantization_config") if library == "diffusers" else _is_quantized(config):
         raise DataError(
             f"the model in {directory!r} is quantized",
@@ -123,7 +123,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
                 return _in_dtype(kind.from_config(config), dtype)
             model: Any = kind._from_config(config, **{dtype_keyword(): dtype})
     except Exception as error:
-        raise _unreadable(directory, error) from error
+        raise unreadable(directory, error) from error
     for name in kept(model, dtype, parameters=False):
         owner, _, own = name.rpartition(".")
         buffers = model.get_submodule(owner)._buffers
@@ -134,7 +134,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
         try:
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as error:
-            raise _unreadable(directory, error) from error
+            raise unreadable(directory, error) from error
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -181,7 +181,7 @@ def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
             dtype = config.compute_dtype or (None if isinstance(hf_config, dict) else "auto")
             model, found = kind.from_pretrained(directory, **told, **{keyword: dtype})
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-            raise _unreadable(directory, error) from error
+            raise unreadable(directory, error) from error
     if found["missing_keys"]:
         raise missing(directory, sorted(found["missing_keys"]))
     return model.eval()  # type: ignore[no-any-return]
@@ -451,7 +451,8 @@ def _class_of_diffusers(directory: str, config: Mapping[str, Any]) -> Any:
     )
 
 
-def _unreadable(directory: str, error: Exception) -> DataError:
+def unreadable(directory: str, error: Exception) -> DataError:
+    """Return the error for a model that its library cannot read or build, or cannot be imported for."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ImportError):

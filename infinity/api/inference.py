@@ -162,7 +162,7 @@ def _built(directory: str, config: Config, stack: contextlib.ExitStack) -> tuple
                 expected="the checkpoint of a transformers model",
                 found="no config.json in its index",
                 cure="build the model, and read its values: infinity.inference(model, config, "
-                f"weights={found.path!r}); `infinity generate` does this for checkpoints of `infinity train`",
+                f"weights={found.path!r})",
             )
         read = hugging_face.read_config(texts)
         model = hugging_face.structure(texts, read, config.compute_dtype or hugging_face.dtype_of(read))

@@ -44,11 +44,11 @@ def _imported(name: str) -> Any:
 @run_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; the rest on stderr.")
 def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
-    """Train the built-in GPT, or a Hugging Face model, on text.
+    """Train a language model of transformers on text: a preset, or one from a directory.
 
-    Without arguments: 30 million parameters on the sources of Python's standard library. On several ranks:
-    `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`; --batch is each rank's
-    then, and losses and figures of steps are those of all. What was trained is
+    Without arguments: a Llama of 30 million parameters on the sources of Python's standard library.
+    On several ranks: `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`;
+    --batch is each rank's then, and losses and figures of steps are those of all. What was trained is
     saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
     after the step under way; a second SIGTERM, like Ctrl-C, ends at once; SIGUSR1 saves, and the run goes on.
     Exit code 1 when it was trained but the log, the trace, what it prints or a checkpoint, on the way or at
@@ -116,9 +116,6 @@ def export_command(**given: Any) -> Any:
 
     CHECKPOINT is what `infinity.save` has made, or a directory of such: then the newest. No model is built,
     so any machine with room on its drive can do it. A DIR with something in it is refused.
-
-    The built-in GPT of `infinity train` is none of transformers: --init-from does not take its files, which
-    are for an `infinity.cli.model.GPT` of the same shape. `infinity generate CHECKPOINT` writes with it.
     """
     return _imported("infinity.cli.export").export_command(**given)
 

@@ -26,7 +26,7 @@ from .streams import let_go_of_streams
 
 #: verb → (module of its command, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str]]] = {
-    "train": ("infinity.cli.commands", "Train a GPT or a Hugging Face model on text."),
+    "train": ("infinity.cli.commands", "Train a model of transformers on text."),
     "generate": ("infinity.cli.commands", "Write text, by a model of any size."),
     "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
     "bench": ("infinity.cli.bench.group", "Measure drives, the link, the CPU's Adam, or whole steps."),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from infinity.api.claimed import claimed, closed_apart, going_on
 from infinity.api.this_machine import drive_here
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError, DataError, DirectoryError
 from infinity.core.system_errors import reason
 from infinity.planning.machine import Drive, Machine
 from infinity.storage.checkpoints import (
@@ -159,12 +159,27 @@ def anew(found: Found) -> str:
     return "begin a new run, without --resume and with another --output"
 
 
+def check_of_transformers(found: Found) -> None:
+    """Raise `DataError` for a checkpoint of the built-in GPT that `infinity train` had once."""
+    state = found.content.get("state")
+    if "config.json" in found.content.get("texts", {}) or not isinstance(state, dict) or "train" not in state:
+        return
+    raise DataError(
+        f"{found.path} has the built-in GPT of an earlier version, which this version does not have",
+        expected="the checkpoint of a model of transformers, with its config.json",
+        found=f"a checkpoint of infinity {found.content.get('infinity')} without one",
+        cure="go on, or write text, with the version of infinity that made it; `infinity export` writes its "
+        "parameters as safetensors in this one, too",
+    )
+
+
 def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     """Return the newest checkpoint in ``output``, and the settings of the run that made it, without those
     that are defaults or belong to one process.
 
     Raises:
         ConfigError: no directory is named, or the checkpoint is not of `infinity train`.
+        DataError: the checkpoint is of the built-in GPT of an earlier version.
         DirectoryError, CorruptionError: there is no checkpoint, or it cannot be read; or the directory is
             one itself.
     """
@@ -196,6 +211,7 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
             found="one of another program",
             cure=f"load it in Python with `infinity.load`; or {anew(found)}",
         )
+    check_of_transformers(found)
     usual = RunSettings.default().as_dict()
     kept = {
         section: {
@@ -248,7 +264,7 @@ def _check_goes_on(run: RunSettings, saved: RunSettings, found: Found) -> None:
         (name, getattr(ours, name), getattr(theirs, name))
         for ours, theirs, names in (
             (run.model, saved.model, _names(run.model)),
-            (run.data, saved.data, ("validation",)),
+            (run.data, saved.data, ("validation", "tokenizer")),
             (run.train, saved.train, (*_FIXED, *_OF_ADAM)),
         )
         for name in names

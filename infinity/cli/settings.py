@@ -36,13 +36,12 @@ from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 
-from .options import FIGURE, is_figure
-from .shape import MLP, Positions
+from .options import FIGURE, is_figure, removed_options
 
 #: The share of the text, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
-#: The dtype of a built-in model, unless a run says otherwise.
-BUILT_IN_DTYPE: Final = "bf16"
+#: The dtype of a preset, unless a run says otherwise.
+PRESET_DTYPE: Final = "bf16"
 Schedule: TypeAlias = Literal["constant", "cosine", "wsd"]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,24 +65,24 @@ def _check_ranges(section: str, settings: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Which model: a preset with dimensions of one's own, or a Hugging Face directory."""
+    """Which model of transformers: a preset with dimensions of one's own, or a Hugging Face directory."""
 
     preset: str = _setting(
         "30m",
-        "10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters, or a published shape such as "
-        "llama-3.1-8b, qwen2.5-72b, mixtral-8x7b (another name lists them all).",
+        "A Llama of 10m, 30m, 125m, 350m, 760m, 1.5b, 2.7b, 6.7b or 13b parameters, or a published model, "
+        "such as llama-3.1-8b, qwen2.5-72b, mixtral-8x7b (another name lists them all).",
     )
     layers: int | None = _setting(None, "Number of blocks.")
     width: int | None = _setting(None, "Width of the residual stream.")
     heads: int | None = _setting(None, "Attention heads.")
     vocab: int | None = _setting(None, "Size of the vocabulary (bytes need 256).")
     context: int | None = _setting(None, "Longest sequence that the model can take.")
-    mlp: MLP | None = _setting(None, "Activation of the MLP.")
-    positions: Positions | None = _setting(None, "How a token's position is encoded.")
     tied: bool | None = _setting(None, "Use the embedding as the head.", "--tied/--untied")
-    kv_heads: int | None = _setting(None, "Heads of keys and values; default: as many as heads.")
-    inner: int | None = _setting(None, "Width of the MLP; default: four times the width, SwiGLU 8/3 times.")
-    experts: int | None = _setting(None, "MLPs in each block, of which a token passes two; 0: no mixture.")
+    kv_heads: int | None = _setting(None, "Heads of keys and values; default: as in the preset.")
+    inner: int | None = _setting(None, "Width of the MLP; default: as in the preset, or 8/3 of --width.")
+    experts: int | None = _setting(
+        None, "MLPs in each block, of which a token passes two, as in Mixtral; 0: no mixture."
+    )
     init_from: str | None = _setting(None, "A Hugging Face directory (config, safetensors, tokenizer).")
 
 
@@ -99,6 +98,9 @@ class DataSettings:
     )
     eval_data: str | None = _setting(
         None, "A held-out text to evaluate on; default: what --validation keeps."
+    )
+    tokenizer: str | None = _setting(
+        None, "A directory with a tokenizer; default: that of --init-from, or else tokens are bytes."
     )
 
     def __post_init__(self) -> None:
@@ -209,14 +211,14 @@ class RunSettings:
         return cls(ModelSettings(), DataSettings(), TrainSettings())
 
     def config(self, **changes: Any) -> Config:
-        """Return the engine's configuration. A built-in model is in bf16, unless the run says otherwise.
+        """Return the engine's configuration. A preset is in bf16, unless the run says otherwise.
 
         Raises:
             ConfigError: a setting is unknown, or contradicts another.
         """
         engine = {**self.engine, **changes}
         if self.model.init_from is None and engine.get("dtype") is None:
-            engine["dtype"] = BUILT_IN_DTYPE
+            engine["dtype"] = PRESET_DTYPE
         if engine.get("update") == "backward" and engine.get("accumulation") is None:
             engine["accumulation"] = self.train.accumulation
         return Config(**engine)
@@ -329,7 +331,7 @@ _NO_OPTIONS: Final = (
 #: Of the engine's settings, what commands call or say otherwise.
 _SAID: Final[dict[str, dict[str, str]]] = {
     "units": {"flag": "--unit"},
-    "dtype": {"default": f"{BUILT_IN_DTYPE}; with --init-from the checkpoint's own"},
+    "dtype": {"default": f"of a preset {PRESET_DTYPE}, else that of the files"},
 }
 
 
@@ -434,12 +436,20 @@ def setting_options(options: Sequence[Option]) -> Callable[[F], F]:
     return decorate
 
 
+_removed: Final = removed_options(
+    *("--mlp", "--positions"),
+    expected="a model of transformers: those of presets have SwiGLU and rotary positions",
+    cure="leave it out; or --init-from a directory with another model",
+)
+
+
 def run_options(function: F, options: Sequence[Option] = OPTIONS) -> F:
     """Decorate a command with `--config` and `options`."""
     of_file = click.option(
         "--config", "config_file", metavar="FILE", help="A YAML file; options win over it."
     )
-    return of_file(setting_options(options)(function))
+    decorated: F = of_file(_removed(setting_options(options)(function)))
+    return decorated
 
 
 class RunCommand(click.Command):

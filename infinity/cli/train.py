@@ -66,7 +66,7 @@ def train_command(config_file: str | None, as_json: bool, given: Mapping[str, An
 def _of_all(run: RunSettings) -> dict[str, Any]:
     """Return the settings that all ranks have to have: not where their files are, or what the first one keeps
     of the run."""
-    own = {*OWN, "path", "eval_data", "init_from", "output", "json_log", "trace", "overwrite"}
+    own = {*OWN, "path", "eval_data", "tokenizer", "init_from", "output", "json_log", "trace", "overwrite"}
     said = ((f"{section}.{name}", v) for section, of_it in run.as_dict().items() for name, v in of_it.items())
     return {name: value for name, value in said if name.partition(".")[2] not in own}
 
@@ -86,6 +86,7 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
     train = run.train
     case = Case(run, planning=False, at=job.at)
     config, workload = case.config, case.workload
+    workload.load_code()  # or the run ends here; and what an import takes is not memory of the run
     _check_files(run)
     reclaim(config.directories)  # before anything needs the space, and before bytes on disk are counted
     scratch = config.directories[0] if config.directories and not case.unnamed else None
@@ -95,7 +96,7 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
             "the tokenizer has more tokens than the model",
             expected=f"at most {workload.vocab}",
             found=stream.vocab,
-            cure="use the tokenizer that belongs to the model",
+            cure="use the tokenizer that belongs to the model, or leave out --vocab",
         )
     source, held_out = run.data.eval_data, None
     if source is not None:
@@ -192,9 +193,8 @@ def _check_files(run: RunSettings) -> None:
         inputs: list[str | Path] = list(find_files(run.data.path))
         if run.data.eval_data is not None:
             inputs += find_files(run.data.eval_data, "--eval-data")
-        model = run.model.init_from
-        if model is not None and os.path.isdir(model):
-            inputs += [entry.path for entry in os.scandir(model)]
+        for folder in filter(None, (run.model.init_from, run.data.tokenizer)):
+            inputs += [entry.path for entry in os.scandir(os.path.expanduser(folder))]
         check_outputs(outputs, inputs, overwrite=train.overwrite or (None if train.resume else False))
         if train.resume:  # the log goes on, too
             check_outputs(traces, inputs, overwrite=train.overwrite)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -40,11 +38,11 @@ from .measure import Peak
 from .output import anew, changes, check_steps, without_index
 from .progress import Reporter
 from .settings import RunSettings
-from .workload import Workload, generate
+from .workload import Workload
+from .writer import Writer
 
 _PROMPT = "def "
 _DESCRIPTORS = 12  # that a save has open at once at most, beside its ring
-_DIVERGED = " [no more: the model's outputs are not finite numbers]"
 #: Rows of the last table that are measured on the process as a whole: one for all, or one for each memory.
 PROCESS = ("process: device + host + activations", "device, with activations", "process: host")
 
@@ -264,7 +262,7 @@ class Training(Run):
         self.report.line(f"  {self._command()}    goes on")
         saved = shlex.quote(self.saved)
         self.report.line(f"  infinity generate {saved} --prompt TEXT    writes text with it")
-        self.report.line(f"  infinity export {saved} DIR    for others that read safetensors")
+        self.report.line(f"  infinity export {saved} DIR    for --init-from, and for transformers")
         self.report.line(f"  infinity.load(optimizer, {json.dumps(self.saved)})    loads it in Python")
 
     def _loss(self, size: int, step: int, micro: int = 0, *, part: str = "train") -> torch.Tensor:
@@ -420,39 +418,29 @@ class Training(Run):
 
     def sample(self) -> str:
         """Generate text, shown as it comes; return it with its prompt."""
-        train, tokenizer = self.train, self.workload.tokenizer
+        train = self.train
         if not train.sample_tokens:
             return ""
         prompt = train.prompt if train.prompt is not None else _PROMPT
-        ids = tokenizer(prompt)["input_ids"] if tokenizer is not None else list(prompt.encode())
-        if not ids:
-            ids = [int(self.corpus.batch(1, 0, part="train")[0][0, 0])]
-        self.model.eval()
-        made = generate(
-            lambda tokens: self.workload.logits(self.model, tokens),
-            torch.tensor(ids, device=self.device),
-            train.sample_tokens,
-            context=min(train.sequence, self.workload.context),
-            seed=train.seed,
-        )
+        writer = Writer(self.model, self.workload.tokenizer, self.workload.name)
+        ids = writer.encode(prompt) or [int(self.corpus.batch(1, 0, part="train")[0][0, 0])]
+        ids = ids[-max(1, self.workload.context - train.sample_tokens) :]
+        count = max(1, min(train.sample_tokens, self.workload.context - len(ids)))
         self.report.line()
-        self.report.line(f"A sample ({train.sample_tokens} tokens; each loads the whole model once):")
-        shown = []
-        if tokenizer is not None:
-            shown = [*ids, *made]
-            text = str(tokenizer.decode(shown))
-            self.report.write(text)
-        else:
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            text = ""
-            for token in itertools.chain(ids, made):
-                shown.append(token)
-                piece = decoder.decode(bytes([token if token < 256 else 0x3F]))
-                self.report.write(piece)
-                text += piece
-        if len(shown) < len(ids) + train.sample_tokens:
-            self.report.write(_DIVERGED)
-            text += _DIVERGED
+        self.report.line(f"A sample ({count} tokens; each loads the whole model once):")
+        decoded, shown = writer.decoder(), [prompt]
+        self.report.write(prompt)
+
+        def told(tokens: list[int]) -> None:
+            shown.append(decoded(tokens[0], False))
+            self.report.write(shown[-1])
+
+        self.model.eval()
+        try:
+            writer.write([ids], count, temperature=0.8, seed=train.seed, told=told, top_k=50)
+        except DataError as error:  # what was trained is saved
+            shown.append(f" [no more: {error.what}]")
+            self.report.write(shown[-1])
         self.report.line()
         self.model.train()
-        return text
+        return "".join(shown)

@@ -42,9 +42,9 @@ from infinity.hardware.device import open_device
 from .console import finish, status_line, wide_console
 from .measure import scratch
 from .model import GPT
-from .shape import GPTShape
 
-SHAPE: Final = GPTShape(layers=2, width=128, heads=4, vocab=256, context=32)
+VOCAB: Final = 256
+SEQUENCE: Final = 32
 STEPS: Final = 8
 CLIP: Final = 4.0  # norms of this training lie on both sides
 DTYPES: Final = ("fp32", "bf16", "fp16")
@@ -143,7 +143,7 @@ def _model_and_optimizer(**options: Any) -> tuple[GPT, Any]:
     """Return the model with the same values each time, and AdamW: matrices decay; vectors do not."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GPT(SHAPE)
+        model = GPT(layers=2, width=128, heads=4, vocab=VOCAB)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -163,8 +163,8 @@ def _steps(
         total = 0.0
         for micro in range(backwards or 1 + step % 3):
             random = torch.Generator().manual_seed(100 + 3 * step + micro)
-            tokens = torch.randint(SHAPE.vocab, (2, SHAPE.context + 1), generator=random).to(device)
-            loss = forward(tokens[:, :-1], tokens[:, 1:]).loss
+            tokens = torch.randint(VOCAB, (2, SEQUENCE + 1), generator=random).to(device)
+            loss = forward(tokens[:, :-1], tokens[:, 1:])
             scale(loss).backward()
             total += loss.item()
         yield total

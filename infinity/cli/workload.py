@@ -1,19 +1,19 @@
-"""What is trained: the built-in GPT, or a model from a Hugging Face directory.
+"""What is trained: a causal language model of transformers, of a preset or from a directory.
 
-Each can say what planning needs to know without being built, be built, and write text.
+Each can say what planning needs to know without being built, and be built. A plan of a preset imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
@@ -22,129 +22,164 @@ from infinity.core.sizes import ITEMSIZES, dtype_name
 from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Model
 
-from .settings import ModelSettings, RunSettings
-from .shape import Activations, GPTShape, activations_of, idle_of, shape_from, units_of
+from .settings import RunSettings
+from .shape import KEYS, Activations, activations_of, config_from, idle_of, units_of
 
-if TYPE_CHECKING:  # it takes seconds, and a plan of the built-in model needs none: imported where one is made
+if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: imported where one is made
     import torch
     from torch import nn
 
-_DIMENSIONS = (
-    *("layers", "width", "heads", "vocab", "mlp", "positions", "tied", "kv_heads", "inner", "experts"),
-)
+_FILES: Final = ("vocab.json", "vocab.txt", "spiece.model")
 
 
-class Workload(abc.ABC):
-    """A causal language model that can be planned, built and trained."""
+class Workload:
+    """A preset, with values that are drawn.
+
+    Attributes:
+        tokenizer: of transformers; None: tokens are bytes.
+        attention: layers × heads × width of a head; None: what a token passes is not known.
+    """
 
     name: str
-    tokenizer: Any = None  # of Hugging Face; None: tokens are bytes
     vocab: int
     context: int
-    attention: int | None = None  # layers × heads × width of a head; None: what a token passes is not known
-    _call: Mapping[str, Any] = MappingProxyType({})  # what a forward is told besides the tokens
+    shape: Mapping[str, Any]  # by the names of `KEYS`
+    attention: int | None = None
 
-    @abc.abstractmethod
-    def planned(self, config: Config) -> Model:
-        """Return what planning needs to know; nothing is built."""
-
-    @abc.abstractmethod
-    def scratch(self) -> list[int]:
-        """Return the bytes of each parameter as `build` makes it, in that order; nothing is built."""
-
-    @abc.abstractmethod
-    def dtype(self, config: Config) -> str:
-        """Return the short name of the dtype of most parameters, and of activations."""
-
-    @abc.abstractmethod
-    def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
-        """Return the activations of one forward and backward, in bytes."""
-
-    @abc.abstractmethod
-    def build(self, recompute: bool) -> nn.Module:
-        """Return the model with its values, ready to be trained."""
-
-    def logits(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (batch, sequence, vocab) for tokens, (batch, sequence)."""
-        logits: torch.Tensor = model(tokens, **self._call).logits
-        return logits
-
-    def loss(self, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of `targets`, (batch, sequence)."""
-        from torch.nn import functional as F
-
-        return F.cross_entropy(self.logits(model, tokens).flatten(0, 1).float(), targets.flatten())
-
-
-class BuiltIn(Workload):
-    """The GPT of `infinity.cli.model`, over bytes."""
-
-    def __init__(self, settings: ModelSettings, sequence: int) -> None:
-        shape = shape_from(
-            settings.preset,
-            **{n: getattr(settings, n) for n in _DIMENSIONS},
-            context=settings.context if settings.context is not None else max(1024, sequence),
-        )
-        if shape.vocab < 256:
+    def __init__(self, run: RunSettings) -> None:
+        given, sequence = run.model, run.train.sequence
+        dimensions = {name: getattr(given, name) for name in KEYS}
+        shape = config_from(given.preset, **dimensions)
+        if given.context is None:
+            shape[KEYS["context"]] = max(shape[KEYS["context"]], sequence)
+        self.tokenizer: Any = tokenizer_of(run.data.tokenizer)
+        least = 256 if self.tokenizer is None else len(self.tokenizer)
+        if given.vocab is None:
+            shape[KEYS["vocab"]] = max(shape[KEYS["vocab"]], least)
+        self.vocab, self.context = shape[KEYS["vocab"]], shape[KEYS["context"]]
+        if self.vocab < least:
             raise ConfigError(
-                "the vocabulary is too small for bytes",
-                expected="at least 256",
-                found=shape.vocab,
+                "the vocabulary is too small",
+                expected=f"at least {least}, for {'bytes' if self.tokenizer is None else 'the tokenizer'}",
+                found=self.vocab,
                 cure="leave out --vocab",
             )
-        _check_context(shape.context, sequence)
-        self.shape = shape
-        self.vocab, self.context = shape.vocab, shape.context
-        self.attention = shape.layers * shape.width
-        self.name = f"GPT, {shape.layers} blocks × {shape.width} wide, {shape.heads} heads"
+        _check_context(self.context, sequence)
+        for token in ("bos", "eos"):
+            shape[f"{token}_token_id"] = getattr(self.tokenizer, f"{token}_token_id", None)
+        self.shape, self._path = shape, given.preset
+        layers, width = (shape[KEYS[name]] for name in ("layers", "width"))
+        self.attention = layers * width
+        kind = shape["model_type"].capitalize()
+        self.name = f"{kind}, {layers} blocks × {width} wide, {shape[KEYS['heads']]} heads"
 
     def planned(self, config: Config) -> Model:
-        """See `Workload`. In closed form, unless units are named."""
+        """Return what planning needs to know. In closed form, unless units are named."""
         if config.units is not None:
-            import torch
-
-            from .model import GPT
-
-            with torch.device("meta"):
-                return planned_from(GPT(self.shape), config)
+            return planned_from(self.structure, config)
         dtype = self.dtype(config)
         units = [
             (name, [ParamSpec(n, s, dtype, True, _group(len(s))) for n, s in params])
             for name, params in units_of(self.shape)
         ]
-        alone = [(i,) for i in range(len(units))]
-        again = [0] if self.shape.tied else []
-        return Model(units, [*alone, (0,)] if again else alone, idle_of(self.shape), again)
+        again = [0] if self.shape[KEYS["tied"]] else []
+        return Model(units, [(i,) for i in [*range(len(units)), *again]], idle_of(self.shape), again)
 
     def scratch(self) -> list[int]:
-        """See `Workload`. A tied head is made, too, before it goes."""
+        """Return the bytes of each parameter as `build` makes it, in that order; nothing is built. A tied
+        head is made, too, before it goes."""
         shapes = [s for _, params in units_of(self.shape) for _, s in params]
-        if self.shape.tied:
-            shapes.append((self.shape.vocab, self.shape.width))
+        if self.shape[KEYS["tied"]]:
+            shapes.append(shapes[0])
         return [math.prod(s) * ITEMSIZES["fp32"] for s in shapes]
 
     def dtype(self, config: Config) -> str:
-        """See `Workload`."""
+        """Return the short name of the dtype of most parameters, and of activations."""
         return dtype_name(config.dtype or "fp32")
 
     def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
-        """See `Workload`; exact without experts (see [Note: activations])."""
+        """Return the activations of one forward and backward, in bytes (see [Note: activations])."""
         itemsize = ITEMSIZES[self.dtype(config)]
         return activations_of(self.shape, batch, sequence, itemsize, recompute=recompute)
 
+    @functools.cached_property
+    def hf_config(self) -> Any:
+        """The configuration, as transformers has it.
+
+        Raises:
+            DataError: transformers is not installed, or broken.
+        """
+        [AutoConfig] = optional("transformers", "hf", "AutoConfig")
+        return AutoConfig.for_model(**self.shape)
+
+    def load_code(self) -> Any:
+        """Import what `build` needs; return the class of transformers that builds.
+
+        Raises:
+            DataError: transformers is not installed, or broken.
+        """
+        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
+        try:
+            AutoModelForCausalLM._model_mapping[type(self.hf_config)]
+        except ImportError as error:
+            raise broken("transformers", error) from error
+        return AutoModelForCausalLM
+
+    @functools.cached_property
+    def structure(self) -> nn.Module:
+        """The model on the meta device, without values."""
+        import torch
+
+        from infinity.api.hugging_face import unreadable
+
+        try:
+            with torch.device("meta"):
+                model: nn.Module = self._drawn()
+        except DataError:
+            raise
+        except Exception as error:  # whatever a configuration that is not what it should be makes of it
+            raise unreadable(self._path, error) from error
+        return model
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype that the configuration names, or fp32."""
+        import torch
+
+        return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
+
+    def _drawn(self) -> Any:
+        from infinity.api.hugging_face import dtype_keyword
+
+        return self.load_code().from_config(self.hf_config, **{dtype_keyword(): self.own_dtype})
+
+    _with_values = _drawn
+
     def build(self, recompute: bool) -> nn.Module:
-        """See `Workload`."""
-        from .model import GPT
+        """Return the model with its values, ready to be trained."""
+        model = self._with_values()
+        if recompute:
+            arguments = {"use_reentrant": False}
+            if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+                model.activation_checkpointing_enable(arguments)
+            else:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        model.train()
+        return model  # type: ignore[no-any-return]
 
-        return GPT(self.shape, recompute=recompute)
+    @staticmethod
+    def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of `targets`, (batch, sequence)."""
+        from torch.nn import functional as F
+
+        logits = model(tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class HuggingFace(Workload):
-    """A causal language model from a directory: config, safetensors and, if it is there, tokenizer."""
+class Pretrained(Workload):
+    """A model from a Hugging Face directory: config, safetensors and, if it is there, tokenizer."""
 
-    _call = MappingProxyType({"use_cache": False})
-
-    def __init__(self, directory: str, sequence: int) -> None:
+    def __init__(self, directory: str, run: RunSettings) -> None:
         path = Path(directory).expanduser()
         if not (path / "config.json").is_file():
             raise DataError(
@@ -153,27 +188,11 @@ class HuggingFace(Workload):
                 found="no config.json" if path.is_dir() else "no directory",
                 cure="check --init-from",
             )
-        AutoConfig, AutoModelForCausalLM, AutoTokenizer = optional(
-            "transformers", "hf", "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
-        )
-        self._path = str(path)
-        try:
-            self.hf_config: Any = AutoConfig.from_pretrained(self._path, local_files_only=True)
-            text: Any = self.hf_config.get_text_config()
-            self._dimensions = (int(text.num_hidden_layers), int(text.hidden_size))
-            self._heads = int(text.num_attention_heads)
-            self._hidden = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
-                width = getattr(text, "head_dim", None) or self._dimensions[1] // self._heads
-                self.attention = self._dimensions[0] * self._heads * int(width)
-            self.vocab = int(text.vocab_size)
-            self.context = int(getattr(text, "max_position_embeddings", None) or sequence)
-            has_tokenizer = any(path.glob("tokenizer*")) or (path / "vocab.json").is_file()
-            self.tokenizer: Any = (
-                AutoTokenizer.from_pretrained(self._path, local_files_only=True) if has_tokenizer else None
-            )
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise _unreadable(directory, error) from error
+        from infinity.api.hugging_face import read_config, unreadable
+
+        self._path, sequence = str(path), run.train.sequence
+        self.hf_config = read_config(self._path)
+        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         if type(self.hf_config) not in AutoModelForCausalLM._model_mapping:
             raise DataError(
                 f"the model in {directory!r} is no causal language model of transformers",
@@ -183,74 +202,37 @@ class HuggingFace(Workload):
                 cure="name the directory of a causal language model; in Python, `infinity.wrap(model, "
                 "optimizer, config)` trains others, too",
             )
-        if self.tokenizer is None and self.vocab < 256:
-            raise DataError(
-                f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
-                expected="a tokenizer, or a vocabulary of at least 256",
-                found=f"a vocabulary of {self.vocab}",
-                cure="put the model's tokenizer beside it",
-            )
+        try:
+            text: Any = self.hf_config.get_text_config()
+            self.shape = _alike(text, sequence)
+            self.vocab, self.context = self.shape[KEYS["vocab"]], self.shape[KEYS["context"]]
+            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
+                of_queries = (KEYS["layers"], KEYS["heads"], "head_dim")
+                self.attention = math.prod(self.shape[key] for key in of_queries)
+        except (AttributeError, TypeError) as error:
+            raise unreadable(directory, error) from error
+        named = run.data.tokenizer
+        self.tokenizer = tokenizer_in(self._path) if named is None else tokenizer_of(named)
+        if self.tokenizer is None:
+            check_bytes(directory, self.vocab)
         _check_context(self.context, sequence)
         self.name = f"{self.hf_config.model_type} from {directory}"
 
-    @functools.cached_property
-    def _structure(self) -> nn.Module:
-        import torch
-
-        from infinity.api.hugging_face import dtype_keyword
-
-        [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
-        try:
-            with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(
-                    self.hf_config, **{dtype_keyword(): self._own_dtype}
-                )
-        except Exception as error:  # whatever a configuration that is not what it should be makes of it
-            if isinstance(error, ImportError):
-                raise broken("transformers", error) from error
-            raise _unreadable(self._path, error) from error
-        return model
-
     def planned(self, config: Config) -> Model:
-        """See `Workload`. The model's structure is made on the meta device, without values."""
-        return planned_from(self._structure, config)
+        """See `Workload`. Of the structure."""
+        return planned_from(self.structure, config)
 
     def scratch(self) -> list[int]:
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
-        return [p.numel() * self._own_dtype.itemsize for p in self._structure.parameters()]
+        return [p.numel() * self.own_dtype.itemsize for p in self.structure.parameters()]
 
-    @property
-    def _own_dtype(self) -> torch.dtype:
-        import torch
-
-        return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
-
-    def dtype(self, config: Config) -> str:
-        """See `Workload`."""
-        return dtype_name(config.dtype or self._own_dtype)
-
-    def activations(self, config: Config, batch: int, sequence: int, recompute: bool) -> Activations:
-        """See `Workload`; an estimate: the built-in GPT's of the same dimensions."""
-        layers, width = self._dimensions
-        heads = self._heads if width % (2 * self._heads) == 0 else 1
-        shape = GPTShape(layers=layers, width=width, heads=heads, vocab=self.vocab, context=self.context)
-        itemsize = (config.compute_dtype or self._own_dtype).itemsize
-        base = activations_of(shape, batch, sequence, itemsize, recompute=recompute)
-        # The MLP's own width, with the three tensors of a gated one.
-        wider = (4 * self._hidden - 2 * shape.hidden) * batch * sequence * itemsize
-        extra = max(0, wider) * (1 if recompute else layers)
-        return base._replace(saved=base.saved + extra, peak=base.peak + extra)
-
-    def build(self, recompute: bool) -> nn.Module:
-        """See `Workload`. Only safetensors are read: nothing is ever unpickled."""
-        import transformers
-
+    def _with_values(self) -> Any:
+        """Only safetensors are read: nothing is ever unpickled."""
         from infinity.api.hugging_face import dtype_keyword
 
+        told = {"local_files_only": True, "use_safetensors": True, dtype_keyword(): "auto"}
         try:
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True, **{dtype_keyword(): "auto"}
-            )
+            return self.load_code().from_pretrained(self._path, **told)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"the weights in {self._path!r} cannot be read",
@@ -258,28 +240,69 @@ class HuggingFace(Workload):
                 found=f"{type(error).__name__}: {error}",
                 cure="save the model with save_pretrained(safe_serialization=True)",
             ) from error
-        model.config.use_cache = False
-        if recompute:
-            _recompute(model)
-        model.train()
-        return model  # type: ignore[no-any-return]
 
 
-def _unreadable(directory: str, error: Exception) -> DataError:
-    return DataError(
-        f"the model in {directory!r} cannot be read",
-        expected="the configuration (and tokenizer) of a causal language model",
-        found=f"{type(error).__name__}: {error}",
-        cure="check the directory, or update transformers",
-    )
+def _alike(text: Any, sequence: int) -> dict[str, Any]:
+    """Return the dimensions of a model of any family, by the names of Llama's: what is estimated of it."""
+    found = {key: getattr(text, key, None) for key in KEYS.values()}
+    width, heads = int(text.hidden_size), int(text.num_attention_heads)
+    usual = {"inner": 4 * width, "kv_heads": heads, "context": sequence, "experts": 0}
+    found |= {KEYS[name]: value for name, value in usual.items() if not isinstance(found[KEYS[name]], int)}
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    size = int(getattr(text, "head_dim", None) or width // heads)
+    return {**found, "num_experts_per_tok": chosen, "head_dim": size}
 
 
-def _recompute(model: Any) -> None:
-    arguments = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
-        model.activation_checkpointing_enable(arguments)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+def tokenizer_in(directory: str) -> Any:
+    """Return the tokenizer in a directory; None, if there is none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    [AutoTokenizer] = optional("transformers", "hf", "AutoTokenizer")
+    names = os.listdir(directory)
+    if not any(n.startswith("tokenizer") or n in _FILES for n in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a file that is not what it should be makes of its parser
+        raise DataError(
+            f"the tokenizer in {directory!r} cannot be read",
+            expected="a tokenizer of transformers",
+            found=f"{type(error).__name__}: {error}",
+            cure="check the directory, or update transformers",
+        ) from error
+
+
+def tokenizer_of(directory: str | None) -> Any:
+    """Return the tokenizer of `--tokenizer`; None, if that is not given.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    if directory is None:
+        return None
+    path = os.path.expanduser(directory)
+    found = tokenizer_in(path) if os.path.isdir(path) else None
+    if found is None:
+        raise DataError(
+            f"there is no tokenizer in {directory!r}",
+            expected="a directory with the files of a tokenizer of transformers, such as tokenizer.json",
+            found="none of them" if os.path.isdir(path) else "no directory",
+            cure="check --tokenizer, or leave it out: then tokens are bytes",
+        )
+    return found
+
+
+def check_bytes(directory: str, vocab: int) -> None:
+    """Raise `DataError` where a model without a tokenizer has too few tokens for bytes."""
+    if vocab < 256:
+        raise DataError(
+            f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
+            expected="a tokenizer, or a vocabulary of at least 256",
+            found=f"a vocabulary of {vocab}",
+            cure="put the model's tokenizer beside it",
+        )
 
 
 def workload_of(run: RunSettings) -> Workload:
@@ -287,11 +310,9 @@ def workload_of(run: RunSettings) -> Workload:
 
     Raises:
         ConfigError: its dimensions cannot be used.
-        DataError: the Hugging Face directory cannot be read.
+        DataError: the Hugging Face directory, or the tokenizer, cannot be read.
     """
-    if run.model.init_from is not None:
-        return HuggingFace(run.model.init_from, run.train.sequence)
-    return BuiltIn(run.model, run.train.sequence)
+    return Workload(run) if run.model.init_from is None else Pretrained(run.model.init_from, run)
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -327,40 +348,5 @@ def _check_context(context: int, sequence: int) -> None:
             "the sequence is longer than the model can take",
             expected=f"at most {context} tokens",
             found=sequence,
-            cure=f"--sequence {context}, or (built-in model) --context {sequence}",
+            cure=f"--sequence {context}, or, of a preset, --context {sequence}",
         )
-
-
-def generate(
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    prompt: torch.Tensor,
-    count: int,
-    *,
-    context: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yield `count` tokens that follow `prompt`; fewer where the logits are no finite numbers any more.
-
-    Args:
-        logits: (1, sequence) tokens → (1, sequence, vocab). Called once per token: there is no
-            cache of keys and values, since with offloaded parameters the load is what counts.
-        prompt: 1-d, int64, at least one token.
-        context: the most tokens that are looked back to.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    tokens = prompt
-    for _ in range(count):
-        with torch.no_grad():
-            last = logits(tokens[None, -context:])[0, -1].float().cpu() / temperature
-        best = torch.topk(last, min(top_k, last.numel()))
-        shares = torch.softmax(best.values, -1)
-        if not shares.isfinite().all():  # a run that has diverged
-            return
-        choice = torch.multinomial(shares, 1, generator=generator)
-        token = best.indices[choice]
-        tokens = torch.cat((tokens, token.to(tokens.device)))
-        yield int(token)

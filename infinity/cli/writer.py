@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import abc
 import codecs
 import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from infinity.api import hugging_face
-from infinity.api.checkpoint import Progress, reading_ring
+from infinity.api.checkpoint import Progress
 from infinity.api.engine import Engine, engine_of
 from infinity.api.inference import find_model, inference, texts_of
-from infinity.api.init import without_values
-from infinity.api.user_state import decode
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, CorruptionError, DataError, InfinityError
-from infinity.core.optional import optional
-from infinity.storage.checkpoints import Found
-from infinity.storage.tensor_file import read_all
+from infinity.core.errors import ConfigError, DataError, InfinityError
 
-from .settings import BUILT_IN_DTYPE, DataSettings, ModelSettings, RunSettings, TrainSettings
-from .workload import BuiltIn, Workload, workload_of
+from .output import check_of_transformers
+from .workload import check_bytes, tokenizer_in
 
 #: Is told the next token of each row, as it is made.
 Told = Callable[[list[int]], None]
 
 
-class Writer(abc.ABC):
-    """A model that writes text. `context`: the most tokens that it takes, with those that it writes."""
+class Writer:
+    """A model of transformers that writes text, by its own `generate`.
 
-    name: str
-    model: Any
-    context: int | None
-    _tokenizer: Any = None  # of transformers; None: tokens are bytes
+    Attributes:
+        context: the most tokens that it takes, with those that it writes; None: any number.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model, self._tokenizer, self.name = model, tokenizer, name
+        text = model.config.get_text_config()
+        context = getattr(text, "max_position_embeddings", None)
+        self.context = int(context) if context and not model.config.is_encoder_decoder else None
 
     @property
     def engine(self) -> Engine:
@@ -92,32 +90,29 @@ class Writer(abc.ABC):
                     cure=f"--tokens {room}" if room > 0 else "a shorter prompt",
                 )
 
-    @abc.abstractmethod
     def write(
-        self, rows: Sequence[Sequence[int]], count: int, *, temperature: float, seed: int, told: Told
+        self,
+        rows: Sequence[Sequence[int]],
+        count: int,
+        *,
+        temperature: float,
+        seed: int,
+        told: Told,
+        top_k: int = 0,
     ) -> list[list[int]]:
-        """Return up to `count` tokens after each of some prompts, and tell of them as they are made.
+        """Return up to `count` tokens after each of some prompts, and tell of them as they are made. With
+        what the model's directory says of writing, but for sampling and beams.
 
         Args:
             rows: tokens of prompts, of any lengths.
             temperature: 0: the likeliest token, always.
             seed: of what is drawn with another temperature.
+            top_k: how many of the likeliest tokens are drawn from; 0: all.
+
+        Raises:
+            DataError: the model's outputs are no finite numbers, or transformers refuses what the directory
+                says; tokens before that were told.
         """
-
-
-class _Transformers(Writer):
-    """A model of transformers, by its own `generate`."""
-
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        self.model, self._tokenizer, self.name = model, tokenizer, name
-        text = model.config.get_text_config()
-        context = getattr(text, "max_position_embeddings", None)
-        self.context = int(context) if context and not model.config.is_encoder_decoder else None
-
-    def write(
-        self, rows: Sequence[Sequence[int]], count: int, *, temperature: float, seed: int, told: Told
-    ) -> list[list[int]]:
-        """See `Writer`. With what the directory says of writing, but for sampling and beams."""
         device = self.engine.device.torch_device
         after = self.model.config.is_encoder_decoder
         longest = max(map(len, rows))
@@ -125,7 +120,7 @@ class _Transformers(Writer):
         chosen = copy.deepcopy(self.model.generation_config)
         chosen.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=50, top_p=1.0)
         if temperature > 0:
-            chosen.update(top_k=0)
+            chosen.update(top_k=top_k)
             torch.manual_seed(seed)
         chosen.update(num_beams=1, max_new_tokens=count, max_length=None, return_dict_in_generate=False)
         ends = chosen.eos_token_id if isinstance(chosen.eos_token_id, list) else [chosen.eos_token_id]
@@ -141,6 +136,7 @@ class _Transformers(Writer):
                 attention_mask=mask.to(device),
                 generation_config=chosen,
                 streamer=_Streamer(told),
+                logits_processor=[_check_finite],
             )
         except (ValueError, TypeError, AttributeError, IndexError) as error:
             if isinstance(error, InfinityError):
@@ -179,39 +175,17 @@ class _Streamer:
         """All is told."""
 
 
-class _BuiltIn(Writer):
-    """The GPT of `infinity.cli.model`, over bytes. There is no cache of keys and values: with offloaded
-    parameters the load is what counts."""
-
-    def __init__(self, workload: Workload, model: Any) -> None:
-        self.model, self.name, self.context = model, workload.name, workload.context
-        self._workload = workload
-
-    def write(
-        self, rows: Sequence[Sequence[int]], count: int, *, temperature: float, seed: int, told: Told
-    ) -> list[list[int]]:
-        """See `Writer`."""
-        generator = torch.Generator().manual_seed(seed)
-        lengths = torch.tensor([len(row) for row in rows])
-        # Padded behind: no token looks at what comes after it.
-        tokens = torch.zeros(len(rows), int(lengths.max()) + count, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
-        every, begins = torch.arange(len(rows)), lengths.clone()
-        device = self.engine.device.torch_device
-        for _ in range(count):
-            with torch.no_grad():
-                logits = self._workload.logits(self.model, tokens[:, : int(lengths.max())].to(device))
-            last = logits[every, (lengths - 1).to(device)].float().cpu()
-            if temperature > 0:
-                shares = torch.softmax(last / temperature, -1)
-                following = torch.multinomial(shares, 1, generator=generator)[:, 0]
-            else:
-                following = last.argmax(-1)
-            tokens[every, lengths] = following
-            lengths += 1
-            told(following.tolist())
-        return [tokens[i, begin : begin + count].tolist() for i, begin in enumerate(begins.tolist())]
+def _check_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the scores of the next tokens, if they are numbers. On a GPU a draw from others would end the
+    process's use of the device."""
+    if not scores.amax(-1).isfinite().all():
+        raise DataError(
+            "the model's outputs are not finite numbers",
+            expected="a model that has not diverged",
+            found="NaN or infinity among them",
+            cure="an earlier checkpoint, or a training with a lower --lr",
+        )
+    return scores
 
 
 def open_writer(directory: str, config: Config, progress: Progress | None = None) -> Writer:
@@ -226,12 +200,13 @@ def open_writer(directory: str, config: Config, progress: Progress | None = None
     with texts_of(found) as texts:
         if hugging_face.is_directory_of_a_model(texts):
             return _of_transformers(found.path, texts, config, progress)
-    workload, dtype = _workload_of(found)
-    with without_values():
-        model = workload.build(recompute=False)
-    if config.dtype is None:
-        config = config.replace(dtype=dtype)
-    return _BuiltIn(workload, inference(model, config, weights=found.path, progress=progress))
+    check_of_transformers(found)
+    raise DataError(
+        f"the checkpoint {found.path} does not say what its model is",
+        expected="one of a model of transformers",
+        found="no config.json in its index",
+        cure="build the model, and read its values: infinity.inference(model, config, weights=DIR)",
+    )
 
 
 def _of_transformers(directory: str, texts: str, config: Config, progress: Progress | None) -> Writer:
@@ -243,14 +218,9 @@ def _of_transformers(directory: str, texts: str, config: Config, progress: Progr
             found=f"the {told.get('_class_name')} of diffusers",
             cure="name the directory of a causal language model, or of one with an encoder and a decoder",
         )
-    tokenizer = _tokenizer_in(texts)
-    if tokenizer is None and int(told.get_text_config().vocab_size) < 256:
-        raise DataError(
-            f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
-            expected="a tokenizer, or a vocabulary of at least 256",
-            found=f"a vocabulary of {told.get_text_config().vocab_size}",
-            cure="put the model's tokenizer beside it",
-        )
+    tokenizer = tokenizer_in(texts)
+    if tokenizer is None:
+        check_bytes(directory, int(told.get_text_config().vocab_size))
     if not hugging_face.class_of(texts, told).can_generate():
         raise DataError(
             f"the model in {directory!r} does not write text",
@@ -259,50 +229,4 @@ def _of_transformers(directory: str, texts: str, config: Config, progress: Progr
             cure="name the directory of a causal language model, or of one with an encoder and a decoder",
         )
     model = inference(directory, config, progress=progress)
-    return _Transformers(model, tokenizer, f"{told.model_type} from {directory}")
-
-
-def _tokenizer_in(directory: str) -> Any:
-    """Return the tokenizer in a directory; None, if there is none."""
-    [AutoTokenizer] = optional("transformers", "hf", "AutoTokenizer")
-    names = os.listdir(directory)
-    if not any(n.startswith("tokenizer") or n in ("vocab.json", "vocab.txt", "spiece.model") for n in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a file that is not what it should be makes of its parser
-        raise DataError(
-            f"the tokenizer in {directory!r} cannot be read",
-            expected="a tokenizer of transformers",
-            found=f"{type(error).__name__}: {error}",
-            cure="check the directory, or update transformers",
-        ) from error
-
-
-def _workload_of(found: Found) -> tuple[Workload, Any]:
-    """Return the built-in model that a checkpoint of `infinity train` is of, and in which dtype it was."""
-    content = found.content
-    try:
-        path = found.file("values")
-        with reading_ring() as ring:
-            values = {} if path is None else read_all(path, ring, content["crcs"]["values"])
-        run = decode(content["state"], values, found.path)["train"]["run"]
-        settings = RunSettings(
-            ModelSettings(**run["model"]), DataSettings(), TrainSettings(sequence=run["train"]["sequence"])
-        )
-        workload, dtype = workload_of(settings), run["engine"].get("dtype") or BUILT_IN_DTYPE
-    except (KeyError, TypeError, AttributeError, CorruptionError) as error:
-        raise DataError(
-            f"the checkpoint {found.path} does not say what its model is",
-            expected="one of a model of transformers, or of `infinity train`",
-            found=repr(error),
-            cure="build the model, and read its values: infinity.inference(model, config, weights=DIR)",
-        ) from error
-    if not isinstance(workload, BuiltIn):
-        raise DataError(
-            f"the checkpoint {found.path} does not say what its model is",
-            expected="the config of a model of transformers",
-            found="only the directory that it was trained from",
-            cure="save it again with this version of infinity",
-        )
-    return workload, dtype
+    return Writer(model, tokenizer, f"{told.model_type} from {directory}")

@@ -40,7 +40,11 @@ _DEADLINES = 1e-9, 1e9
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
 #: Names that settings had once, and those of today; None: the setting was removed.
-_OLD_NAMES: Final[Mapping[str, str | None]] = {"durable": None}
+_OLD_NAMES: Final[Mapping[str, str | None]] = {
+    "durable": None,
+    "model.mlp": None,
+    "model.positions": None,
+}
 
 
 def _whole(default: Any, least: int, most: int | None = None, *, multiple: int = 1) -> Any:

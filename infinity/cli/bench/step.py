@@ -24,7 +24,7 @@ from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
 from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
-from infinity.cli.shape import GPTShape, activations_of, parameters_of, shape_from, units_of
+from infinity.cli.shape import KEYS, activations_of, config_from
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
@@ -158,8 +158,11 @@ def probe_bytes(directory: str) -> int:
 class Request:
     """What is to be measured: `steps` in one go, after `warmup` others."""
 
-    shape: GPTShape
+    layers: int
+    width: int
+    heads: int
     directory: str
+    vocab: int = 256
     tokens: int = 128
     batch: int = 1
     dtype: str = "fp32"
@@ -178,7 +181,17 @@ class Request:
     def build(self) -> GPT:
         """Return the model, with the values of seed 0."""
         torch.manual_seed(0)
-        return GPT(self.shape)
+        return GPT(self.layers, self.width, self.heads, self.vocab)
+
+    @property
+    def largest_unit(self) -> int:
+        """The parameters of the largest unit: a block, or the embedding."""
+        return max(12 * self.width + 2, self.vocab) * self.width
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the model."""
+        return (self.layers * (12 * self.width + 2) + 2 * self.vocab + 1) * self.width
 
 
 def check_room(request: Request) -> None:
@@ -188,9 +201,11 @@ def check_room(request: Request) -> None:
         BudgetError: memory has not the room: the kernel would end this process.
         DirectoryError: the directory is unfit, or has not the room.
     """
-    params = parameters_of(request.shape)
+    params = request.parameters
     itemsize = parse_dtype(request.dtype).itemsize
-    activations = activations_of(request.shape, request.batch, request.tokens, itemsize, recompute=False).peak
+    sizes = {name: getattr(request, name) for name in ("layers", "width", "heads", "vocab")}
+    alike = config_from("30m", **sizes, kv_heads=request.heads, inner=4 * request.width)
+    activations = activations_of(alike, request.batch, request.tokens, itemsize, recompute=False).peak
     plain, ours = _HELD[0] * params + activations, _HELD[1] * params + 2 * GiB
     cuda = request.device.startswith("cuda")
     rooms = [("host memory", ours if cuda else plain + ours, available_host_memory())]
@@ -236,11 +251,11 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                     group["errors"][update] = {"error": str(error)}
                 else:
                     group["table"][update], group["samples"][update] = row, samples
-    shape = {name: getattr(request.shape, name) for name in (*_SHAPE, "context")}
+    sizes = (*_SHAPE, "parameters")
     told = ("tokens", "batch", "dtype", "device", "steps", "threads")
     return {
         "benchmark": "step",
-        "model": {**shape, "parameters": parameters_of(request.shape)},
+        "model": {name: getattr(request, name) for name in sizes},
         **{name: getattr(request, name) for name in told},
         "warmup_steps": request.warmup,
         "placements": groups,
@@ -251,10 +266,9 @@ def _case(
     request: Request, placement: str, update: str, place: str, plain: Stepper, measured: Rates
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures and the samples of one case, whose files are in `place`."""
-    largest = max(sum(torch.Size(s).numel() for _, s in unit) for _, unit in units_of(request.shape))
-    settings, params = settings_of(placement, update, largest), parameters_of(request.shape)
+    settings, params = settings_of(placement, update, request.largest_unit), request.parameters
     random = torch.Generator().manual_seed(1)
-    data = torch.randint(0, request.shape.vocab, (request.batch, request.tokens), generator=random)
+    data = torch.randint(0, request.vocab, (request.batch, request.tokens), generator=random)
     data = data.to(request.device)
     os.mkdir(place)
     common = {"nvme": place, "device": request.device, "dtype": request.dtype, "threads": request.threads}
@@ -262,7 +276,7 @@ def _case(
 
     def turns(who: Stepper, **how: bool) -> list[dict[str, Any]]:
         counts = [request.warmup, request.steps] if request.warmup else [request.steps]
-        return [who.turn(lambda model: model(data, data.roll(-1, 1)).loss, n, **how) for n in counts][-1:]
+        return [who.turn(lambda model: model(data, data.roll(-1, 1)), n, **how) for n in counts][-1:]
 
     try:
         samples = {"infinity": turns(ours), "torch": turns(plain, apart=True)}
@@ -333,12 +347,11 @@ def step_command(device: str | None, directory: str, as_json: bool, **given: Any
     afterwards. Exit code 1 when a case failed.
     """
     preset = given.pop("preset") or ModelSettings.preset
-    dimensions = {name: given.pop(name) for name in _SHAPE}
-    shape = shape_from(preset, **dimensions, context=max(shape_from(preset).context, given["tokens"]))
+    config = config_from(preset, **{name: given.pop(name) for name in _SHAPE})
     opened = open_device(device)
     opened.close()
     request = Request(
-        shape=shape,
+        **{name: config[KEYS[name]] for name in _SHAPE},
         directory=os.path.abspath(directory),
         device=str(opened.torch_device),
         **{name: value for name, value in given.items() if value not in (None, ())},
