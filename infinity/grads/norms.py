@@ -62,9 +62,9 @@ class Norms:
         return [math.sqrt(sums[self._number(grad)]) * abs(grad.factor) for grad in grads]
 
     def _add_up(self, what: str, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the sums over all ranks, added in their order. Collective, with several."""
+        """Return the sums over all ranks, added in their order. Collective."""
         sums = np.zeros_like(mine)
-        for told in self._comm.exchange(what, mine.tobytes()) if self._comm.world > 1 else (mine.tobytes(),):
+        for told in self._comm.exchange(what, mine.tobytes()):
             sums = sums + np.frombuffer(told)
         return sums
 

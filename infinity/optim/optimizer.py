@@ -336,7 +336,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if all(param.grad is None for param in self._params):
                 self._gradients.clear()
             else:  # of those that are in no group any more the gradient stays
-                self._seams.finish()  # an update may still read what is beside it
                 self._gradients.wait()
                 self._gradients.reconcile()
             return
@@ -452,7 +451,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 }
                 if params:
                     gradient = self._tiers.store.versions.slot(chunk.id, "gradient")
-                    work.append(ChunkUpdate(chunk, params, self._gradients.entries[chunk.id].dtype, gradient))
+                    work.append(
+                        ChunkUpdate(chunk, params, self._gradients.chunks.entries[chunk.id].dtype, gradient)
+                    )
         return work
 
     # -- state dicts ------------------------------------------------------------------------
