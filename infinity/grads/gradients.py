@@ -4,14 +4,24 @@ A unit's gradient leaves the device once, in the compute dtype, when its backwar
 Gradients that arrive later (another backward, a shared layer, reentrant checkpointing) are added in fp32. One
 worker thread starts the copies of all chunks and then handles each as it arrives, so the backward waits for
 the worker only when it is a whole unit ahead. For a gradient of zeros the engine keeps a note and no bytes.
+
+[Note: norms] A shard is cut into fixed blocks of 65,536 elements. The elements of one parameter in a block
+are a piece. The engine sums the squares of a piece in double as a halving tree, once for each gradient. The
+CPU sums them while it processes the gradient; a device sums all of its pieces in one pass, at the first
+request for a norm. A norm adds factor² times the sums of its parameters' pieces, one after the other in the
+order of the chunks. So neither clipping nor one parameter's norm reads a gradient again, and a norm does not
+depend on the tier, the size of a chunk or the instruction set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity.core.errors import GradientError
@@ -29,7 +39,6 @@ from infinity.storage.store import Store
 
 from .buffer import Arrival, UnitBuffer
 from .gradient_chunks import ChunkGradients
-from .norms import Norms
 from .sharded_grad import ShardedGrad
 
 
@@ -44,8 +53,6 @@ class Gradients:
 
     Attributes:
         scale: the loss scale in use: autograd's gradients are multiplied by it.
-        backwards: that have begun; `stepped`: of these, before the last step, or before the user let go of
-            all gradients.
         apart: reductions wait, whatever `accumulation` is (`no_sync`).
         used: gradients that the step that is to come has used, by unit, with their factors: see `Behind`.
         of_ranks: whether there are several ranks.
@@ -76,12 +83,17 @@ class Gradients:
             units, plans, store, pool, device, updates, recorder, comes_and_goes=comes_and_goes
         )
         self.scale = 1.0
-        self.backwards = self.stepped = 0
+        self._backwards = self._before = 0  # that have begun, and those before the last step
         self.accumulation = accumulation
         self.apart = False
         self.used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}
         self._comm = comm
-        self._norms = Norms(units, self.chunks.entries, comm)
+        #: Of the shards of this rank alone; where it has the whole, the other ranks have the same.
+        self._own = [chunk for unit in units for _, chunk in unit.layout.chunks_of(comm.rank)]
+        #: The number of each unit's first parameter, and of each piece's: [Note: norms].
+        self._first = [*accumulate((len(unit.params) for unit in units), initial=0)]
+        owners = [self._first[c.unit] + param for c in self._own for param, *_ in c.norm_pieces]
+        self._owners = np.array(owners, dtype=np.int64)
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
         self._device = device
@@ -147,8 +159,8 @@ class Gradients:
             GradientError: one of them is not its parameter's present gradient.
         """
         if self._are_dropped():
-            self.stepped = self.backwards  # the next step has its backwards yet to come
-        self.backwards += 1
+            self.stepped()  # the next step has its backwards yet to come
+        self._backwards += 1
         for unit in self.units:
             for sharded in unit.params:
                 grad = sharded.param.grad if sharded.spec.trainable else None
@@ -185,11 +197,11 @@ class Gradients:
         arrivals[index] = arrival
         grad.factor, grad.is_zero = inverse, False
 
-    def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
+    def _buffer_for(self, sharded: ShardedParam, *, is_zero: bool = False) -> UnitBuffer:
         """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
         buffer = self._filling.get(sharded.unit) or UnitBuffer(self.units[sharded.unit].layout, self._device)
-        if not self._fits(buffer.needs(sharded.index)):
-            self._make_room(sharded.unit, buffer.needs(sharded.index))
+        if not is_zero and not self._fits(needs := buffer.needs(sharded.index)):
+            self._make_room(sharded.unit, needs)
         self._filling[sharded.unit] = buffer
         return buffer
 
@@ -225,7 +237,16 @@ class Gradients:
     def is_last(self) -> bool:
         """Whether the backward that has begun last is the last of a step, as `accumulation` says."""
         of = self.accumulation
-        return of is not None and not self.apart and (self.backwards - self.stepped) % of == 0
+        return of is not None and not self.apart and (self._backwards - self._before) % of == 0
+
+    @property
+    def are_new(self) -> bool:
+        """Whether a backward has begun that no step has used."""
+        return self._backwards != self._before
+
+    def stepped(self) -> None:
+        """A step has used the backwards so far, or the user has let go of all gradients."""
+        self._before = self._backwards
 
     def reduce_waiting(self) -> None:
         """See to it that what has arrived is this rank's gradient: with several, the sum over all."""
@@ -299,9 +320,8 @@ class Gradients:
     @sheltered
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
+        buffer = self._buffer_for(grad.sharded, is_zero=True)
         grad.factor, grad.is_zero = 1.0, True
-        unit = grad.sharded.unit
-        buffer = self._filling.setdefault(unit, UnitBuffer(self.units[unit].layout, self._device))
         buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)
 
     @sheltered
@@ -326,7 +346,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
-        self.stepped = self.backwards
+        self.stepped()
         self._filling.clear()
         self._numbers.clear()
         for entry in self.chunks.entries.values():
@@ -374,16 +394,40 @@ class Gradients:
 
     def norm(self, grads: Iterable[ShardedGrad]) -> float:
         """Return the 2-norm of several gradients, which are complete, with their factors: [Note: norms]."""
-        self.chunks.sum_squares()
-        return self._norms.together(grads)
+        squares = self._squares()
+        factors, wanted = np.zeros(self._first[-1]), np.zeros(self._first[-1], dtype=bool)
+        for grad in grads:
+            factors[self._number(grad)], wanted[self._number(grad)] = grad.factor, True
+        with np.errstate(all="ignore"):  # what is Inf or NaN shows in the answer
+            terms = (np.square(factors)[self._owners] * squares)[wanted[self._owners]]
+            # cumsum adds one after the other; sum() and np.sum would group in their own ways.
+            mine = np.cumsum(np.append(0.0, terms))[-1:]
+            return float(np.sqrt(self._add_up("the norm of the gradients", mine)[0]))
 
     @sheltered
     def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
         self.reduce_waiting()
         self.wait()
+        with np.errstate(all="ignore"):
+            mine = np.bincount(self._owners, self._squares(), minlength=self._first[-1])
+            sums = self._add_up("the norms of gradients", mine.astype(np.float64))
+        return [math.sqrt(sums[self._number(grad)]) * abs(grad.factor) for grad in grads]
+
+    def _number(self, grad: ShardedGrad) -> int:
+        return self._first[grad.sharded.unit] + grad.sharded.index
+
+    def _squares(self) -> npt.NDArray[np.float64]:
+        """Return the sums of the squares of all pieces."""
         self.chunks.sum_squares()
-        return self._norms.each(grads)
+        return np.concatenate([np.empty(0), *(self.chunks.entries[c.id].squares for c in self._own)])
+
+    def _add_up(self, what: str, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the sums over all ranks, added in their order. Collective."""
+        sums = np.zeros_like(mine)
+        for told in self._comm.exchange(what, mine.tobytes()):
+            sums = sums + np.frombuffer(told)
+        return sums
 
     @sheltered
     def reconcile(self) -> None:

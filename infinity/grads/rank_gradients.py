@@ -54,11 +54,6 @@ class RankGradients(Gradients):
         Raises:
             GradientError: it is none that a backward made.
         """
-        self._check_made(sharded)
-        return sharded.param.grad is not None
-
-    def _check_made(self, sharded: ShardedParam) -> None:
-        """Raise `GradientError` unless a backward made what is in `p.grad`."""
         grad = sharded.param.grad
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
@@ -69,6 +64,7 @@ class RankGradients(Gradients):
                 found=f"a tensor that was assigned to `p.grad`, on rank {self._comm.rank}",
                 cure="set `p.grad = None` again; add a term to the loss instead, and call its backward",
             )
+        return grad is not None
 
     def begin_backward(self) -> None:
         """Note what the user left in `p.grad` before a backward adds to it.
@@ -77,7 +73,7 @@ class RankGradients(Gradients):
             GradientError: a gradient is none that a backward made.
         """
         self._found = self._changes()
-        self.backwards += 1
+        self._backwards += 1
 
     def _changes(self) -> dict[str, Change]:
         """Return what the user has made of each gradient since the last backward: it has to be the same on
@@ -92,7 +88,7 @@ class RankGradients(Gradients):
                 buffer = self._filling.get(unit.index)
                 for sharded in unit.params:
                     if sharded.spec.trainable:
-                        self._check_made(sharded)
+                        self.adopt(sharded)
                         arrival = buffer.arrivals.get(sharded.index) if buffer is not None else None
                         found[sharded.name] = change_of(sharded, arrival)
         return found
@@ -112,12 +108,6 @@ class RankGradients(Gradients):
             grad.factor = 1.0 / scale
         buffer.add(index, other)
 
-    @sheltered
-    def zero(self, grad: ShardedGrad) -> None:
-        """Make a gradient zero; it stays present."""
-        self._finish_reduced()
-        super().zero(grad)
-
     def read(self, grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
         """Return gradients as `p.grad` shows them. Collective.
 
@@ -135,10 +125,10 @@ class RankGradients(Gradients):
 
     # -- out of the backward ----------------------------------------------------------------
 
-    def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
+    def _buffer_for(self, sharded: ShardedParam, *, is_zero: bool = False) -> UnitBuffer:
         if any(unit == sharded.unit for unit, *_ in self._under_way):
             self._finish_reduced()
-        return super()._buffer_for(sharded)
+        return super()._buffer_for(sharded, is_zero=is_zero)
 
     def _fits(self, nbytes: int) -> bool:
         return True  # a unit is sent where the program says, on all ranks
