@@ -570,6 +570,21 @@ def test_a_step_whose_gradients_are_dropped_begins_again(how: str, raises: bool,
     assert equal(*found)
 
 
+def test_a_step_begins_again_whose_gradients_are_dropped_on_their_way(tmp_path: Path) -> None:
+    """The worker has not taken them to their tier yet."""
+    model = nn.Linear(WIDTH, WIDTH)
+    config = behind(tmp_path / "backward", 2, **ON_HOST)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    gradients, gate = engine_of(model).gradients, threading.Event()
+    gradients.chunks._stream.submit(gate.wait)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    model.zero_grad()
+    threading.Timer(0.5, gate.set).start()  # the next gradient waits for the one before it
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert not gradients.is_last
+    infinity.close(optimizer)
+
+
 def test_a_load_begins_the_step_again(tmp_path: Path) -> None:
     model, optimizer = built(behind(tmp_path / "backward", 2))
     infinity.save(optimizer, tmp_path / "saved")

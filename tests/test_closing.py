@@ -95,7 +95,7 @@ def drop(where):
     model, optimizer = infinity.wrap(*build(), config_of(folder, activations="host"))
     train(model, optimizer, 1)
     engine = engine_of(model)
-    streams = {"update": engine.updater._stream, "gradient": engine.gradients.sending._stream,
+    streams = {"update": engine.updater._stream, "gradient": engine.gradients.chunks._stream,
                "h2d": engine.device._h2d, "d2h": engine.device._d2h}
     held, go, over = [model, optimizer], threading.Event(), threading.Event()
     def last():

@@ -261,10 +261,10 @@ def test_whatever_arrives_is_what_a_plain_model_has(
             assert (found is None) == (wanted is None), (number, name)
             if found is not None and wanted is not None:
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, msg=f"{number} {name}")
-        gradients.sending.sum_squares()
+        gradients.chunks.sum_squares()
         for unit in engine_of(model).units:
             for chunk in unit.layout.trainable_chunks:
-                entry = gradients.entries[chunk.id]
+                entry = gradients.chunks.entries[chunk.id]
                 with gradients.chunks.open(chunk) as work:
                     pieces = np.array(chunk.norm_pieces, dtype=np.int64)[:, 1:].copy()
                     squares = cpu_adam.sum_of_squares(work.buffer(entry.dtype or chunk.dtype), pieces)
@@ -334,7 +334,8 @@ def test_buffers_take_what_was_planned_and_no_more(
         nonlocal most
         put(self, *args, **options)
         gradients = engine.gradients
-        most = max(most, sum(b.nbytes for b in [*gradients._filling.values(), *gradients.sending.leaving]))
+        leaving = [each.buffer for each in gradients.chunks.leaving]
+        most = max(most, sum(b.nbytes for b in [*gradients._filling.values(), *leaving]))
 
     monkeypatch.setattr(UnitBuffer, "put", watched)
     x = torch.randn(300, 300)
@@ -348,7 +349,7 @@ def test_buffers_take_what_was_planned_and_no_more(
     assert 0 < most <= engine.footprint.gradients_nbytes
     optimizer.step()
     assert not engine.gradients._filling
-    assert not engine.gradients.sending.leaving
+    assert not engine.gradients.chunks.leaving
     infinity.close(optimizer)
 
 

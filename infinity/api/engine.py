@@ -21,6 +21,7 @@ from infinity.core.errors import BudgetError, DirectoryError, OutOfMemoryError, 
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
 from infinity.grads.gradients import Gradients
+from infinity.grads.rank_gradients import RankGradients
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import RingSettings
 from infinity.hardware.comm import connect
@@ -271,11 +272,11 @@ class Engine:
             ahead=stage > 1,
         )
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
-        self.gradients = Gradients(
+        of_ranks = functools.partial(RankGradients, waits=stage < 2)
+        self.gradients: Gradients = (of_ranks if comm.world > 1 else Gradients)(
             *(units, plans, store, pool, device, comm),
             room=self.footprint.gradients_nbytes,
             spare=room,
-            waits=self.config.zero_stage < 2,
             accumulation=self.config.accumulation,
             updates=self.updates,
             recorder=self.recorder,

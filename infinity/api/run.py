@@ -315,7 +315,7 @@ class Run:
         if self.root is None:
             return
         gradients, steps = self.engine.gradients, self.engine.optimizer.steps
-        waits = gradients.backwards != gradients.stepped  # for an `optimizer.step()` that is to come
+        waits = gradients.are_new  # for an `optimizer.step()` that is to come
         due = self._due or (self._every is not None and self.step % self._every == 0)
         asked, self._due = self._asked.agreed(due)
         if not (last or asked or self._due):

@@ -12,12 +12,12 @@ buffer keeps autograd's tensors, and the engine writes a chunk's pieces to its t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from infinity.core.waiting import Latch
 from infinity.hardware.device import Device, Event
 from infinity.planning.partition import Chunk, GatherRun, Segment, UnitLayout
 
@@ -46,11 +46,19 @@ class UnitBuffer:
         is_wide: whether it is fp32, what replaces a gradient included.
     """
 
-    def __init__(self, layout: UnitLayout, device: Device, *, first: int = 0) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        device: Device,
+        *,
+        arrivals: Mapping[int, Arrival] = MappingProxyType({}),
+        is_wide: bool = False,
+        first: int = 0,
+    ) -> None:
         self.layout = layout
-        self.arrivals: dict[int, Arrival] = {}
+        self.arrivals = dict(arrivals)
         self.nbytes = 0
-        self.is_wide = False
+        self.is_wide = is_wide
         self.there = device.carry()
         self._keeps = not device.staged and layout.world == 1  # what autograd made
         self._current = device.current()
@@ -144,8 +152,14 @@ class UnitBuffer:
 
     # -- of several backwards ---------------------------------------------------------------
 
-    def merge(self, more: UnitBuffer) -> None:
-        """Add what a later backward has brought, in fp32. Both are sealed, and this is not empty."""
+    def merge(self, more: UnitBuffer) -> UnitBuffer:
+        """Return the sum of this and `more`, which a later backward has brought: in fp32, unless this is
+        empty. Both are sealed, and of no use any more."""
+        if self.is_empty:
+            for index, arrival in more.arrivals.items():
+                self.note(index, arrival)
+            more.arrivals = self.arrivals
+            return more
         made = more.mark()
         self.widen()
         with self.there(), torch.no_grad():
@@ -164,6 +178,7 @@ class UnitBuffer:
             done = self._device.mark()
         with more.there():  # its memory may go to something else there
             self._device.wait_on_device(done)
+        return self
 
     def note(self, index: int, arrival: Arrival) -> None:
         """Note one more arrival of a parameter."""
@@ -197,6 +212,14 @@ class UnitBuffer:
                 self.values(index).zero_()
 
     # -- what leaves ------------------------------------------------------------------------
+
+    def kept(self, chunk: Chunk) -> torch.dtype:
+        """Return the dtype in which a chunk is kept that begins with this."""
+        return torch.float32 if self.is_wide else chunk.dtype
+
+    def free(self) -> None:
+        """Let go of its memory, of which nothing is needed any more."""
+        self._runs, self._kept = {}, {}
 
     def run(self, run: GatherRun) -> torch.Tensor:
         """Return a run of trainable parameters: flat; zeros where nothing arrived on this rank."""
@@ -232,22 +255,3 @@ class UnitBuffer:
         if self._runs:
             return self.chunk(chunk)[segment.start : segment.start + segment.numel]
         return self._kept[segment.param][segment.offset : segment.offset + segment.numel]
-
-
-class Leaving:
-    """A sealed buffer on its way, of which `chunks` go to their tier, `after` an event of the device.
-
-    `issued` opens when nothing needs the buffer but copies and other work of the device, which are over with
-    `copied`. Who has seen to it that these come before whatever takes its memory next drops `buffer`.
-    """
-
-    def __init__(self, buffer: UnitBuffer, chunks: list[Chunk], after: Event | None) -> None:
-        self.unit = buffer.layout.index
-        self.arrivals = buffer.arrivals
-        self.is_wide = buffer.is_wide
-        self.buffer: UnitBuffer | None = buffer
-        self.nbytes = buffer.nbytes
-        self.chunks = chunks
-        self.after = after
-        self.issued = Latch()
-        self.copied: Event | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from infinity.core.errors import DivergenceError
 from infinity.hardware.ranks import Comm
@@ -36,14 +36,18 @@ def change_of(sharded: ShardedParam, arrival: Arrival | None) -> Change:
     return learns, True, grad.factor * (1.0 if arrival is None else arrival.factor), grad.limits
 
 
-def digest_of(changes: Sequence[Change]) -> bytes:
-    """Return what tells whether all ranks have the same `changes`: 16 bytes."""
-    return hashlib.blake2b(repr(changes).encode(), digest_size=16).digest()
+def agree_on_changes(comm: Comm, what: str, value: bytes, changes: Mapping[str, Change]) -> list[bytes]:
+    """Return every rank's `value`; raise `DivergenceError` for the first parameter whose change differs
+    between ranks. Collective."""
+    mine = [*changes.values()]
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
+    came = comm.exchange(what, digest + value)
+    if len({each[:16] for each in came}) > 1:
+        _check_alike(changes, comm.exchange("what became of gradients", json.dumps(mine).encode()))
+    return [each[16:] for each in came]
 
 
-def check_alike(comm: Comm, names: Sequence[str], changes: Sequence[Change]) -> None:
-    """Raise `DivergenceError` for the first parameter whose change differs between ranks. Collective."""
-    told = comm.exchange("what became of gradients", json.dumps(changes).encode())
+def _check_alike(names: Iterable[str], told: Sequence[bytes]) -> None:
     came = [json.loads(each) for each in told]
     for name, *of_ranks in zip(names, *came, strict=True):
         said = [_said(*change) for change in of_ranks]

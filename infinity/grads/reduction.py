@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from infinity.core.errors import DivergenceError
-from infinity.hardware.device import Device
+from infinity.hardware.device import Device, Event
 from infinity.hardware.ranks import Comm
 from infinity.planning.partition import UnitLayout
 
@@ -24,34 +24,27 @@ from .buffer import Arrival, UnitBuffer
 
 #: How a gradient came, in what ranks tell each other: one byte for each parameter.
 _NOT, _FRESH, _ADDED, _ZERO = range(4)
+_SAID = ("no gradient", "a first one", "one more", "zeros")
 
 
-def agree(
-    comm: Comm, layout: UnitLayout, arrivals: Mapping[int, Arrival], *, is_wide: bool
-) -> tuple[dict[int, Arrival], bool]:
-    """Return what has arrived of a unit on any rank, and whether that is fp32 on any. Collective.
-
-    Raises:
-        DivergenceError: a gradient replaces another one here, and is added to it elsewhere.
-        RankError: another rank failed, or does something else.
-    """
-    mine = _codes(layout, arrivals)
-    told = comm.exchange(f"reduction of the gradients of unit {layout.name!r}", bytes([is_wide, *mine]))
-    return _together(layout, arrivals, [codes[1:] for codes in told]), any(codes[0] for codes in told)
-
-
-def codes_of_all(layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]]) -> bytes:
-    """Return what has arrived of each unit in a backward, for `of_all`."""
-    return b"".join(bytes(_codes(u, arrivals.get(u.index, {}))) for u in layouts)
+def codes_of(layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]]) -> bytes:
+    """Return what has arrived of units on this rank, by unit and parameter, for `of_all`."""
+    codes = bytearray()
+    for layout in layouts:
+        came = arrivals.get(layout.index, {})
+        for arrival in map(came.get, range(len(layout.params))):
+            kind = _NOT if arrival is None else _ZERO if arrival.zero else _FRESH if arrival.fresh else _ADDED
+            codes.append(kind)
+    return bytes(codes)
 
 
 def of_all(
     layouts: Sequence[UnitLayout], arrivals: Mapping[int, Mapping[int, Arrival]], told: Sequence[bytes]
 ) -> dict[int, dict[int, Arrival]]:
-    """Return what has arrived of each unit on any rank in a backward, by unit; `told`: `codes_of_all` of all.
+    """Return what has arrived of each unit on any rank, by unit; `told`: `codes_of` of all.
 
     Raises:
-        DivergenceError: as of `agree`.
+        DivergenceError: a gradient replaces another one here, and is added to it elsewhere.
     """
     together, begin = {}, 0
     for unit in layouts:
@@ -67,13 +60,6 @@ def elsewhere(mine: Mapping[int, Arrival], together: Mapping[int, Arrival]) -> l
     return [i for i, a in together.items() if i not in mine or (mine[i].zero and not a.zero)]
 
 
-def _codes(layout: UnitLayout, arrivals: Mapping[int, Arrival]) -> bytearray:
-    codes = bytearray(len(layout.params))
-    for index, arrival in arrivals.items():
-        codes[index] = _ZERO if arrival.zero else _FRESH if arrival.fresh else _ADDED
-    return codes
-
-
 def _together(
     layout: UnitLayout, arrivals: Mapping[int, Arrival], told: Sequence[bytes]
 ) -> dict[int, Arrival]:
@@ -87,7 +73,7 @@ def _together(
             raise DivergenceError(
                 f"ranks do not agree on whether {spec.name!r} has a gradient already",
                 expected="zero_grad() and `p.grad = None` at the same point of the program on all ranks",
-                found=", ".join(f"rank {r}: {_said(code)}" for r, code in enumerate(said)),
+                found=", ".join(f"rank {rank}: {_SAID[code]}" for rank, code in enumerate(said)),
                 cure="call `optimizer.zero_grad()` at the same point on all ranks",
             )
         factor = arrivals[index].factor if index in arrivals else 1.0
@@ -95,26 +81,35 @@ def _together(
     return together
 
 
-def _said(code: int) -> str:
-    return ("no gradient", "a first one", "one more", "zeros")[code]
-
-
-def reduce(
-    comm: Comm, mine: UnitBuffer, arrivals: dict[int, Arrival], device: Device, *, is_wide: bool
-) -> UnitBuffer:
+def add_up(comm: Comm, mine: UnitBuffer, made: Event | None, device: Device) -> UnitBuffer:
     """Return a unit's gradient, added up over all ranks, as far as this rank has it: its slices, or, where
-    each rank has the whole, all. Collective. See [Note: one order of sums]; `is_wide`: what replaces stays
-    fp32, too. It is made where the caller's compute goes."""
-    layout = mine.layout
-    sums = UnitBuffer(layout, device, first=0 if layout.whole else comm.rank)
-    sums.arrivals, sums.is_wide = arrivals, is_wide
-    for run in layout.trainable_runs:
-        fresh = all(a.fresh for i, a in arrivals.items() if layout.place(i)[0] is run)
-        part = mine.run(run)
-        device.uses(part)  # it was made on another stream, and the mean may lie in it
-        values = comm.reduce(part, narrow=fresh and not is_wide)
-        sums.hold(run, _gather(comm, part, values) if layout.whole else values)
-    return sums
+    each rank has the whole, all. `mine` is what has arrived on this rank, sealed, `made` by an event; if that
+    is fp32 on any rank, so is what replaces a gradient. Collective. See [Note: one order of sums].
+
+    Raises:
+        DivergenceError: a gradient replaces another one here, and is added to it elsewhere.
+        RankError: another rank failed, or does something else.
+    """
+    layout, here = mine.layout, {mine.layout.index: mine.arrivals}
+    what = f"reduction of the gradients of unit {layout.name!r}"
+    told = comm.exchange(what, codes_of([layout], here) + bytes([mine.is_wide]))
+    arrivals, is_wide = of_all([layout], here, told)[layout.index], any(codes[-1] for codes in told)
+    if all(arrival.zero for arrival in arrivals.values()):
+        return UnitBuffer(layout, device, arrivals=arrivals)
+    with device.aside():
+        device.wait_on_device(made)
+        if is_wide:
+            mine.widen()
+            device.wait_on_device(mine.mark())
+        first = 0 if layout.whole else comm.rank
+        sums = UnitBuffer(layout, device, arrivals=arrivals, is_wide=is_wide, first=first)
+        for run in layout.trainable_runs:
+            fresh = all(a.fresh for i, a in arrivals.items() if layout.place(i)[0] is run)
+            part = mine.run(run)
+            device.uses(part)  # it was made on another stream, and the mean may lie in it
+            values = comm.reduce(part, narrow=fresh and not is_wide)
+            sums.hold(run, _gather(comm, part, values) if layout.whole else values)
+        return sums
 
 
 def _gather(comm: Comm, mine: torch.Tensor, slice_: torch.Tensor) -> torch.Tensor:

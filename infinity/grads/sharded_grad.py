@@ -77,11 +77,12 @@ class _Shown(torch.Tensor):
     """What shows a gradient, or a part of it: [Note: a gradient is a view]."""
 
     steps: tuple[_Step, ...] = ()  # from the whole gradient to what this shows
+    _whole: ShardedGrad
 
     @property
     def of(self) -> ShardedGrad:
         """The gradient."""
-        raise NotImplementedError
+        return self if isinstance(self, ShardedGrad) else self._whole
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -96,9 +97,9 @@ class _Shown(torch.Tensor):
         if handler is not _same:
             for shown in found:
                 shown.of.check()
-                if (
-                    func._schema.is_mutable and not (handler in (_mul, _foreach_mul) and _is_by_one(args))
-                ) or _accumulates():
+                # torch's clipping multiplies by one where it clips nothing.
+                is_by_one = handler in (_mul, _foreach_mul) and _number(args[1]) == 1.0
+                if (func._schema.is_mutable and not is_by_one) or _accumulates():
                     shown.of.source.check_unused(shown.of.sharded)
             _check_graph(func, found)
         answer = NotImplemented
@@ -169,9 +170,9 @@ class ShardedGrad(_Shown):
     sharded: ShardedParam
     source: GradientSource
     factor: float
-    limits: tuple[tuple[float, float], ...]
-    is_zero: bool
-    has_graph: bool
+    limits: tuple[tuple[float, float], ...] = ()
+    is_zero: bool = False
+    has_graph: bool = False
     number: int
 
     @staticmethod
@@ -186,15 +187,8 @@ class ShardedGrad(_Shown):
         grad.sharded = sharded
         grad.source = source
         grad.factor = factor
-        grad.limits = ()
-        grad.is_zero = grad.has_graph = False
         grad.number = source.begin(sharded)
         return grad
-
-    @property
-    def of(self) -> ShardedGrad:
-        """Itself."""
-        return self
 
     def check(self, owner: ShardedParam | None = None) -> None:
         """Raise `GradientError` unless the shards still hold it; and, where it was found in the `grad` of
@@ -234,8 +228,6 @@ class ShardedGrad(_Shown):
 class GradientView(_Shown):
     """A view of a `ShardedGrad`, or of another view: read only."""
 
-    _of: ShardedGrad
-
     @staticmethod
     def __new__(cls, of: _Shown, step: _Step) -> GradientView:
         """Make the view that `step` makes of what `of` shows."""
@@ -243,13 +235,8 @@ class GradientView(_Shown):
         view = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, meta.stride(), dtype=meta.dtype, device=of.device
         )
-        view._of, view.steps = of.of, (*of.steps, step)
+        view._whole, view.steps = of.of, (*of.steps, step)
         return view
-
-    @property
-    def of(self) -> ShardedGrad:
-        """The gradient that it is a view of."""
-        return self._of
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GradientView({self.of.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -341,39 +328,28 @@ def _accumulates() -> bool:
     return in_backward() and torch.is_grad_enabled()
 
 
-def _is_by_one(args: tuple[Any, ...]) -> bool:
-    """Return whether an operator multiplies by one, as torch's clipping does where it clips nothing."""
-    other = args[1] if len(args) == 2 else None
+def _number(other: Any) -> float | None:
+    """Return the number that an operand is, or None."""
     if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
-        other = float(other)
-    return isinstance(other, (int, float)) and other == 1.0
+        return float(other)
+    return other if isinstance(other, (int, float)) else None
 
 
 def _mul(grad: Any, other: Any) -> Any:
-    if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
-        other = float(other)
-    if not isinstance(grad, ShardedGrad) or not isinstance(other, (int, float)):
+    if not isinstance(grad, ShardedGrad) or (factor := _number(other)) is None:
         return NotImplemented
-    if other != 1.0:  # as torch's clipping multiplies where it clips nothing
-        grad.factor *= other
+    if factor != 1.0:  # as torch's clipping multiplies where it clips nothing
+        grad.factor *= factor
     return grad
 
 
 def _div(grad: Any, other: Any) -> Any:
-    if isinstance(other, torch.Tensor) and not isinstance(other, _Shown) and other.numel() == 1:
-        other = float(other)
-    return _mul(grad, 1.0 / other) if isinstance(other, (int, float)) and other else NotImplemented
+    return _mul(grad, 1.0 / divisor) if (divisor := _number(other)) else NotImplemented
 
 
-def _foreach_mul(grads: list[Any], other: Any) -> Any:
+def _foreach_mul(grads: list[Any], other: Any) -> None:
     for i, grad in enumerate(grads):
-        factor = other[i] if isinstance(other, (list, tuple)) else other
-        if isinstance(grad, ShardedGrad):
-            if _mul(grad, factor) is NotImplemented:
-                return NotImplemented
-        else:
-            grad.mul_(factor)
-    return None
+        grad.mul_(other[i] if isinstance(other, (list, tuple)) else other)
 
 
 def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -412,21 +388,9 @@ def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
     return grad
 
 
-def _foreach_clamp_min(grads: list[Any], low: Any) -> Any:
-    return _foreach_clamp(grads, low, None)
-
-
-def _foreach_clamp_max(grads: list[Any], high: Any) -> Any:
-    return _foreach_clamp(grads, None, high)
-
-
-def _foreach_clamp(grads: list[Any], low: Any, high: Any) -> Any:
+def _foreach_clamp(grads: list[Any], low: Any, high: Any) -> None:
     for grad in grads:
-        if not isinstance(grad, ShardedGrad):
-            grad.clamp_(low, high)
-        elif _clamp(grad, low, high) is NotImplemented:
-            return NotImplemented
-    return None
+        grad.clamp_(low, high)
 
 
 def _same(grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -450,8 +414,8 @@ _HANDLERS: dict[Any, Any] = {
     aten.clamp_.default: _clamp,
     aten.clamp_min_.default: _clamp,
     aten.clamp_max_.default: lambda grad, high: _clamp(grad, None, high),
-    aten._foreach_clamp_min_.Scalar: _foreach_clamp_min,
-    aten._foreach_clamp_max_.Scalar: _foreach_clamp_max,
+    aten._foreach_clamp_min_.Scalar: lambda grads, low: _foreach_clamp(grads, low, None),
+    aten._foreach_clamp_max_.Scalar: lambda grads, high: _foreach_clamp(grads, None, high),
     aten.detach.default: _same,
     aten.alias.default: _same,
 }

@@ -82,11 +82,10 @@ class Behind:
         self._visits: Counter[int] = Counter()  # of forwards of units whose backward has not come
         self._visited: set[int] = set()  # which had any, when the backward began: a graph may be used again
         self._came: set[ShardedParam] = set()  # gradients in this backward
-        self._used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}  # by unit that was updated
+        self._used = parts.gradients.used  # by unit that was updated
         self._looks: list[Look] = []  # at units on the device, when their update came
         for unit in self._residency.units:
             unit.references = weakref.WeakSet()
-        self._gradients.used = self._used
         self._residency.check_use = self._check_use
 
     # -- in a forward and a backward --------------------------------------------------------
@@ -170,7 +169,7 @@ class Behind:
             for c in unit.layout.trainable_chunks
             if any((unit.index, s.param) in updates for s in c.segments)
         ]
-        landed = self._gradients.sending.last(unit)
+        landed = self._gradients.chunks.last(unit)
         self._updater.add(chunks, landed, lambda: self._optimizer.work([unit], updates))
         self._residency.expect_updates({unit.index})
 

@@ -179,7 +179,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return whether there are gradients that no step has used."""
         grads = (p.grad for p in self._params)
         given = any(g is not None and not isinstance(g, ShardedGrad) for g in grads)
-        return given or self._gradients.backwards != self._gradients.stepped
+        return given or self._gradients.are_new
 
     @sheltered
     def _finish_step(self) -> None:
@@ -204,7 +204,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"a step whose gradients or parameters have changed behind its update ({wrong.found})"
             )
             raise wrong
-        self._gradients.stepped = self._gradients.backwards
+        self._gradients.stepped()
         self.grad_norm = self._norm(self.behind.params)
         self.behind.forget()
         self._steps += 1
@@ -213,7 +213,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with told(self._comm):
             present = self._check_step()
         changing = {s.unit for s in present}
-        self._scaled, self._gradients.stepped = False, self._gradients.backwards
+        self._scaled = False
+        self._gradients.stepped()
         edited = self._edits.found()
         agree_on_step(self._comm, present, self.param_groups)
         self._edits.agree(edited, self._residency, changing)
@@ -259,8 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         present = self._present()
         self._residency.check_blocks({s.unit for s in present})
         self._edits.check_unseen()
-        new = self._gradients.backwards != self._gradients.stepped
-        if self._fp16 and present and not self._scaled and new:
+        if self._fp16 and present and not self._scaled and self._gradients.are_new:
             raise PrecisionError(
                 "the fp16 gradients come from a loss that was not scaled",
                 expected="`optimizer.scale(loss).backward()`",
@@ -313,7 +313,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if all(param.grad is None for param in self._params):
                 self._gradients.clear()
             else:  # of those that are in no group any more the gradient stays
-                self._seams.finish()  # an update may still read what is beside it
                 self._gradients.wait()
                 self._gradients.reconcile()
             return
@@ -429,7 +428,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 }
                 if params:
                     gradient = self._tiers.store.versions.slot(chunk.id, "gradient")
-                    work.append(ChunkUpdate(chunk, params, self._gradients.entries[chunk.id].dtype, gradient))
+                    work.append(
+                        ChunkUpdate(chunk, params, self._gradients.chunks.entries[chunk.id].dtype, gradient)
+                    )
         return work
 
     # -- state dicts ------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class Updater:
         """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
         copies that are made are for the forward after the next; no back is newer than its front."""
         self.begin(delayed=delayed)
-        self._tiers.gradients.sending.reserve((u.chunk.id, u.gradient) for u in work)
+        self._tiers.gradients.chunks.reserve((u.chunk.id, u.gradient) for u in work)
         self.add([u.chunk for u in work], None, lambda: work)
         self.end()
 
@@ -175,7 +175,7 @@ class Updater:
         self._updates.post((), blocks_loads=not delayed)
         self._left, self._feed = deque(), Feed(expected)
         self._unwritten = set()
-        self._tiers.gradients.sending.reserve(())
+        self._tiers.gradients.chunks.reserve(())
         self.next_number()
         drift = Drift() if delayed else None
         self._task = self._stream.submit(lambda: self._work(early, drift))

@@ -18,7 +18,7 @@ missing in programs.py, or the wait is not needed, or the table has to say why i
 
 Left out are:
 - what the CUDA path never runs: hardware/host_device.py, infinity/cli, and what only several ranks run
-  (params/gather.py, grads/accumulated.py, reducing.py, reduction.py, hardware/comm.py, `_OF_RANKS`);
+  (params/gather.py, grads/rank_gradients.py, reduction.py, hardware/comm.py, `_OF_RANKS`);
 - waits inside of storage/ and hardware/aio.py, which are between the engine and the kernel and have tests of
   their own; what other folders wait for there is in the table, and what the pool waits for before it lends;
 - bells: a thread that sleeps on one looks again whether it may go on, so a bell orders nothing;
@@ -66,10 +66,8 @@ _FILES = (
     "autograd/phases.py",
     "core/engine_lock.py",
     "grads/buffer.py",
-    "grads/chunk_work.py",
     "grads/gradient_chunks.py",
     "grads/gradients.py",
-    "grads/sending.py",
     "hardware/cuda_device.py",
     "hardware/shelter.py",
     "hardware/streams.py",
@@ -101,7 +99,6 @@ _EARLY_ENDS = {
 }
 _OF_RANKS = {
     "CudaDevice.synchronize: self._aside.synchronize()",
-    "Gradients._reduce",
     "ParamUnit._wait_load: self._gather.wait()",
     "Residency._gather_first",
     "UnitBuffer.drop",
