@@ -129,8 +129,8 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full and not architectures and not ecosystem"
-	$(PYTEST) -n $(WORKERS) -m "lagging and not slow and not full" --device lagging tests/test_lagging_device.py \
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full and not later and not architectures and not ecosystem"
+	$(PYTEST) -n $(WORKERS) -m "lagging and not slow and not full and not later" --device lagging tests/test_lagging_device.py \
 	  tests/test_state_dict_rules.py
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -79,6 +80,14 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it costs seconds
         torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(state)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_comes() -> None:
+    """What is there before a file's tests stays. `wrap` runs the collector while an engine is open; each run
+    would take most of a second to look at torch, at transformers and at all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -51,11 +51,18 @@ def cover(settings: Sequence[Mapping[Any, Hashable]], together: int = 1) -> list
 
 
 def leave_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark as `slow` and as `full` what covering subsets of each test marked `covering` do without."""
+    """Mark as `slow` and as `full` what covering subsets of each test marked `covering` do without, and as
+    `later` all settings but the first of each test marked `first`."""
     tests: dict[str, list[pytest.Item]] = {}
+    begun: set[str] = set()
     for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("first") and not any(map(item.get_closest_marker, ("slow", "full"))):
+            if test in begun:
+                item.add_marker(pytest.mark.later)
+            begun.add(test)
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            tests.setdefault(test, []).append(item)
     for found in tests.values():
         quickly = [item for item in found if not item.get_closest_marker("full")]
         each = [quickly[i] for i in cover([_setting(item) for item in quickly])]

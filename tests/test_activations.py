@@ -137,6 +137,7 @@ def test_whole_runs_have_the_same_bits(form: str, dtype: str, small: None, tmp_p
         assert torch.equal(value, runs[1].first_gradients[name])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]

@@ -173,6 +173,7 @@ def test_other_losses_are_other_work() -> None:
     assert not ranks.agree(losses, 1e-4, 1e-2)
 
 
+@pytest.mark.later
 def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text(f"#!{sys.executable}\nraise AssertionError('Not enough buffers 0 for swapping 1')\n")
@@ -316,6 +317,7 @@ def test_pairs_against_this_very_checkout(tmp_path: Path) -> None:
 # ---- a GPU, of which there is none here ----
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", ["facts", "tests", "speed", "nvme"])
 def test_a_stage_of_the_check_of_a_gpu(stage: str, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def on_thread(call: Callable[[], None]) -> None:
         raise raised[0]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("where", ["main", "thread"])
@@ -161,6 +162,7 @@ def test_a_block_whose_end_meets_the_recursion_limit(
     assert not all(broken)
 
 
+@pytest.mark.first
 @pytest.mark.filterwarnings("ignore:module forward hook")  # torch's, of one that met the limit, too
 @pytest.mark.parametrize("where", ["main", "thread"])
 def test_a_loop_that_meets_the_recursion_limit_goes_on(where: str, tmp_path: Path) -> None:
@@ -189,6 +191,7 @@ def test_a_loop_that_meets_the_recursion_limit_goes_on(where: str, tmp_path: Pat
     assert made == {False, True}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 @pytest.mark.parametrize("error", [Interrupt, MemoryError])
 def test_a_block_whose_end_an_error_ends_at_any_point(

@@ -90,6 +90,7 @@ def killed(folder: Path, root: Path, steps: int, seconds: float) -> int:
     return int(said.split()[-1]) if said else 0
 
 
+@pytest.mark.later
 @pytest.mark.processes
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_at_any_moment_goes_on(kills: int, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def faulty(tmp_path: Path) -> Any:
         yield mount
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("op", ["write", "fsync", "create", "truncate"])
 def test_a_save_that_meets_an_error_leaves_the_one_before(op: str, faulty: Any, tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
@@ -341,6 +343,7 @@ print(count)
 """
 
 
+@pytest.mark.later
 @pytest.mark.processes
 def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)

@@ -106,6 +106,7 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(name: str, update: str, tmp_pa
     check_that_it_goes_on(name, update, PLACES, tmp_path)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", quick(list(CASES)[1:], ["gpt-fp16", "cnn-fp32"]))
 def test_every_model_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Each with one of the updates, from one of the places."""
@@ -177,6 +178,7 @@ def test_generators_schedulers_and_values_go_on(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_masters_and_moments_go_into_another_dtype(dtype: str, tmp_path: Path) -> None:
     model, adam = small(tmp_path / "a", dtype="bf16")

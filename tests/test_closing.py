@@ -284,6 +284,7 @@ for closes in (True, False):
 """
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize("tier", ["host", "nvme", "device"])
 def test_memory_and_directories_of_models_that_are_gone_are_free_for_the_next(

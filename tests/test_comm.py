@@ -57,6 +57,7 @@ def the_error(result: Result) -> tuple[str, str]:
     return error
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_ranks_compute(world: int) -> None:
     """Bit for bit: a mean is the fp32 sum in the order of the ranks, divided once."""
@@ -227,6 +228,7 @@ comm.close()
         assert third[0] == ""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["posted", "raised", "interrupted", "exited", "ended"])
 def test_a_rank_that_fails_or_ends(who: int, how: str) -> None:
@@ -273,6 +275,7 @@ else:
         assert {kind for kind, _ in later} == {"RankError"}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("what", ["exchange", "gather", "reduce"])
 def test_a_rank_that_is_killed(who: int, what: str) -> None:
@@ -325,6 +328,7 @@ comm.close()
         assert "rank 1 is gone: its process ended without a word" in text
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("who", "ending"), [(0, "close"), (1, "raise")])
 def test_a_rank_that_is_stopped(who: int, ending: str) -> None:
     """It is slow, for all that anyone can tell. The others end: nobody waits for gloo's threads."""
@@ -374,6 +378,7 @@ else:
             assert f"rank {who} has not come within 0.5 s" in the_error(result)[1]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_interrupt_is_heard_while_ranks_are_awaited(who: int) -> None:
     script = """
@@ -458,6 +463,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("what", ["exchange", "gather", "reduce", "broadcast"])
 def test_a_collective_that_is_left_behind_does_not_end_the_interpreter(what: str, tmp_path: Path) -> None:
     first, _ = run_ranks(2, START + _LEFT_BEHIND, what, str(tmp_path / "at the end"))
@@ -521,6 +527,7 @@ told(infinity.wrap, model, adam, infinity.Config(device="cpu", dtype="fp32"))
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["at once", "late", "late, in a group"])
 def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
@@ -535,6 +542,7 @@ def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
         assert f"rank {who} failed before its `wrap`: ValueError: mine" in text
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_exits_before_wrap(who: int) -> None:
     """One that has joined the others' group: they end long before the deadline."""

@@ -157,6 +157,7 @@ def check(
     assert found["memory/device_units_peak(GiB)"] * 2**30 <= config.device_memory
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("form", "when", "budget"),
     quick(

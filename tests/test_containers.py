@@ -230,6 +230,7 @@ def free(container: Container) -> dict[str, Any]:
     return container.train("nothing")
 
 
+@pytest.mark.first
 @pytest.mark.skipif(_MACHINE not in _NUMBERS, reason=f"the numbers of {_MACHINE}'s system calls")
 @pytest.mark.parametrize("name", [n for n in RESTRICTIONS if n != "nothing"])
 def test_a_restricted_process_trains_with_the_same_bits_and_says_why_it_is_slower(

@@ -93,6 +93,7 @@ finally:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("place", "closes"),
     [("save", ""), ("save", "closes"), ("export", ""), ("sleep", ""), ("sleep", "closes")],
@@ -136,6 +137,7 @@ finally:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("closes", ["", "closes"])
 def test_a_backward_of_a_device_ends(closes: str, faultfs: Path, tmp_path: Path) -> None:
     """Autograd makes it on a thread of its own, and the main thread, which hears signals, waits in C++."""

@@ -150,6 +150,7 @@ def test_equals_a_plain_loop(tmp_path: Path, name: str, placement: str) -> None:
     assert wanted.losses != plain(name, torch.float32, 9, 9).losses  # the delay shows
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("placement", ["nvme", "host", "state on nvme", "split"])
 def test_equals_a_plain_loop_in_bf16(tmp_path: Path, placement: str) -> None:
     wanted = plain("gpt", torch.bfloat16, 9, WARMUP, tied=True)
@@ -163,6 +164,7 @@ def test_eval_sees_the_newest_and_changes_nothing(tmp_path: Path, placement: str
     check(offloaded(case("gpt"), delayed(tmp_path, placement), 9, look), wanted)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("placement", ["nvme", "host", "state on nvme", "split"])
 def test_looks_at_the_newest_change_nothing(tmp_path: Path, placement: str) -> None:
     """state_dict, gathered and the optimizer's state dict show θ_t; the training does not notice."""
@@ -189,6 +191,7 @@ def test_looks_at_the_newest_change_nothing(tmp_path: Path, placement: str) -> N
             assert torch.equal(a, b)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("placement", ["nvme", "state on nvme", "split"])
 def test_flush_publishes_the_newest(tmp_path: Path, placement: str) -> None:
     def flush(adam: OffloadOptimizer, t: int) -> None:
@@ -198,6 +201,7 @@ def test_flush_publishes_the_newest(tmp_path: Path, placement: str) -> None:
     check(offloaded(case("gpt"), delayed(tmp_path, placement), 8, between=flush), wanted)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("training", [{"accumulate": 3}, {"dtype": "fp16", "loss_scale_window": 2}, {}])
 def test_placement_never_changes_results(tmp_path: Path, training: dict[str, Any]) -> None:
     """Also with accumulation, with clipping that sometimes triggers, with overflows that skip steps."""
@@ -215,6 +219,7 @@ def test_placement_never_changes_results(tmp_path: Path, training: dict[str, Any
         assert len(set(runs[0].scales)) > 1  # some steps were skipped, others not
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("placement", ["nvme", "state on nvme"])
 def test_a_graph_from_before_an_evaluation_still_works(tmp_path: Path, placement: str) -> None:
     """Forward, evaluation, backward: the backward sees what its forward saw."""
@@ -344,6 +349,7 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.first
 @covering
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -255,6 +255,7 @@ def test_a_training_forward_does_not_change_what_gathered_shows(placement: str, 
         adam.step()
 
 
+@pytest.mark.first
 @placements
 @pytest.mark.parametrize("where", ["between steps", "before backward"])
 @pytest.mark.parametrize("reads", [values, gathered_values, evaluated])
@@ -558,6 +559,7 @@ def test_a_delayed_update_that_fails_is_told_at_the_next_call(
     infinity.close(adam)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("update", ["overlap", "delayed"])
 def test_state_is_not_read_ahead_before_the_store_knows_of_its_write(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -711,6 +711,7 @@ def test_door(name: str, mode: str, budget: str, where: str, tmp_path: Path) -> 
     assert_close(by_engine(name, tmp_path, budget, where, mode), by_torch(name))
 
 
+@pytest.mark.first
 @covering
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DOORS)

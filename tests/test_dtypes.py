@@ -226,6 +226,7 @@ def test_fp16_is_kept_where_nothing_is_trained(tmp_path: Path) -> None:
     infinity.close(model)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("frozen", [False, True])
 def test_fp64_is_refused(frozen: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8).double().requires_grad_(not frozen), nn.Linear(8, 8))

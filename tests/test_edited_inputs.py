@@ -65,6 +65,7 @@ class EditingNet(nn.Module):
         return F.cross_entropy(self.tail(x), tokens)
 
 
+@pytest.mark.first
 @covering
 @pytest.mark.parametrize("view", quick([False, True], [True]))
 @pytest.mark.parametrize("how", ["first", "twice", "added", "part", "returned"])

@@ -27,6 +27,7 @@ def test_after_close_everything_raises(config: infinity.Config) -> None:
             use()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("inside", ["nothing", "forward", "backward"])
 def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
     inside: str, config: infinity.Config, tmp_path: Path

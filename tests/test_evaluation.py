@@ -37,6 +37,7 @@ def evaluations(log: Path) -> dict[int, float]:
     return {s["step"]: s["eval_loss"] for s in map(json.loads, log.open()) if "eval_loss" in s}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("update", ["overlap", "delayed", "backward"])
 def test_training_does_not_notice_that_it_is_evaluated(
     update: str, text: str, nvme: str, held_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

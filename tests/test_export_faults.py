@@ -40,6 +40,7 @@ def whole(folder: Path, state: dict[str, torch.Tensor]) -> bool:
     return True
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("op", ["write", "fsync", "create", "truncate", "mkdir"])
 @pytest.mark.parametrize("of", ["model", "checkpoint"])
 def test_an_export_that_meets_an_error_leaves_nothing(

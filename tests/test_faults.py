@@ -119,6 +119,7 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
     assert all(o["errno"] for _, o in fired if o["error"] in ("TransferError", "DeadlineError"))
 
 
+@pytest.mark.later
 @pytest.mark.root
 @pytest.mark.serial
 @pytest.mark.timeout(600)
@@ -495,6 +496,7 @@ finally:
 """
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.root
 @pytest.mark.serial

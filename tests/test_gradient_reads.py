@@ -237,6 +237,7 @@ def test_a_read_in_a_hook_of_a_backward(wrapped: Wrapped) -> None:  # noqa: F811
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
 def test_reads_of_ranks(stage: int, tmp_path: Path) -> None:
     """All ranks read the mean; inside of a backward there is none yet."""

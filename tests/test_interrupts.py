@@ -207,6 +207,7 @@ def check(outcomes: list[dict[str, Any]], count: int) -> None:
     assert sum(o["result"] == "typed" for o in outcomes) <= 0.1 * count + 1
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)], [])
 )  # the first three: each update

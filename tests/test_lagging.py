@@ -36,6 +36,7 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("schedule", "seed", "cases"),
@@ -76,6 +77,7 @@ def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) 
     assert found in done.stdout
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case", quick(COUNTED, ["device-host-host", "host-host-device", "chunks-device", "chunks-host"])
@@ -111,6 +113,7 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     assert found["registrations after wrap"] == 0
 
 
+@pytest.mark.later
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "which"),

@@ -51,6 +51,7 @@ ORDERS = [("state on host", stage, "bf16", "random", seed) for stage in range(4)
 ORDERS += [("split", 3, "bf16", "random", seed) for seed in range(3, 7)]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("place", "stage", "dtype", "schedule", "seed"),
     quick(
@@ -156,6 +157,7 @@ with lagging_ranks() as here:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
 def test_who_makes_a_collective_does_not_wait_for_its_end(stage: int, tmp_path: Path) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
@@ -197,6 +199,7 @@ with lagging_ranks() as here:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
 @pytest.mark.parametrize(
     ("which", "where"),

@@ -117,6 +117,7 @@ def imported() -> int:
     return int(found.stdout) * 1024
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"], []))
 @pytest.mark.parametrize("sizes", quick([[12, 24, 48], [12, 36]], [[12, 36]], []))
 def test_host_memory_does_not_grow_with_the_model(dtype: str, sizes: list[int], tmp_path: Path) -> None:

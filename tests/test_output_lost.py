@@ -60,6 +60,7 @@ def test_both_outputs_may_end(text: str, nvme: str, tmp_path: Path) -> None:
     assert_trained(log, root, {"stdout", "stderr"})
 
 
+@pytest.mark.first
 @pytest.mark.root
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_an_output_without_room_costs_nothing_that_was_trained(
@@ -124,6 +125,7 @@ def test_closed_descriptors_belong_to_nobody(text: str, nvme: str, tmp_path: Pat
     assert seen.read_text() == "/dev/null /dev/null /dev/null"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("save_every", [2, 1000])
 def test_an_error_after_some_steps_says_what_is_lost(
     save_every: int, text: str, nvme: str, tmp_path: Path

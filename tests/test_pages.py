@@ -101,6 +101,7 @@ def test_what_is_loaded_again_has_its_own_pages() -> None:
     assert (pages.filled, pages.kept) == (0, 4 * MiB)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("seed", range(4))
 def test_no_order_of_sizes_exceeds_the_budget_or_touches_what_is_filled(seed: int) -> None:
     draw = random.Random(seed)

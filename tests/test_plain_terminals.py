@@ -12,6 +12,7 @@ from .command_line import killed, python, words
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "env",
     [

@@ -100,6 +100,7 @@ QUICK = [(1, 0), (3, 0), (3, 1)]
 MORE = [(stage, run) for stage, run in RUNS if run == 0 or run % 4 == stage]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("stage", "run"), quick(RUNS, QUICK, [*QUICK, *MORE]))
 @DEVICES
 def test_gradients_that_one_rank_changes(stage: int, run: int, device: str, tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ infinity.close(adam)
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", quick(range(3), [0, 1]))
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["fp32"]))
 def test_edits_outside_of_blocks_that_differ(stage: int, dtype: str, tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ else:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("apart", quick(["shape", "dtype", "order", "missing"], ["shape", "order"]))
 def test_buffers_that_differ_between_ranks_are_named(apart: str, tmp_path: Path) -> None:
     """Buffers are the first rank's: others would get the bytes of another one, or end."""

@@ -176,6 +176,7 @@ def test_nodes_that_share_no_directory_save_what_each_has_and_go_on(tmp_path: Pa
     assert all((out / "whole" / name).read_bytes() == (out / "one" / name).read_bytes() for name in names)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_ends_as_a_checkpoint_becomes_whole(rank: int, tmp_path: Path) -> None:
     """Killed before any node has it, all have the one before; after the first has it, all have it."""
@@ -204,6 +205,7 @@ infinity.close(adam)
     assert said == [f"{rank} ['saved/step-{rank + 1}'] 6\n"] * 2
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("rank", "how"), quick([(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGINT")], [(1, "SIGKILL"), (1, "SIGINT")])
 )

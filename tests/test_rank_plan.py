@@ -55,6 +55,7 @@ infinity.close(adam)
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_plan_says_what_wrap_takes_and_sends(stage: int, tmp_path: Path) -> None:
     places = {"parameters": "nvme" if stage == 3 else "device", "optimizer_state": "nvme"}

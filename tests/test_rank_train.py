@@ -253,6 +253,7 @@ def test_what_no_rank_can_do_is_said_once(wrong: str, text: str, nvme: str) -> N
     assert sum(bool(err) for *_, err in results) == 1
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("act", "codes", "words"),
     [

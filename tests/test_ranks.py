@@ -465,6 +465,7 @@ def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any],
     assert not list(tmp_path.rglob("*.arena"))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_sent_is_what_zero_says(stage: int, tmp_path: Path) -> None:
     """Per rank, times (N - 1) / N, of every element, in K backwards: stage 0 sends 2 r, stage 1 r + c,
@@ -491,6 +492,7 @@ print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
         assert float(said) == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < float(said) <= 9
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_collectives_run_behind_compute(stage: int, tmp_path: Path) -> None:
     """All reductions do, and from stage 2 on all gathers but that of the first unit of a cycle; at stage 0
@@ -652,6 +654,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
 def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
     """What torch does with the mean of the losses."""

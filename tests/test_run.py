@@ -108,6 +108,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
     name: str, whole: Path, tmp_path: Path
@@ -163,6 +164,7 @@ def test_the_clock_saves(tmp_path: Path) -> None:
     assert list_checkpoints(str(tmp_path / "late")) == []
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: int, tmp_path: Path) -> None:
     """Here in a step that takes long."""

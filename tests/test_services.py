@@ -78,6 +78,7 @@ def gone_on(place: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize("to", ["run", "both"])
 def test_a_job_saves_before_its_time_is_over_and_comes_again(

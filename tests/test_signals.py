@@ -21,6 +21,7 @@ from .command_line import started, wait_for_line, words
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_run_like_an_interrupt(number: int, text: str, nvme: str) -> None:
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000", "--no-save")) as child:
@@ -37,6 +38,7 @@ def test_a_signal_ends_a_run_like_an_interrupt(number: int, text: str, nvme: str
     assert [path for path in Path(nvme).rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_which_signal_ended_a_run_is_said(number: int, text: str, nvme: str) -> None:
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000", "--no-save")) as child:
@@ -90,6 +92,7 @@ def test_an_interrupt_says_how_the_run_goes_on(text: str, nvme: str, tmp_path: P
     assert "interrupted after" in out
 
 
+@pytest.mark.later
 def test_a_signal_at_any_moment_leaves_nothing(text: str, nvme: str) -> None:
     command = words(text, nvme, "--steps", "100000", "--no-save")
     for seconds in (0.3, 1.5, 3.0, 5.0):
@@ -129,6 +132,7 @@ def _wait_for_a_step(main: int) -> None:
     assert b"tokens/s" in seen, seen
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_terminal_that_hangs_up_ends_a_run(kept: bool, text: str, nvme: str) -> None:
     """After the step under way is saved, if there is something to be kept."""

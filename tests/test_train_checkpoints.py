@@ -120,6 +120,7 @@ def killed_and_resumed(
     assert first["sample"] == last["sample"]
 
 
+@pytest.mark.later
 def test_a_run_that_is_killed_and_resumed(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_run_that_is_killed_ten_times(
     killed_and_resumed(text, nvme, tmp_path, capsys, kills=10, seed=1)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(
     number: int, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -237,6 +239,7 @@ def test_the_last_save_waits_for_that_of_another_process(
     assert capsys.readouterr().out.count("waits for it") == 1
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: int, text: str, nvme: str, tmp_path: Path) -> None:
     """Also amid the save that the first one asked for: what was saved before stays."""
@@ -325,6 +328,7 @@ def _flip(path: str, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stem", ["index", "exp_avg", "values", "gone"])
 def test_a_damaged_checkpoint_is_set_aside(
     stem: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

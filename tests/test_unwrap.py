@@ -163,6 +163,7 @@ class Interrupted(nn.Linear):
         raise KeyboardInterrupt
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("how", ["close", "unwrap", "closed elsewhere", "dropped"])
 @pytest.mark.parametrize("activations", ["device", "host"])
 def test_a_forward_that_was_interrupted_leaves_no_hooks_behind(

@@ -178,6 +178,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     return run
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("mode", [*MODES, "backward"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_update_that_finds_no_memory_goes_on_where_it_stopped(
@@ -226,6 +227,7 @@ def test_leases_that_are_out_come_home_before_it_goes_on(
     assert_same(found, undisturbed("nvme", "overlap"))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_chunk_that_was_changed_ends_the_run_with_a_checkpoint_to_load(
