@@ -5,7 +5,7 @@
 python     CPU time of the threads that update, take gradients and load, per chunk of 65,536 elements on the
            host tier, without what the native kernel takes: a thread's CPU clock (pthread_getcpuclockid(3)),
            minus that clock over each native call
-visit      CPU time of the user's thread and its shelter per visit of a unit (one in a forward, one in a
+visit      CPU time of the user's thread and its deferral per visit of a unit (one in a forward, one in a
            backward) that is on the device already: hooks, acquire, release. Minus that of the same model
            unwrapped, in turns. The units are tiny, and all but the first frozen. Two threads hand over four
            times a visit, so it is measured with both on one core: a sleeping core that is woken may cost as
@@ -130,7 +130,7 @@ def _cpu_time(ident: int) -> float:
 
 def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool = True) -> float:
     """Return milliseconds of Python per visit of a unit; `trained`: of one that makes gradients; `one_core`:
-    with the user's thread and its shelter on one."""
+    with the user's thread and its deferral on one."""
     torch.manual_seed(0)
     plain: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(units)))
     for layer in plain[1:]:
@@ -141,7 +141,7 @@ def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool 
         device="cpu", units=["Linear"], host_memory="1GiB", device_memory="256MiB", **host
     )
     wrapped, optimizer = infinity.wrap(wrapped, torch.optim.AdamW(wrapped.parameters()), config)
-    threads = [threading.current_thread(), thread_of("infinity-shelter")]
+    threads = [threading.current_thread(), thread_of("infinity-deferral")]
     clocks = [thread.ident or 0 for thread in threads]
     cores = os.sched_getaffinity(0)
     x = torch.randn(2, 16, requires_grad=True)

@@ -26,7 +26,7 @@ SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
 COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
 COUNTED += ["chunks-device", "chunks-host", "host-host-device", "device-device-device"]
-WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-shelter")}
+WAITS = {f"host waits: {name}" for name in ("MainThread", "autograd", "infinity-load", "infinity-deferral")}
 WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradients", "infinity-ranks")}
 
 
@@ -92,10 +92,14 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     assert not [name for name in forward if name.startswith("host waits")]
     worker = "host waits: infinity-gradients"
     assert set(WAITS & backward.keys()) <= {worker}
-    assert set(WAITS & step.keys()) <= {"host waits: infinity-shelter", "host waits: infinity-update", worker}
+    assert set(WAITS & step.keys()) <= {
+        "host waits: infinity-deferral",
+        "host waits: infinity-update",
+        worker,
+    }
     assert backward[worker] == (0 if gradients == "device" else chunks)
     assert step[worker] == (gradients == "device")  # for the squares of all chunks
-    assert step["host waits: infinity-shelter"] <= 1
+    assert step["host waits: infinity-deferral"] <= 1
     assert step["host waits: infinity-update"] <= (chunks if "device" in (state, gradients) else 0)
     # Which values somebody has edited, and the squares of all gradients.
     assert step["copies that block"] <= (parameters == "device") + (gradients == "device")

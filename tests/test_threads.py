@@ -311,7 +311,7 @@ def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> No
     inner = model.blocks[0][0]
     adam = torch.optim.AdamW(model.parameters())
     model = infinity.wrap(model, adam, config_for(tmp_path, **NVME))[0]
-    turn = engine_of(model).shelter.lock
+    turn = engine_of(model).deferral.lock
     x = torch.randn(4, 8)
     inside, stop = threading.Event(), threading.Event()
 

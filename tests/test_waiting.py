@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from infinity.core.waiting import Bell, Latch
-from infinity.hardware.shelter import Shelter, sheltered
+from infinity.hardware.deferral import Deferral, deferred
 
 from .interrupts import points_of
 
@@ -118,20 +118,20 @@ def test_an_exception_at_any_point_of_a_wait_leaves_it_usable() -> None:
 class Account:
     """Two numbers that must be equal."""
 
-    def __init__(self, shelter: Shelter) -> None:
-        self.shelter = shelter
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
         self.a = self.b = 0
         self.slow = threading.Event()
         self.slow.set()
 
-    @sheltered
+    @deferred
     def add(self) -> int:
         self.a += 1
         self.slow.wait(30)
         self.b += 1
         return self.b
 
-    @sheltered
+    @deferred
     def fail(self) -> None:
         self.slow.wait(30)
         raise ValueError("mine")
@@ -139,20 +139,20 @@ class Account:
 
 @pytest.fixture
 def account() -> Any:
-    shelter = Shelter(lambda: contextlib.nullcontext)
-    yield Account(shelter)
-    assert shelter.close()
+    deferral = Deferral(lambda: contextlib.nullcontext)
+    yield Account(deferral)
+    assert deferral.close()
 
 
-def test_a_sheltered_call_happens_wholly_or_not_at_all(account: Account) -> None:
-    file = Shelter.run.__code__.co_filename
+def test_a_deferred_call_happens_wholly_or_not_at_all(account: Account) -> None:
+    file = Deferral.run.__code__.co_filename
 
     def add() -> None:
         account.add()
-        account.shelter.wait_interrupted()
+        account.deferral.wait_interrupted()
 
     raised_at_each_point(add, file)
-    account.shelter.wait_interrupted()
+    account.deferral.wait_interrupted()
     assert account.a == account.b > 0
 
 
@@ -194,16 +194,16 @@ def interrupted(call: Callable[[], object]) -> None:
 
 
 def test_other_threads_and_calls_within_calls_are_made_at_once(account: Account) -> None:
-    shelter, names = account.shelter, []
+    deferral, names = account.deferral, []
 
     def note() -> None:
         names.append(threading.current_thread().name)
         assert not torch.is_grad_enabled()
 
-    shelter.run(lambda: shelter.run(note))
-    thread = threading.Thread(target=lambda: shelter.run(note), name="other")
+    deferral.run(lambda: deferral.run(note))
+    thread = threading.Thread(target=lambda: deferral.run(note), name="other")
     thread.start()
     thread.join()
-    shelter.close()
-    shelter.run(note)
-    assert names == ["infinity-shelter", "other", threading.current_thread().name]
+    deferral.close()
+    deferral.run(note)
+    assert names == ["infinity-deferral", "other", threading.current_thread().name]

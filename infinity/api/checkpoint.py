@@ -25,8 +25,8 @@ import torch
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
+from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
-from infinity.hardware.shelter import Shelter
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Found
@@ -48,11 +48,11 @@ class _SaveStopped(Exception):
 
 
 def interruptible(
-    shelter: Shelter, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
+    deferral: Deferral, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
 ) -> _R:
-    """Return what `call` returns. It is made in the shelter, and tells how far it is; an interrupt ends it
-    where it tells that next, and is raised when it has ended; or before, where a drive does not answer: then
-    the next call of the engine waits for it. The other ranks of `comm` end with it."""
+    """Return what `call` returns. It is made in a deferred section, and tells how far it is. An interrupt
+    ends it where it tells that next, and is raised when it has ended; or before, where a drive does not
+    answer: then the next call of the engine waits for it. The other ranks of `comm` end with it."""
     stop = threading.Event()
     raised: list[BaseException] = []
 
@@ -74,14 +74,14 @@ def interruptible(
             raise
 
     try:
-        with shelter.lock.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
-            return cast(_R, shelter.run(unless_stopped))
+        with deferral.lock.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
+            return cast(_R, deferral.run(unless_stopped))
     except BaseException as error:
         if comm is not None and error not in raised:  # or it would wait for the others
             comm.post(error)
         stop.set()
         with contextlib.suppress(Exception):  # what raised first is told
-            shelter.wait_interrupted(GRACE)  # so that it is over when this raises
+            deferral.wait_interrupted(GRACE)  # so that it is over when this raises
         raise
 
 

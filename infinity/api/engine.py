@@ -26,9 +26,9 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.aio import RingSettings
 from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
+from infinity.hardware.deferral import Deferral
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
-from infinity.hardware.shelter import Shelter
 from infinity.optim import misuse
 from infinity.optim.behind import Parts
 from infinity.optim.blocks import Blocks
@@ -194,8 +194,8 @@ class Engine:
                     add_cure(error, units, sets, config, device)
                 raise
             undo.callback(store.close)
-            self.shelter = Shelter(device.carry, staged=device.staged)
-            undo.callback(self.shelter.close)
+            self.deferral = Deferral(device.carry, staged=device.staged)
+            undo.callback(self.deferral.close)
             heap = None
             if config.activations == "host":
                 heap = PinnedHeap(self.footprint.activation_nbytes, pins=pins, node=node)
@@ -267,7 +267,7 @@ class Engine:
         cache = Cache(units, uses, self.loader, capacity, device, self.updates, publisher, self.recorder)
         stage = self.config.zero_stage if owners.world > 1 else 0
         self.residency = Residency(
-            *(units, uses, cache, device, self.updates, publisher, self.recorder, self.shelter),
+            *(units, uses, cache, device, self.updates, publisher, self.recorder, self.deferral),
             in_order=stage == 1,
             ahead=stage > 1,
         )
@@ -280,14 +280,14 @@ class Engine:
             accumulation=self.config.accumulation,
             updates=self.updates,
             recorder=self.recorder,
-            shelter=self.shelter,
+            deferral=self.deferral,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
-        self.states = States(self.tiers, self.updater, self.residency, comm, room, self.shelter)
-        self.edits = Edits(self.tiers, self.states, comm, self.shelter)
+        self.states = States(self.tiers, self.updater, self.residency, comm, room, self.deferral)
+        self.edits = Edits(self.tiers, self.states, comm, self.deferral)
         self.activations = (
-            Activations(device, heap, [u.storage for u in units], self.shelter) if heap is not None else None
+            Activations(device, heap, [u.storage for u in units], self.deferral) if heap is not None else None
         )
         state = optimizer.state if optimizer is not None else {}
         take_over(model, state, units, self.states, device, comm, weights)
@@ -319,7 +319,9 @@ class Engine:
         self.phases.behind = self._optimizer.behind if self._optimizer is not None else None
         parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
         token, blocks = self.phases.token, self.phases.blocks
-        ends = functools.partial(_shut_down, token, self.shelter, blocks, *parts, self._kept, self.hooks.keys)
+        ends = functools.partial(
+            _shut_down, token, self.deferral, blocks, *parts, self._kept, self.hooks.keys
+        )
         self._reaper = Reaper(self, ends, sum(unit.layout.gathered_nbytes for unit in self.units))
         _ENGINES.add(self)
 
@@ -417,7 +419,7 @@ class Engine:
 
 def _shut_down(
     token: saved.Forwards,
-    shelter: Shelter,
+    deferral: Deferral,
     blocks: Blocks,
     updater: Updater,
     loader: Loader,
@@ -439,11 +441,11 @@ def _shut_down(
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
 
-    def close_shelter() -> None:
+    def close_deferral() -> None:
         if store.given_up:  # a save, say, whose drive does not answer, is left where it is
-            shelter.close(store.left())
+            deferral.close(store.left())
         else:
-            shelter.close()
+            deferral.close()
 
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(kept.close)
@@ -453,7 +455,7 @@ def _shut_down(
         stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        for close in (gradients.close, loader.close, updater.close, close_shelter):
+        for close in (gradients.close, loader.close, updater.close, close_deferral):
             stack.push(hurry)
             stack.callback(close)
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from infinity.core.errors import ConfigError, CorruptionError, StateDictError, WrapError
 from infinity.core.sizes import parse_dtype, parse_size
+from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Alone, Comm
-from infinity.hardware.shelter import Shelter
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.folder import Folder
 from infinity.storage.interrupt import GRACE, interrupted
@@ -115,10 +115,10 @@ def export(
     engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:
         if engine is not None:
-            comm, shelter = engine.comm, engine.shelter
+            comm, deferral = engine.comm, engine.deferral
         else:
-            comm, shelter = Alone(), Shelter(lambda: contextlib.nullcontext)
-            stack.callback(lambda: shelter.close(*((GRACE,) if interrupted() else ())))
+            comm, deferral = Alone(), Deferral(lambda: contextlib.nullcontext)
+            stack.callback(lambda: deferral.close(*((GRACE,) if interrupted() else ())))
 
         def begin() -> tuple[str, _Content, dict[str, str]]:
             target = os.path.abspath(path_of(path, "model"))
@@ -138,8 +138,10 @@ def export(
             _check_merge(merge_adapters, False)
             return target, content, files
 
-        given = guarded(comm, _WHAT, begin, shelter.run)
-        return interruptible(shelter, lambda told: _Writing(engine, comm, *given, told).run(), progress, comm)
+        given = guarded(comm, _WHAT, begin, deferral.run)
+        return interruptible(
+            deferral, lambda told: _Writing(engine, comm, *given, told).run(), progress, comm
+        )
 
 
 @dataclass(frozen=True)

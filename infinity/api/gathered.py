@@ -93,8 +93,8 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
                 self._claim(engine, of[engine])
         except BaseException:
             for engine in self._engines:
-                if engine.shelter.lock.mine:
-                    engine.shelter.lock.leave(self._hold)
+                if engine.deferral.lock.mine:
+                    engine.deferral.lock.leave(self._hold)
             self._hold = None
             self._end()
             raise
@@ -104,7 +104,7 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         if self._write and not engine.trains:
             raise not_for_training("`gathered(write=True)`")
         assert self._hold is not None
-        engine.shelter.lock.enter(self._hold)
+        engine.deferral.lock.enter(self._hold)
         engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         engine.gradients.wait()
         named: dict[int, set[int]] = {unit: set() for unit in sorted({engine.params[p].unit for p in params})}

@@ -103,9 +103,9 @@ def save(
     """
     engine = engine_of(optimizer)
     comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
-    given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.shelter.run)
+    given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.deferral.run)
     return interruptible(
-        engine.shelter, lambda told: _Saving(engine, what, given, told).run(keep_last), progress, comm
+        engine.deferral, lambda told: _Saving(engine, what, given, told).run(keep_last), progress, comm
     )
 
 

@@ -38,7 +38,7 @@ class Claims:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._lock = residency.shelter.lock
+        self._lock = residency.deferral.lock
         self._operator = Use(UseKind.OPERATOR)
         self._wanted: tuple[int, ...] = ()  # units that were asked for last
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.grads.gradients import Gradients
-from infinity.hardware.shelter import in_backward
+from infinity.hardware.deferral import in_backward
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
@@ -142,7 +142,7 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
         phases = self._phases
-        if not in_backward() and not phases.shelter.lock.mine:
+        if not in_backward() and not phases.deferral.lock.mine:
             return None  # it never began: another thread holds the lock
         if phases.leave_root(self):
             if torch.is_grad_enabled() and not in_backward():

@@ -26,7 +26,7 @@ from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of, is_called, is_outermost
 from infinity.grads.gradients import Gradients
-from infinity.hardware.shelter import in_backward, sheltered
+from infinity.hardware.deferral import deferred, in_backward
 from infinity.optim.behind import Behind
 from infinity.optim.blocks import Blocks
 from infinity.optim.edits import Edits
@@ -88,7 +88,7 @@ class Phases:
         *,
         trains: bool = True,
     ) -> None:
-        self.shelter = residency.shelter
+        self.deferral = residency.deferral
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
         self.claims = Claims(residency)
         self.uses = residency.uses  # all that is under way: [Note: uses]
@@ -152,7 +152,7 @@ class Phases:
         if self.behind is not None and not (backward or looks):
             self.behind.check_stepped("a use of the model or its state")
 
-    @sheltered
+    @deferred
     def _check(self, *, backward: bool) -> None:
         """`check`; in a `backward`, which cannot be made again, an update that stopped goes on unsaid."""
         if self.closed:
@@ -195,9 +195,9 @@ class Phases:
     def begin_forward(self, use: object, *, training: bool) -> None:
         """A forward begins from outside of any other: take the engine lock for it, and use the version that
         `training` or evaluating uses."""
-        self.shelter.begin(use)
+        self.deferral.begin(use)
         self.reset_abandoned()
-        self.shelter.begin(use)  # that ended what this thread had begun
+        self.deferral.begin(use)  # that ended what this thread had begun
         self.blocks.end_left()
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
@@ -221,7 +221,7 @@ class Phases:
         if in_backward():
             self.check()
             return False
-        self.shelter.begin(use)
+        self.deferral.begin(use)
         self.check()
         if roots := self._roots():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
@@ -231,7 +231,7 @@ class Phases:
             if roots[:goes_on]:
                 return False
         self.reset()
-        self.shelter.begin(use)  # once more: that ended what was left of others
+        self.deferral.begin(use)  # once more: that ended what was left of others
         return True
 
     def push_root(self, use: object, frame: object) -> None:
@@ -263,12 +263,12 @@ class Phases:
         self.claims.release_guests()
         if not self.trains:
             self.stepped(0.0)
-        self.shelter.lock.leave(use)
+        self.deferral.lock.leave(use)
 
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = self._forward(scope)
-        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.shelter.lock.mine
+        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.deferral.lock.mine
         if inside and is_outermost(scope.module):  # of the root, `enter_root` has seen to that
             self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
@@ -300,7 +300,7 @@ class Phases:
         if own:
             saved.leave(own[-1].frame)
             return own[-1]
-        mine = in_backward() or self.shelter.lock.mine
+        mine = in_backward() or self.deferral.lock.mine
         return self._forward(scope) if mine else None
 
     def _forward(self, scope: Scope) -> Forward:
@@ -320,7 +320,7 @@ class Phases:
         finally:
             self.claims.part(forward.guest)
             forward.guest = None
-            self.shelter.lock.leave(forward)
+            self.deferral.lock.leave(forward)
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -333,14 +333,14 @@ class Phases:
         if any(use.task == task for use in tasks):
             return
         if not tasks:
-            self.shelter.begin(self.token)
+            self.deferral.begin(self.token)
             if (log := self._recorder.log) is not None:
                 log.backward(self, self._left)
             self._prepare_backward()
         self.uses.begin(Use(UseKind.TASK, task=task))
         Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
 
-    @sheltered
+    @deferred
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         saved.leave_left()
@@ -439,7 +439,7 @@ class Phases:
 
     # -- step -------------------------------------------------------------------------------
 
-    @sheltered
+    @deferred
     def step(self) -> None:
         """A step of the optimizer begins: wait for all that it waits for. Changes nothing that a user
         sees."""
@@ -452,7 +452,7 @@ class Phases:
             self.behind.check_stepped("a use of the model or its state")
         self._finish()
 
-    @sheltered
+    @deferred
     def _finish(self) -> None:
         saved.leave_left()
         self._check(backward=in_backward())
@@ -488,7 +488,7 @@ class Phases:
         self.uses.drop(UseKind.ROOT, UseKind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()
-        self.shelter.lock.reset()
+        self.deferral.lock.reset()
 
     def reset_abandoned(self) -> None:
         """`reset`, if something is left and no forward or backward is running. The caller holds the engine
@@ -502,7 +502,7 @@ class Phases:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self.uses.drop(UseKind.TASK)
         self.claims.forget()
-        self.shelter.lock.leave(self.token)
+        self.deferral.lock.leave(self.token)
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
 

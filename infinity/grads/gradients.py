@@ -27,9 +27,9 @@ import torch
 from infinity.core.errors import GradientError
 from infinity.core.sizes import format_size
 from infinity.core.spans import Recorder
+from infinity.hardware.deferral import Deferral, deferred, in_backward
 from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
-from infinity.hardware.shelter import Shelter, in_backward, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
@@ -75,10 +75,10 @@ class Gradients:
         accumulation: int | None = None,
         updates: Updates,
         recorder: Recorder,
-        shelter: Shelter,
+        deferral: Deferral,
     ) -> None:
         self.units = units
-        self.shelter = shelter
+        self.deferral = deferral
         self.chunks = ChunkGradients(
             units, plans, store, pool, device, updates, recorder, comes_and_goes=comes_and_goes
         )
@@ -209,7 +209,7 @@ class Gradients:
         buffers = [*self._filling.values(), *(leaving.buffer for leaving in self.chunks.leaving)]
         return not nbytes or sum(b.nbytes for b in buffers) + nbytes <= self._room
 
-    @sheltered
+    @deferred
     def _make_room(self, unit: int, nbytes: int) -> None:
         """Let go of what is leaving; if that is not enough, of what has arrived of other units, too."""
         self.chunks.let_go()
@@ -261,7 +261,7 @@ class Gradients:
         if unit.index in self._filling:  # else there is nothing to do, and what leaves goes on leaving
             self._send_filled(unit)
 
-    @sheltered
+    @deferred
     def _send_filled(self, unit: ParamUnit) -> None:
         buffer = self._filling.get(unit.index)  # None: a call that was interrupted has sent it
         if buffer is None:
@@ -304,12 +304,12 @@ class Gradients:
         if self._filling:
             self._send_every()
 
-    @sheltered
+    @deferred
     def _send_every(self) -> None:
         for index in list(self._filling):
             self.send(self.units[index])
 
-    @sheltered
+    @deferred
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.send_all()
@@ -317,14 +317,14 @@ class Gradients:
         self.chunks.wait()
         self.chunks.finish_writes()
 
-    @sheltered
+    @deferred
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
         buffer = self._buffer_for(grad.sharded, is_zero=True)
         grad.factor, grad.is_zero = 1.0, True
         buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)
 
-    @sheltered
+    @deferred
     def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
         """Limit the elements of a gradient, unscaled, to `low` … `high`, which have zero between them."""
         self.reduce_waiting()
@@ -342,7 +342,7 @@ class Gradients:
             self.chunks.keep_clear([entry.chunk])
             self.chunks.work_on(entry, segment, lambda part: part.clamp_(*bounds), writes=True)
 
-    @sheltered
+    @deferred
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
@@ -352,7 +352,7 @@ class Gradients:
         for entry in self.chunks.entries.values():
             entry.clear()
 
-    @sheltered
+    @deferred
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
         the parameter. Collective, with several ranks."""
@@ -404,7 +404,7 @@ class Gradients:
             mine = np.cumsum(np.append(0.0, terms))[-1:]
             return float(np.sqrt(self._add_up("the norm of the gradients", mine)[0]))
 
-    @sheltered
+    @deferred
     def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
         self.reduce_waiting()
@@ -429,7 +429,7 @@ class Gradients:
             sums = sums + np.frombuffer(told)
         return sums
 
-    @sheltered
+    @deferred
     def reconcile(self) -> None:
         """Drop from the shards what the user dropped by `p.grad = None`."""
         for unit in self.units:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.core.errors import GradientError, PrecisionError
-from infinity.hardware.shelter import in_backward
+from infinity.hardware.deferral import in_backward
 from infinity.params.param import ShardedParam
 
 aten: Any = torch.ops.aten

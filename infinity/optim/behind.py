@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
+from infinity.hardware.deferral import deferred, in_backward
 from infinity.hardware.ranks import Comm
-from infinity.hardware.shelter import in_backward, sheltered
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import Look, ParamUnit, differing, looks
@@ -72,7 +72,7 @@ class Behind:
     """
 
     def __init__(self, optimizer: Stepping, parts: Parts) -> None:
-        self.shelter = parts.residency.shelter
+        self.deferral = parts.residency.deferral
         self.pending = False
         self._optimizer = optimizer
         self._gradients, self._residency = parts.gradients, parts.residency
@@ -136,7 +136,7 @@ class Behind:
         if self._under_way:
             self._update_final(units)
 
-    @sheltered
+    @deferred
     def _update_final(self, units: Sequence[int]) -> None:
         for unit in (self._residency.units[i] for i in units):
             trainable = [s for s in unit.params if s.spec.trainable and s.param.requires_grad]
@@ -187,7 +187,7 @@ class Behind:
                     raise self._edited(look.param, _INSIDE)
             self._looks += found
 
-    @sheltered
+    @deferred
     def end(self) -> None:
         """A backward is over, with all of its gradients: update what is left."""
         if not self._under_way:

@@ -15,7 +15,7 @@ import torch
 
 from infinity.core.engine_lock import Hold
 from infinity.core.errors import InfinityError, ParameterChangedError
-from infinity.hardware.shelter import sheltered
+from infinity.hardware.deferral import deferred
 from infinity.params.residency import Residency
 from infinity.params.uses import UseKind
 
@@ -29,7 +29,7 @@ class Blocks:
     """The `gathered` blocks of an engine. See [Note: the end of a block]."""
 
     def __init__(self, residency: Residency, edits: Edits) -> None:
-        self.shelter = residency.shelter
+        self.deferral = residency.deferral
         self._residency = residency
         self._edits = edits
 
@@ -58,7 +58,7 @@ class Blocks:
         blocks = [use for use in self._residency.uses if isinstance(use, Block)]
         return [block for block in reversed(blocks) if block.is_left]
 
-    @sheltered
+    @deferred
     def _end_left(self) -> None:
         errors: list[Exception] = []
         for block in self._left():

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterChangedError
+from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.ranks import Comm
-from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
@@ -67,8 +67,8 @@ class Edits:
         given: what state dicts gave out.
     """
 
-    def __init__(self, tiers: Tiers, states: States, comm: Comm, shelter: Shelter) -> None:
-        self.shelter = shelter
+    def __init__(self, tiers: Tiers, states: States, comm: Comm, deferral: Deferral) -> None:
+        self.deferral = deferral
         self._comm = comm
         self._tiers = tiers
         self._states = states
@@ -95,7 +95,7 @@ class Edits:
         looked = {*unseen(unit for unit in here if not unit.look and not unit.writers)}
         return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
 
-    @sheltered
+    @deferred
     def agree(
         self, edited: Sequence[ShardedParam], residency: Residency, change: Collection[int] = ()
     ) -> None:
@@ -122,7 +122,7 @@ class Edits:
                 cure="edit inside `with infinity.gathered(params, write=True, source=0):` on all ranks",
             )
 
-    @sheltered
+    @deferred
     def check_unseen(self, *, unwraps: bool = False) -> None:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
         master, without the edit. Where it is not placed on the device, edits that torch does not count are
@@ -136,7 +136,7 @@ class Edits:
                         sharded.check(unit.storage)
             unit.check_edited(newer=self._tiers.publisher.is_newer(unit))
 
-    @sheltered
+    @deferred
     def adopt_all(
         self, units: Collection[ParamUnit] | None = None, found: Iterable[ShardedParam] | None = None
     ) -> None:
@@ -153,7 +153,7 @@ class Edits:
                 if edited:
                     self.adopt(unit, edited)
 
-    @sheltered
+    @deferred
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
         """Make the values on the device, of the parameters in `edited`, the ones that count.
 
@@ -235,7 +235,7 @@ class Edits:
                     )
         return found, None
 
-    @sheltered
+    @deferred
     def begin(self, block: Block) -> None:
         """Make `end` adopt the parameters that the block names, in whatever way they are edited, and other
         edits that torch counts. The block keeps the units, which are unsharded."""
@@ -247,7 +247,7 @@ class Edits:
             _EDITED.add(unit)
             block.writes.add(index)
 
-    @sheltered
+    @deferred
     def end(self, block: Block, index: int) -> None:
         """Adopt what the block has edited of a unit; nothing if that was done. After another error than the
         one below it can be called again, and goes on.

@@ -20,8 +20,8 @@ from infinity.core.errors import (
     WrapError,
 )
 from infinity.grads.sharded_grad import ShardedGrad
+from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
-from infinity.hardware.shelter import sheltered
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -80,7 +80,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         decoupled: bool,
         seams: Seams,
     ) -> None:
-        self.shelter = parts.residency.shelter
+        self.deferral = parts.residency.deferral
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
@@ -124,14 +124,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
-        self.shelter.wait_interrupted()
+        self.deferral.wait_interrupted()
         return self._gradients.scale
 
     @property
     def steps(self) -> int:
         """The number of completed steps. An interrupt never leaves a step half done, so after an interrupt in
         `step` this number tells whether the step took place."""
-        self.shelter.wait_interrupted()
+        self.deferral.wait_interrupted()
         return self._steps
 
     @eager  # and without torch.no_grad: an interrupt inside of that leaves grad mode off
@@ -165,7 +165,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._seams.step()
             # What an interrupt ends before this call has not happened, and what it ends after it has.
             is_made = self.behind is not None and self.behind.pending
-            self.shelter.run(self._take_update if is_made else self._start_update, hold=_HOLD)
+            self.deferral.run(self._take_update if is_made else self._start_update, hold=_HOLD)
         try:
             self._finish_step()
         except OutOfMemoryError:
@@ -181,7 +181,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         given = any(g is not None and not isinstance(g, ShardedGrad) for g in grads)
         return given or self._gradients.are_new
 
-    @sheltered
+    @deferred
     def _finish_step(self) -> None:
         """Wait for the guarantees of the end of a step. The step is complete, and a retry would make another
         one: if the device has no memory for this work, the next use of a unit raises the error."""
@@ -274,7 +274,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
         return self._config.update == "delayed" and self._steps >= self._config.delay_warmup_steps
 
-    @sheltered
+    @deferred
     def flush(self) -> None:
         """Wait for every update. The next forward uses the newest parameters, also with delayed updates. If
         this changes parameters, an older graph cannot run its backward any more, as after a step in torch,
@@ -288,7 +288,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         bump(self._residency.publish())
         self._residency.refresh()
 
-    @sheltered
+    @deferred
     def publish(self) -> None:
         """`flush`, unless edits would be lost.
 
@@ -303,7 +303,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; with ``set_to_none=False`` set them to zero, so that `step` updates their
         parameters all the same."""
-        self.shelter.wait_interrupted()  # a step that an interrupt left under way has its gradients
+        self.deferral.wait_interrupted()  # a step that an interrupt left under way has its gradients
         if self.behind is not None:
             self.behind.check_stepped("`zero_grad()`")
         params = [p for g in self.param_groups for p in g["params"]]
@@ -321,7 +321,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 param.grad.zero_()
         self._gradients.send_all()
 
-    @sheltered
+    @deferred
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before clipping, fp32."""
         self._seams.finish()
@@ -447,7 +447,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             BudgetError: the state dict does not fit the memory that `host_memory` leaves.
             ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
-        with self.shelter.lock.hold():
+        with self.deferral.lock.hold():
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
@@ -499,7 +499,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             pairs, counts = match(given, self.param_groups, self._params), counts_of(given)
             self._load(given, pairs, counts)
 
-    @sheltered
+    @deferred
     def _load(
         self,
         state_dict: Mapping[str, Any],

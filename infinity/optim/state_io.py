@@ -15,8 +15,8 @@ import torch
 
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
+from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.ranks import Comm
-from infinity.hardware.shelter import Shelter, sheltered
 from infinity.params.given import own
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
@@ -55,16 +55,16 @@ class States:
         residency: Residency,
         comm: Comm,
         room: int,
-        shelter: Shelter,
+        deferral: Deferral,
     ) -> None:
-        self.shelter = shelter
+        self.deferral = deferral
         self.room = room  # host bytes that the budget leaves
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
         self._comm = comm
 
-    @sheltered
+    @deferred
     def quiesce(self) -> None:
         """Wait until every update is complete and nothing of the state is on its way."""
         self._updater.wait()
@@ -102,7 +102,7 @@ class States:
 
     # -- state dicts ------------------------------------------------------------------------
 
-    @sheltered
+    @deferred
     def with_front(self) -> list[ShardedParam]:
         """Return the parameters whose front may differ from their newest version: [Note: two versions]. No
         update may be under way."""
@@ -128,7 +128,7 @@ class States:
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
 
-    @sheltered
+    @deferred
     def make_room(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
         """Return memory (uint8) for copies of some of `params`: leases that nobody uses, such as those for
         reading ahead, where copies of all of them do not fit what the host budget leaves. They are lent
@@ -175,7 +175,7 @@ class States:
         is free, the next chunk is read meanwhile.
 
         Yields each segment with flat tensors of its elements, by kind, which stay valid until the next one is
-        asked for. The caller is sheltered, and no update is under way.
+        asked for. The caller is deferred, and no update is under way.
 
         Args:
             kinds: some of "copy" (compute dtype), "master" and `MOMENTS` (fp32). A frozen chunk
@@ -349,7 +349,7 @@ class States:
             finally:
                 lease.release()
 
-    @sheltered
+    @deferred
     def read(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, dict[str, torch.Tensor]]:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32; and master and
         front, where that may not be the newest version: the two go together) of each."""
@@ -378,7 +378,7 @@ class States:
             part_of(values[sharded]["front"].view(-1), segment).copy_(tensors["copy"])
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
 
-    @sheltered
+    @deferred
     def write(self, pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]]) -> None:
         """Write step, moments (and master, where given) of parameters; no values: zeros. Copies follow the
         masters. Where a front is given, and there are two versions, it is the one in front then. A unit that
@@ -436,7 +436,7 @@ class States:
         finally:  # where it raised, too: what is in a back is the older version
             self._residency.change_roles(units)
 
-    @sheltered
+    @deferred
     def copies_of(
         self, params: Sequence[ShardedParam], out: Mapping[ShardedParam, torch.Tensor] | None = None
     ) -> dict[ShardedParam, torch.Tensor]:
@@ -452,7 +452,7 @@ class States:
         of_owners(self._comm, self._tiers.units, "values", flat)
         return {s: own(v.view(s.spec.shape)) for s, v in flat.items()}  # lent memory is a part of a lease
 
-    @sheltered
+    @deferred
     def values_of(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
         """Return the newest values of parameters on the host, in the dtype that they had at `wrap`: those of
         the master, where that is more exact than the copy."""
@@ -464,7 +464,7 @@ class States:
         of_owners(self._comm, self._tiers.units, "values", {s: v.view(-1) for s, v in values.items()})
         return values
 
-    @sheltered
+    @deferred
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""

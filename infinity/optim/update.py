@@ -26,8 +26,8 @@ from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
 from infinity.hardware import adam_reference, cpu_adam
+from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
-from infinity.hardware.shelter import in_backward
 from infinity.params.load import Loader
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.locks import lock
 from infinity.core.spans import Recorder, now
+from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.device import Device, Event
-from infinity.hardware.shelter import Shelter, sheltered
 
 from .cache import Cache
 from .param import ShardedParam
@@ -41,7 +41,7 @@ class Residency:
         updates: Updates,
         publisher: Publisher,
         recorder: Recorder,
-        shelter: Shelter,
+        deferral: Deferral,
         *,
         in_order: bool = False,
         ahead: bool = False,
@@ -52,7 +52,7 @@ class Residency:
         self._ahead = ahead
         self.cache = cache
         self.schedule = cache.schedule
-        self.shelter = shelter
+        self.deferral = deferral
         self.hits = self.missed = 0
         self._device = device
         self._updates = updates
@@ -78,7 +78,7 @@ class Residency:
 
     # -- use --------------------------------------------------------------------------------
 
-    @sheltered
+    @deferred
     def acquire(
         self,
         indices: Iterable[int],
@@ -139,7 +139,7 @@ class Residency:
         if self._in_order:
             self._gather_rest()
 
-    @sheltered
+    @deferred
     def _gather_rest(self) -> None:
         self._gather_first(len(self.units))
 
@@ -159,24 +159,24 @@ class Residency:
             self.cache.wait_for(unit, unit.wait_loaded)
             unit.gather()
 
-    @sheltered
+    @deferred
     def prefetch(self) -> None:
         """Load what comes next, for a forward of training."""
         self.cache.prefetch(newest=False)
 
-    @sheltered
+    @deferred
     def release(self, use: Use) -> None:
         """End a use; a unit that no other one keeps becomes idle."""
         self._idle([self.units[i] for i in self.uses.end(use)])
 
-    @sheltered
+    @deferred
     def keep_only(self, use: Use, keep: Collection[int]) -> None:
         """Let go of the units that a use keeps, but for those of `keep`."""
         gone = use.units.difference(keep)
         use.units -= gone
         self._idle([self.units[i] for i in gone])
 
-    @sheltered
+    @deferred
     def drop(self, *kinds: UseKind) -> None:
         """Drop uses that nothing will end (an exception, an abandoned graph). What an interrupt has left
         between two states is put right."""
@@ -209,7 +209,7 @@ class Residency:
 
     # -- values that change -----------------------------------------------------------------
 
-    @sheltered
+    @deferred
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
         """Free every unit that is not placed on the device (its copy is about to change). `refresh` comes
         after the change.
@@ -247,14 +247,14 @@ class Residency:
         stay = [u for u in self.units if u.persistent and not u.on_device and u.state is UnitState.UNSHARDED]
         return [u for u in stay if u.index not in change and not u.in_use and u.edited()]
 
-    @sheltered
+    @deferred
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
         """Make the next use of units gather them again. Raises the errors of edits."""
         for unit in units:
             self._idle([unit], persistent=True)
             self.cache.invalidate(unit)
 
-    @sheltered
+    @deferred
     def refresh(self) -> None:
         """Write the new values into the memory of changed units that are held; when this returns, an alias
         shows them. With several ranks an alias shows them at the next use of its unit, because held units
@@ -271,7 +271,7 @@ class Residency:
             if not unit.is_away:
                 self.cache.wait_for(unit, unit.wait_loaded)
 
-    @sheltered
+    @deferred
     def expect_updates(self, indices: Iterable[int]) -> None:
         """Make every read of the values of units on the device wait for the posted update."""
         for unit in (self.units[i] for i in indices):
@@ -291,7 +291,7 @@ class Residency:
         """
         if self.check_use is not None:
             self.check_use([unit])
-        self.shelter.run(functools.partial(self._resume, unit), locked=False)
+        self.deferral.run(functools.partial(self._resume, unit), locked=False)
 
     def _resume(self, unit: ParamUnit) -> None:
         if (wait := unit.arriving) is not None:
@@ -304,14 +304,14 @@ class Residency:
                 if event is not None:
                     self._device.wait_on_device(event)
 
-    @sheltered
+    @deferred
     def renew_classes(self, unit: ParamUnit) -> None:
         """Choose the classes of a unit's parameters again, with its values there: a state dict has begun to
         answer for them, or has ended."""
         self._resume(unit)
         unit.renew_classes()
 
-    @sheltered
+    @deferred
     def resume_all(self) -> None:
         """Wait for the values of every unit, or of this rank's slices, on the device."""
         for unit in self.units:
@@ -319,7 +319,7 @@ class Residency:
 
     # -- versions: [Note: two versions] -----------------------------------------------------
 
-    @sheltered
+    @deferred
     def publish(self) -> list[ShardedParam]:
         """Make forward and backward use the newest compute parameters from now on. No update may be running.
         Return the parameters that changed."""
@@ -342,13 +342,13 @@ class Residency:
         if self.has_two_versions:
             self._show(newest)
 
-    @sheltered
+    @deferred
     def _show(self, newest: bool) -> None:
         for unit in self.units:
             if unit.on_device and not unit.in_use:
                 self._change_version(unit, None, newest)
 
-    @sheltered
+    @deferred
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self.has_two_versions:
@@ -356,7 +356,7 @@ class Residency:
         self._updates.wait_unit(unit.index)
         return self._publisher.is_newer(unit)
 
-    @sheltered
+    @deferred
     def change_roles(self, units: Iterable[ParamUnit]) -> None:
         """Exchange the roles of the slots of units, off the device or placed there: the backs that were
         written become the fronts, and the fronts become the newest versions."""

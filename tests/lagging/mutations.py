@@ -69,7 +69,7 @@ _FILES = (
     "grads/gradient_chunks.py",
     "grads/gradients.py",
     "hardware/cuda_device.py",
-    "hardware/shelter.py",
+    "hardware/deferral.py",
     "hardware/streams.py",
     "optim/chunk_io.py",
     "optim/leaving.py",
@@ -90,8 +90,8 @@ _EARLY_ENDS = {
     "Engine._make",  # a `wrap` that fails
     "GradientIO.close",  # it has been waited for already, but after an error
     "HostStream.synchronize",
-    "Shelter.run",
-    "Shelter.wait_interrupted",
+    "Deferral.run",
+    "Deferral.wait_interrupted",
     "Task.pause",
     "Updater.wait: self._stream.synchronize()",
     "_Worker._copy_oldest: wait_over(load.event)",
@@ -223,7 +223,7 @@ def _of(node: ast.AST, parent: ast.AST) -> tuple[str, str, ast.expr] | None:
     given = ", ".join(_text(a) for a in node.args)
     if isinstance(parent, ast.withitem) and name == "there":
         return f"{text}()", "the stream that it was made on", ast.Call(_nothing(), [], [])
-    if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("shelter")):
+    if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("deferral")):
         return None
     if name == "enter" and not owner.endswith("lock"):
         return None

@@ -2,14 +2,14 @@
 
 [Note: an interrupt ends a wait] CPython runs Python's signal handlers on the main thread, between almost
 any two lines of it, and a handler may raise: Ctrl-C does. So code that changes the engine's state over more
-than one line is a *deferred section*: it runs on a thread of its own, the shelter, and the user's thread only
-waits for it. An interrupt ends the wait and not the section. The section goes on, and the next call of the
-engine, whichever it is, waits for it first. So every call takes effect completely, or not at all.
+than one line is a *deferred section*: it runs on a thread of its own, and the user's thread only waits for
+it. An interrupt ends the wait and not the section. The section goes on, and the next call of the engine,
+whichever it is, waits for it first. So every call takes effect completely, or not at all.
 
 On other threads (autograd's own, for a CUDA device) no handler runs, and the section runs there. Every
 section holds the engine lock: [Note: the engine lock].
 
-[Note: room on the stack] The shelter's thread has a stack of its own. A section on another thread has the
+[Note: room on the stack] That thread has a stack of its own. A section on another thread has the
 rest of that thread's stack: near the limit a RecursionError would come like an interrupt, in the middle of
 changes. So the error comes before the first change, if the rest of the stack may be too small for the
 section.
@@ -35,7 +35,7 @@ from .streams import Task
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-#: Calls within each other that a sheltered one may be made of, torch's included: twice what was seen.
+#: Calls within each other that a deferred one may be made of, torch's included: twice what was seen.
 _NESTED: Final = 150
 
 
@@ -54,7 +54,7 @@ def in_backward() -> bool:
     return _here.backward or torch._C._current_graph_task_id() != -1
 
 
-class Shelter:
+class Deferral:
     """Runs calls for the user's thread as deferred sections, where no signal handler runs. See
     [Note: an interrupt ends a wait].
 
@@ -76,10 +76,10 @@ class Shelter:
         self._under_way: Task | None = None
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_serve, args=(self._queue,), name="infinity-shelter", daemon=True
+            target=_serve, args=(self._queue,), name="infinity-deferral", daemon=True
         )
         self._thread.start()
-        # The thread holds the queue, not the shelter, so a forgotten one ends its thread.
+        # The thread holds the queue, not the deferral, so a forgotten one ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
         self._finalizer.atexit = False  # the user's own handlers may save
 
@@ -186,12 +186,12 @@ class Shelter:
         return not self._thread.is_alive()
 
 
-def sheltered(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Make a method a deferred section: it runs in the `shelter` of its object."""
+def deferred(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Make a method a deferred section: it runs in the `deferral` of its object."""
 
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        shelter: Shelter = self.shelter
-        return shelter.run(functools.partial(method, self, *args, **kwargs))
+        deferral: Deferral = self.deferral
+        return deferral.run(functools.partial(method, self, *args, **kwargs))
 
     functools.update_wrapper(call, method)
     return call
