@@ -66,9 +66,10 @@ def cure_of(directory: str, number: int | None) -> str:
         return f"name a directory, such as {os.path.dirname(directory)}"
     if number == errno.ENOENT and there and not os.path.islink(directory):  # such as /proc
         return "name a directory on a drive"
+    if number == errno.ENOENT and not there:
+        return f"mkdir -p {name}"
     mount = mount_of(directory) if number == errno.EROFS else None
     cures = {
-        errno.ENOENT: None if there else f"create it (mkdir -p {name})",
         errno.EROFS: f"mount -o remount,rw {shlex.quote(mount.point) if mount else name}",
         **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there"),
         **dict.fromkeys((errno.EACCES, errno.EPERM), f"chown or chmod {name}"),

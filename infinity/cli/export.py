@@ -41,7 +41,7 @@ def _show(result: Any) -> None:
     click.echo(f"{result['path']}: {len(result['files'])} files, {format_size(result['bytes'])}")
     click.echo(f"load it: {result['load']}")
     if "config.json" not in result["files"]:
-        click.echo("model: a module like the one that was saved")
+        click.echo("model: a module like the one that was saved; --init-from does not take its files")
 
 
 def _how_to_load(path: str, files: list[str]) -> str:

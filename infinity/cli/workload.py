@@ -218,6 +218,10 @@ class Pretrained(Workload):
         _check_context(self.context, sequence)
         self.name = f"{self.hf_config.model_type} from {directory}"
 
+    def dtype(self, config: Config) -> str:
+        """See `Workload`. That of the checkpoint, unless `config` has one."""
+        return dtype_name(config.dtype or self.own_dtype)
+
     def planned(self, config: Config) -> Model:
         """See `Workload`. Of the structure."""
         return planned_from(self.structure, config)
