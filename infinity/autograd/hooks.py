@@ -1,8 +1,8 @@
 """Hooks: torch calls them, and they call the phases.
 
 The engine does not assume that pre- and post-hooks come in pairs. Recomputation stops early, so a forward may
-have no end; its reentrant form and shared layers call hooks twice. So claims on units are sets of owners,
-and the next forward from outside drops the claims that an owner did not release.
+have no end; its reentrant form and shared layers call hooks twice. So every forward is a use of its
+own ([Note: uses]), and the next forward from outside drops the uses that nothing has ended.
 
 A scope's backward begins when the gradient of one of its outputs arrives (a hook on each), and ends as
 inputs.py describes. A scope without one of these events is settled when the outermost backward ends. In a

@@ -7,8 +7,8 @@ runs it. No other call tells one part of the engine that another phase has begun
 or all ranks (collectives, commits, traces) attaches to these four places and to no others.
 
 torch reports neither a backward that raises nor a forward that Ctrl-C ends. So the engine asks torch whether
-a backward is running; the next forward from outside removes abandoned forward objects; and claims on units
-have owners ([Note: looks at the stack]).
+a backward is running; the next forward from outside removes abandoned forward objects; and what keeps a
+unit is a use that a reset can drop ([Note: uses], [Note: looks at the stack]).
 """
 
 from __future__ import annotations

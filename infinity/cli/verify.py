@@ -38,6 +38,7 @@ from infinity.core.sizes import NORM_BLOCK, parse_dtype
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
+from infinity.planning.parts import MOMENTS
 
 from .console import finish, status_line, wide_console
 from .measure import scratch
@@ -198,7 +199,7 @@ def tensors_of(model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
         sharded = engine.params[param]
         found["copy", name] = engine.states.copies_of([sharded])[sharded]
         state = engine.states.read([sharded])[sharded]
-        found |= {(kind, name): state[kind] for kind in ("master", "exp_avg", "exp_avg_sq") if kind in state}
+        found |= {(kind, name): state[kind] for kind in ("master", *MOMENTS) if kind in state}
     return found
 
 

@@ -20,7 +20,8 @@ from .uses import Use, UseKind, Uses
 
 
 class Residency:
-    """The claims on units. A unit in use is UNSHARDED; units that are not in use belong to the cache.
+    """Loads units for uses ([Note: uses]). A unit in use is UNSHARDED; units that are not in use belong to
+    the cache.
 
     `in_order`: the engine gathers units in the order of their numbers, first those before the needed one
     (ZeRO stage 1). Then ranks may use different units, as long as all come to the same `gather_all`. `ahead`:

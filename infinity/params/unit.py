@@ -401,10 +401,8 @@ class ParamUnit(UnitMemory):
         """LOADING, LOADED or GATHERED → SHARDED: free the storage. The compute parameters were clean, so the
         engine writes nothing.
 
-        Returns False, and does nothing, if the unit is held: [Note: held units]. With several ranks it
-            becomes
-        SHARDED on all at the same time: a unit that is held on one rank keeps its memory there, and is filled
-        again.
+        Returns False, and does nothing, if the unit is held: [Note: held units]. With several ranks it goes
+        on all of them at the same time: where it is held it keeps its memory, FILLED, and is filled again.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
