@@ -143,6 +143,9 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a flat view": lambda g: g.view(-1).mul_(2),
     "a view of a view": lambda g: g.view(-1)[3:].chunk(2)[1].add_(1),
     "data": lambda g: g.data.normal_(),
+    "other data": lambda g: setattr(g, "data", torch.zeros(g.shape)),
+    "other data of a view": lambda g: setattr(g.view(-1), "data", torch.zeros(g.numel())),
+    "vector_to_parameters": lambda g: nn.utils.vector_to_parameters(torch.zeros(g.numel()), [g]),
     "an output": lambda g: torch.abs(torch.ones(g.shape), out=g),
     "many at once": lambda g: torch._foreach_abs_([g]),
     "many views": lambda g: torch._foreach_mul_([g.view(-1)], 2.0),
@@ -150,6 +153,21 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy of a view": lambda g: np.asarray(g.view(-1)).__setitem__(0, 0.0),
     "dlpack": lambda g: torch.from_dlpack(g).zero_(),
 }
+
+
+@pytest.mark.parametrize("alpha", [1, -0.5])
+def test_a_gradient_is_added_to_itself_and_to_another(alpha: float, wrapped: Wrapped) -> None:  # noqa: F811
+    model, _ = wrapped
+    model(tokens()).backward()
+    up, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    before, there = infinity.gradient(up), infinity.gradient(other)
+    up.grad.add_(up.grad, alpha=alpha)
+    other.grad.add_(up.grad, alpha=alpha)
+    assert before is not None
+    assert there is not None
+    doubled = before + alpha * before
+    torch.testing.assert_close(infinity.gradient(up), doubled)
+    torch.testing.assert_close(infinity.gradient(other), there + alpha * doubled)
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -84,6 +84,21 @@ class _Shown(torch.Tensor):
         """The gradient."""
         return self if isinstance(self, ShardedGrad) else self._whole
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor, but nothing can be put in its place: torch would do so without asking the class,
+        and the values in the shards would stay as they are."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        raise GradientError(
+            f"the gradient of {self.of.sharded.name!r} is in shards, and `p.grad.data` cannot be replaced",
+            expected="`p.grad = values`",
+            found="an assignment to `p.grad.data`, as by `torch.nn.utils.vector_to_parameters`",
+            cure="assign the values to `p.grad`; `infinity.gradient(p)` returns the present ones",
+        )
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -305,8 +320,10 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor):
         return NotImplemented
-    if isinstance(other, _Shown) or other.shape != grad.shape:
+    if other.shape != grad.shape:
         return NotImplemented
+    if isinstance(other, _Shown):
+        other = other.show()
     other = other if alpha == 1 else other * alpha
     # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
     grad.source.add(grad, other, scaled=in_backward())
