@@ -79,6 +79,15 @@ def test_the_reading_order_lists_every_file_once() -> None:
     assert folders == sorted(folders)
 
 
+@pytest.mark.parametrize("path", reading_order(), ids=str)
+def test_the_reading_order_says_what_the_file_says(path: Path) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{re.escape(str(path))}` \| (.*) \|$", text, flags=re.M)
+    assert row is not None
+    said = " ".join((ast.get_docstring(TREES[path]) or "").replace("``", "`").split())
+    assert re.match(re.escape(row[1]) + r"([.:,]|$)", said)
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if folder_of(p)], ids=str)
 def test_a_file_imports_only_from_above(path: Path) -> None:
     order = {p: i for i, p in enumerate(reading_order())}

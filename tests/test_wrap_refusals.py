@@ -49,6 +49,16 @@ def test_other_optimizers_are_refused(make: Any, config: infinity.Config) -> Non
     assert not isinstance(model.embed.weight, ReleasedParameter)
 
 
+@pytest.mark.parametrize("lacking", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_state_without_a_moment_is_refused(lacking: str, config: infinity.Config) -> None:
+    model, optimizer = build()
+    train(model, optimizer, steps=1)
+    del optimizer.state[model.head.weight][lacking]
+    with pytest.raises(OptimizerTypeError, match=rf"(?s)no {lacking}\b.*state\.clear"):
+        infinity.wrap(model, optimizer, config)
+    assert not isinstance(model.embed.weight, ReleasedParameter)
+
+
 def test_optimizer_and_model_must_agree(config: infinity.Config) -> None:
     model, _ = build()
     with pytest.raises(WrapError, match="optimizer does not have it"):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError, DirectoryError, OutOfMemoryError, StorageError, WrapError
 from infinity.core.sizes import Tier
 from infinity.core.spans import Recorder
+from infinity.grads.gradient_chunks import ChunkGradients
 from infinity.grads.gradients import Gradients
 from infinity.grads.rank_gradients import RankGradients
 from infinity.hardware import cpu_adam
@@ -74,7 +75,7 @@ _NUMBERS = itertools.count()  # in the order in which they are made: the same on
 class Engine:
     """Everything that one wrapped model has. Made by `wrap`, and by `inference`, without an optimizer: then
     every parameter is frozen. `weights`: where the values are, if not in the parameters; `kept`: names of
-    parameters that stay fp32."""
+    parameters that stay fp32; `frozen`: what is trainable again when the model is plain."""
 
     def __init__(
         self,
@@ -84,12 +85,14 @@ class Engine:
         weights: Weights | None = None,
         kept: Collection[str] = (),
         mesh: object = None,
+        *,
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         decoupled = optimizer is not None and check_optimizer(optimizer)
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
-        self.frozen: list[nn.Parameter] = []  # by `inference`: trainable again when the model is plain
+        self._frozen = frozen
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
         wait_for_dropped()
@@ -226,6 +229,7 @@ class Engine:
     ) -> None:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
         owners = Alone() if self.config.zero_stage == 0 else comm  # of units: each rank has the whole
+        stage = self.config.zero_stage if owners.world > 1 else 0
         units, uses = [], Uses()
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
@@ -234,53 +238,46 @@ class Engine:
                 for i, (p, spec) in enumerate(zip(member.params.values(), unit_specs, strict=True))
             ]
             self.params.update({s.param: s for s in sharded})
-            placed_here = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
-            persistent = owners.world > 1 and self.config.zero_stage < 3
+            placed = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
             anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
             watched: Collection[int] = ()
-            stays = (placed_here and owners.world == 1) or persistent
-            if self.config.check_edits or (
-                comm.world > 1 and stays
-            ):  # ranks have copies, which are to be equal
+            stays = placed if owners.world == 1 else stage < 3
+            # Ranks have copies, which are to be equal.
+            if self.config.check_edits or (comm.world > 1 and stays):
                 watched = range(len(sharded))
             elif anew and stays:  # [Note: edits]
                 watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
             units.append(
                 ParamUnit(
                     *(layout, sharded, device, owners, uses),
-                    on_device=placed_here and owners.world == 1,
-                    kept_apart=placed_here and owners.world > 1 and self.config.zero_stage == 3,
-                    in_place=placed_here and self.config.zero_stage < 3,
-                    persistent=persistent,
+                    placed=placed,
+                    stage=stage,
                     look=self.config.check_edits,
                     watched=watched,
                     trains=optimizer is not None,
                 )
             )
         self.units = units
-        self.updates = Updates(self.recorder)
+        self.updates = Updates(self.recorder, self.config.accumulation)
         self.loader = Loader(store, pool, device, plans, self.updates)
         capacity = self.footprint.working_nbytes + self.footprint.prefetch_nbytes
-        # Gradients of a unit are freed and made again all the time: that much the heap may keep.
-        device.trim_above = max(device.trim_above, 2 * max(u.layout.gradient_nbytes for u in units))
         publisher = Publisher(store, device)
         cache = Cache(units, uses, self.loader, capacity, device, self.updates, publisher, self.recorder)
-        stage = self.config.zero_stage if owners.world > 1 else 0
         self.residency = Residency(
             *(units, uses, cache, device, self.updates, publisher, self.recorder, self.deferral),
-            in_order=stage == 1,
-            ahead=stage > 1,
+            stage=stage,
         )
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
-        of_ranks = functools.partial(RankGradients, waits=stage < 2)
+        waits = comm.world > 1 and stage < 2
+        chunks = ChunkGradients(
+            *(units, plans, store, pool, device, self.updates, self.recorder), comes_and_goes=waits
+        )
+        of_ranks = functools.partial(RankGradients, waits=waits)
         self.gradients: Gradients = (of_ranks if comm.world > 1 else Gradients)(
-            *(units, plans, store, pool, device, comm),
+            *(units, chunks, comm, self.updates, self.deferral),
             room=self.footprint.gradients_nbytes,
             spare=room,
-            accumulation=self.config.accumulation,
-            updates=self.updates,
-            recorder=self.recorder,
-            deferral=self.deferral,
+            scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
@@ -292,13 +289,15 @@ class Engine:
         state = optimizer.state if optimizer is not None else {}
         take_over(model, state, units, self.states, device, comm, weights)
         stay = sum(u.layout.gathered_nbytes for u in units if u.on_device)
-        device.reuse(capacity + stay, self.footprint.gradients_nbytes)
-        self.phases = Phases(
-            *(self.residency, self.gradients, self.updates, self.updater, self.edits),
-            *(store, self.recorder, self.activations),
-            trains=optimizer is not None,
+        # Gradients of a unit are freed and made again all the time: that much the heap may keep.
+        heap_nbytes = 2 * max(u.layout.gradient_nbytes for u in units)
+        device.reuse(capacity + stay, self.footprint.gradients_nbytes, heap_nbytes)
+        parts = Parts(
+            *(self.tiers, self.residency, self.gradients, comm, self.states, self.edits),
+            *(self.updates, self.updater),
         )
-        self.phases.owner = self
+        trains = optimizer is not None
+        self.phases = Phases(self, parts, self.recorder, self.activations, trains=trains)
         self.hooks = Hooks(
             model,
             scopes,
@@ -315,23 +314,20 @@ class Engine:
             self._handles.append(NoSync(model, self.gradients, self.config.zero_stage))
         self._unguard = misuse.guard(model, optimizer, ranks=comm.world > 1)
         self._shut = False
-        self._optimizer = None if optimizer is None else self._offload(optimizer, decoupled)
-        self.phases.behind = self._optimizer.behind if self._optimizer is not None else None
-        parts = self.updater, self.loader, self.gradients, store, pool, device, comm, self.activations
+        self._optimizer: OffloadOptimizer | None = None
+        if optimizer is not None:
+            self._optimizer = OffloadOptimizer(
+                optimizer, parts, self.config, self.params, decoupled=decoupled, seams=self.phases
+            )
+            self.phases.attach(self._optimizer.behind)
         token, blocks = self.phases.token, self.phases.blocks
         ends = functools.partial(
-            _shut_down, token, self.deferral, blocks, *parts, self._kept, self.hooks.keys
+            _shut_down,
+            *(token, self.deferral, blocks, self.updater, self.loader, self.gradients, store, pool, device),
+            *(comm, self.activations, self._kept, self.hooks.keys),
         )
         self._reaper = Reaper(self, ends, sum(unit.layout.gathered_nbytes for unit in self.units))
         _ENGINES.add(self)
-
-    def _offload(self, optimizer: torch.optim.Optimizer, decoupled: bool) -> OffloadOptimizer:
-        parts = Parts(
-            *(self.tiers, self.residency, self.gradients, self.comm, self.states, self.edits, self.updater)
-        )
-        return OffloadOptimizer(
-            optimizer, parts, self.config, self.params, decoupled=decoupled, seams=self.phases
-        )
 
     @property
     def trains(self) -> bool:
@@ -369,12 +365,12 @@ class Engine:
 
     def let_go(self) -> None:
         """Remove all hooks from the model and its old optimizer; from here on it is a plain model."""
-        self.phases.closed = UNWRAPPED
+        self.phases.close(UNWRAPPED)
         self.hooks.remove()
         for handle in self._handles:
             handle.remove()
         self._unguard()
-        for param in self.frozen:
+        for param in self._frozen:
             param.requires_grad_()
         _ENGINES.discard(self)
 
@@ -403,7 +399,8 @@ class Engine:
                         self.publish()  # what is on the device is the newest then
                         self.residency.resume_all()
             finally:
-                self._shut, self.phases.closed = True, self.phases.closed or CLOSED
+                self.phases.close(CLOSED)
+                self._shut = True
                 self._reaper.close()
                 self.tiers.drop_memory()
             if not hurry:

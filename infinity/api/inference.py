@@ -104,8 +104,7 @@ def _stand(model: nn.Module, config: Config, values: Weights | None, kept: Colle
             undo.callback(param.requires_grad_)
             param.requires_grad_(False)
         with torch.inference_mode(False):  # as in `wrap`
-            engine = Engine(model, None, config, values, kept)
-        engine.frozen = trainable
+            engine = Engine(model, None, config, values, kept, frozen=trainable)
         undo.pop_all()
     return engine
 

@@ -354,14 +354,9 @@ class _Loading:
         """Change everything."""
         engine, index, comm = self._engine, self._found.content, self._engine.comm
         with self._stack:
-            engine.phases.note_lost()
-            before, engine.phases.partly = engine.phases.partly, ""
-            try:
+            with engine.phases.beginning_load():
                 together(comm, "the begin of a load", self._begin)
-            except BaseException:
-                engine.phases.partly = engine.phases.partly or before
-                raise
-            engine.phases.partly = f"a load of {self._found.path} that raised, or was interrupted"
+            engine.phases.lose(f"a load of {self._found.path} that raised, or was interrupted")
             pieces = together(comm, "a load of what each rank has", self._fill_all)
             for stem, file in self._files.items():
                 file.compare([of_rank[stem] for of_rank in pieces])
@@ -445,5 +440,5 @@ class _Loading:
         """Let the run go on: all of it is what was saved."""
         comm = self._engine.comm
         set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
-        self._engine.phases.partly = ""
+        self._engine.phases.mended()
         self._engine.optimizer.zero_grad()

@@ -40,14 +40,8 @@ class NoSync:
                 stacklevel=3,
             )
         gradients = self._gradients()
-        before = gradients is not None and gradients.apart
-        try:
-            if gradients is not None:
-                gradients.apart = True
+        with gradients.apart() if gradients is not None else contextlib.nullcontext():
             yield
-        finally:
-            if gradients is not None:
-                gradients.apart = before
 
     def remove(self) -> None:
         """Take it off the model."""

@@ -19,7 +19,7 @@ from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import Tier
-from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, now, span_cost
+from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, span_cost
 from infinity.hardware.tuned import bandwidths
 from infinity.version import __version__
 
@@ -99,13 +99,11 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
             raise _unwritable(path, error) from error
         stack.callback(_forget, file, temporary)
         log = Recording(engine.device.start_clock(), limit)
-        engine.recorder.log = log
         try:
-            yield
+            with engine.recorder.recording(log):
+                yield
             whole = True
         finally:
-            engine.recorder.log = None
-            log.ended = now()
             try:
                 _write(file, log, engine)
                 file.close()

@@ -172,8 +172,7 @@ class Hooks:
 
         @eager
         def begins(grad: torch.Tensor) -> None:
-            self._phases.begin_backward()
-            self._phases.newest = newest
+            self._phases.begin_root_backward(newest=newest)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

@@ -13,10 +13,11 @@ unit is a use that a reset can drop ([Note: uses], [Note: looks at the stack]).
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -25,20 +26,14 @@ from torch.autograd.variable import Variable
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of, is_called, is_outermost
-from infinity.grads.gradients import Gradients
 from infinity.hardware.deferral import deferred, in_backward
-from infinity.optim.behind import Behind
+from infinity.optim.behind import Behind, Parts
 from infinity.optim.blocks import Blocks
-from infinity.optim.edits import Edits
-from infinity.optim.update import Updater
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
-from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
-from infinity.params.updates import Updates
 from infinity.params.uses import Use, UseKind
-from infinity.storage.store import Store
 
 from . import inputs, saved
 from .activations import Activations
@@ -77,41 +72,45 @@ class Phases:
 
     def __init__(
         self,
-        residency: Residency,
-        gradients: Gradients,
-        updates: Updates,
-        updater: Updater,
-        edits: Edits,
-        store: Store,
+        owner: object,
+        parts: Parts,
         recorder: Recorder,
         activations: Activations | None = None,
         *,
         trains: bool = True,
     ) -> None:
-        self.deferral = residency.deferral
+        self.owner = owner  # kept by whoever has the phases: the model's hooks, and the optimizer
+        self.deferral = parts.residency.deferral
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
-        self.claims = Claims(residency)
-        self.uses = residency.uses  # all that is under way: [Note: uses]
-        self.blocks = Blocks(residency, edits)
+        self.claims = Claims(parts.residency)
+        self.uses = parts.residency.uses  # all that is under way: [Note: uses]
+        self.blocks = Blocks(parts.residency, parts.edits)
         self.token = saved.Forwards()  # whose hooks on saved tensors are ours
-        self.owner: object = None  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.closed = ""  # why, when it is
-        self.partly = ""  # what has ended early, and left the parameters and their state not of one step
-        self.behind: Behind | None = None  # with update="backward"
+        self._partly = ""  # what has ended early, and left the parameters and their state not of one step
+        self.behind: Behind | None = None  # see `attach`
         self._has_graph = False  # the forward that began from outside, but for what it checkpoints
         self.newest = False  # the version that what is under way uses: [Note: two versions]
         self._of_graph = False  # the one that the last forward with a graph used
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
-        self._residency = residency
-        self._gradients = gradients
-        self._updates = updates
-        self._updater = updater
-        self._edits = edits
-        self._store = store
+        self._residency = parts.residency
+        self._gradients = parts.gradients
+        self._updates = parts.updates
+        self._updater = parts.updater
+        self._edits = parts.edits
+        self._store = parts.tiers.store
         self._recorder = recorder
         self._activations = activations
         self._left = 0  # when the last forward with a graph ended, for traces
+
+    def attach(self, behind: Behind | None) -> None:
+        """From now on `behind` updates units in the last backward of a step, if there is one."""
+        self.behind = behind
+
+    def close(self, why: str) -> None:
+        """Refuse all that follows, because of the first `why`."""
+        self.closed = self.closed or why
 
     @property
     def state(self) -> TrainingState:
@@ -140,7 +139,7 @@ class Phases:
     @property
     def usable(self) -> bool:
         """Whether the engine is open, and its values are of one moment."""
-        return not self.closed and not self.partly
+        return not self.closed and not self._partly
 
     def check(self, *, looks: bool = False) -> None:
         """Raise what failed in the background, that the engine is closed, or that a `step()` comes first, but
@@ -165,11 +164,11 @@ class Phases:
         self.blocks.end_left()
         if not backward:
             self.note_lost()
-        if self.partly:
+        if self._partly:
             raise ParameterError(
                 "some parameters and their state may be from another step, or from a checkpoint",
                 expected="a complete step or load",
-                found=self.partly,
+                found=self._partly,
                 cure="load a whole checkpoint, with `infinity.load`; or build the model again",
             )
         if backward:
@@ -186,9 +185,24 @@ class Phases:
 
     def lose(self, found: str) -> None:
         """Refuse to go on until a load succeeds, because of what was `found`."""
-        self.partly = found
+        self._partly = found
         if self.behind is not None:
             self.behind.forget()
+
+    @contextlib.contextmanager
+    def beginning_load(self) -> Iterator[None]:
+        """A block in which a load begins: it may use what is lost, and stays lost if the block raises."""
+        self.note_lost()
+        before, self._partly = self._partly, ""
+        try:
+            yield
+        except BaseException:
+            self._partly = self._partly or before
+            raise
+
+    def mended(self) -> None:
+        """Go on: a load is complete."""
+        self._partly = ""
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -354,6 +368,11 @@ class Phases:
         elif not self._updates.busy():
             units = self._residency.cache.forward_order()
             self._updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
+
+    def begin_root_backward(self, *, newest: bool) -> None:
+        """The gradient of an output of the root is there, whose forward used the `newest` version or not."""
+        self.begin_backward()
+        self.newest = newest
 
     def begin_scope_backward(self, forward: Forward) -> None:
         """The gradient of an output of a scope is there."""

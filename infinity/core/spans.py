@@ -13,9 +13,10 @@ waits: the two count as one.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 #: What the user's thread waits for: the link, drives, the update, the gradients on their way.
@@ -167,6 +168,15 @@ class Recorder:
             "efficiency(%)": 0.0,
         }
         self._last: tuple[int, int, int, dict[str, int], int, int] | None = None
+
+    @contextlib.contextmanager
+    def recording(self, log: Recording) -> Iterator[None]:
+        """A block whose work `log` keeps."""
+        self.log = log
+        try:
+            yield
+        finally:
+            self.log, log.ended = None, now()
 
     def waits(self) -> Wait:
         """The user's thread is about to wait; pass the result to `waited`."""

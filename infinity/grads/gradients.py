@@ -16,7 +16,8 @@ depend on the tier, the size of a chunk or the instruction set.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
 
@@ -26,16 +27,11 @@ import torch
 
 from infinity.core.errors import GradientError
 from infinity.core.sizes import format_size
-from infinity.core.spans import Recorder
 from infinity.hardware.deferral import Deferral, deferred, in_backward
-from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
-from infinity.planning.parts import ChunkParts
-from infinity.storage.pinned import PinnedPool
-from infinity.storage.store import Store
 
 from .buffer import Arrival, UnitBuffer
 from .gradient_chunks import ChunkGradients
@@ -48,13 +44,10 @@ class Gradients:
     Args:
         room: bytes of buffers at a time.
         spare: host bytes that the budget leaves.
-        comes_and_goes: what is placed on the device has its memory only while it is needed.
-        accumulation: the backwards of a step.
+        scale: the loss scale to begin with.
 
     Attributes:
         scale: the loss scale in use: autograd's gradients are multiplied by it.
-        apart: reductions wait, whatever `accumulation` is (`no_sync`).
-        used: gradients that the step that is to come has used, by unit, with their factors: see `Behind`.
         of_ranks: whether there are several ranks.
     """
 
@@ -63,30 +56,21 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[ParamUnit],
-        plans: Sequence[ChunkParts],
-        store: Store,
-        pool: PinnedPool,
-        device: Device,
+        chunks: ChunkGradients,
         comm: Comm,
+        updates: Updates,
+        deferral: Deferral,
         *,
         room: int,
         spare: int = 0,
-        comes_and_goes: bool = False,
-        accumulation: int | None = None,
-        updates: Updates,
-        recorder: Recorder,
-        deferral: Deferral,
+        scale: float = 1.0,
     ) -> None:
         self.units = units
         self.deferral = deferral
-        self.chunks = ChunkGradients(
-            units, plans, store, pool, device, updates, recorder, comes_and_goes=comes_and_goes
-        )
-        self.scale = 1.0
+        self.chunks = chunks
+        self.scale = scale
         self._backwards = self._before = 0  # that have begun, and those before the last step
-        self.accumulation = accumulation
-        self.apart = False
-        self.used: dict[int, dict[ShardedParam, tuple[ShardedGrad, float]]] = {}
+        self._apart = False  # whether reductions wait, whatever the number of a step's backwards is
         self._comm = comm
         #: Of the shards of this rank alone; where it has the whole, the other ranks have the same.
         self._own = [chunk for unit in units for _, chunk in unit.layout.chunks_of(comm.rank)]
@@ -96,7 +80,7 @@ class Gradients:
         self._owners = np.array(owners, dtype=np.int64)
         self._begun = 0
         self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
-        self._device = device
+        self._device = chunks.device
         self._room, self._spare = room, spare
         self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
         self._updates = updates
@@ -169,7 +153,7 @@ class Gradients:
 
     def check_unused(self, sharded: ShardedParam) -> None:
         """Raise `GradientError` if a parameter was updated already, with the gradient that is to change."""
-        if sharded.unit in self.used:
+        if sharded.unit in self._updates.used:
             raise GradientError(
                 f"the gradient of {sharded.name!r} changes after the update has used it",
                 expected='with update="backward", one gradient of each parameter in the last backward, which '
@@ -235,9 +219,9 @@ class Gradients:
 
     @property
     def is_last(self) -> bool:
-        """Whether the backward that has begun last is the last of a step, as `accumulation` says."""
-        of = self.accumulation
-        return of is not None and not self.apart and (self._backwards - self._before) % of == 0
+        """Whether the backward that has begun last is the last of a step, as `Config(accumulation)` says."""
+        of = self._updates.accumulation
+        return of is not None and not self._apart and (self._backwards - self._before) % of == 0
 
     @property
     def are_new(self) -> bool:
@@ -247,6 +231,19 @@ class Gradients:
     def stepped(self) -> None:
         """A step has used the backwards so far, or the user has let go of all gradients."""
         self._before = self._backwards
+
+    def rescale(self, scale: float) -> None:
+        """Use another loss scale, from the next gradient on."""
+        self.scale = scale
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block in which no backward is the last of a step: gradients stay on their rank (`no_sync`)."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
 
     def reduce_waiting(self) -> None:
         """See to it that what has arrived is this rank's gradient: with several, the sum over all."""

@@ -38,7 +38,7 @@ class RankGradients(Gradients):
     of_ranks: ClassVar = True
 
     def __init__(self, *given: Any, waits: bool, **options: Any) -> None:
-        super().__init__(*given, comes_and_goes=waits, **options)
+        super().__init__(*given, **options)
         self._waits = waits
         self._waiting: dict[int, UnitBuffer] = {}  # unit → what of several backwards is not reduced
         self._came: dict[int, dict[int, Arrival]] = {}  # unit → what has arrived in this backward

@@ -205,6 +205,10 @@ class ShardedGrad(_Shown):
         grad.number = source.begin(sharded)
         return grad
 
+    def scale_by(self, factor: float) -> None:
+        """Multiply all of its elements by `factor`, in the update."""
+        self.factor *= factor
+
     def check(self, owner: ShardedParam | None = None) -> None:
         """Raise `GradientError` unless the shards still hold it; and, where it was found in the `grad` of
         `owner`, unless it is that parameter's. See [Note: a gradient is a view]."""
@@ -356,7 +360,7 @@ def _mul(grad: Any, other: Any) -> Any:
     if not isinstance(grad, ShardedGrad) or (factor := _number(other)) is None:
         return NotImplemented
     if factor != 1.0:  # as torch's clipping multiplies where it clips nothing
-        grad.factor *= factor
+        grad.scale_by(factor)
     return grad
 
 

@@ -1,4 +1,4 @@
-"""Ranks: the collectives of N processes that train one model. The only file that names torch.distributed.
+"""Ranks: the collectives of N processes that train one model, by torch.distributed.
 
 [Note: waits for ranks poll] A wait inside gloo or NCCL cannot be interrupted. It ends when the other rank
 arrives, or minutes later. So the engine starts works asynchronously and polls them. Meanwhile
@@ -106,7 +106,7 @@ def connect(
         device: the device of the tensors that are gathered and reduced; gloo for the CPU, NCCL for CUDA.
         timeout: seconds that a wait may take for a rank that is in a collective, too, or does not answer; a
             wait for a rank that is alive and outside has no deadline ([Note: alive and outside], `watch.py`).
-        patience: factor of `timeout` for all waits, until the caller sets another one on the result.
+        patience: factor of `timeout` for all waits, until `Comm.be_punctual`.
         notice: seconds after which the waiting rank, and the rank that it waits for, log the wait.
         independent: whether the mesh may have fewer ranks than the job.
 

@@ -95,7 +95,6 @@ class CudaDevice:
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
-        self.trim_above = 0
         self._recorder = recorder or Recorder()
         self._clock: DeviceClock | None = None
         self._pinned = 0  # bytes
@@ -122,7 +121,7 @@ class CudaDevice:
         """Return the storage of a unit, empty."""
         return ResizedMemory(nbytes, self.torch_device)
 
-    def reuse(self, nbytes: int, flat: int = 0) -> None:
+    def reuse(self, nbytes: int, flat: int = 0, heap: int = 0) -> None:
         """Nothing to do: torch's allocator keeps what it has."""
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class HostDevice:
 
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
-        self.trim_above = 2 * MiB  # what the C heap may keep for reuse
+        self._trim_above = 2 * MiB  # what the C heap may keep for reuse
         self.pages = Pages()
         self._spare = Spare()
         self._recorder = recorder or Recorder()
@@ -101,9 +101,11 @@ class HostDevice:
         """Return the storage of a unit, empty."""
         return PagedMemory(nbytes, self.pages)
 
-    def reuse(self, nbytes: int, flat: int = 0) -> None:
+    def reuse(self, nbytes: int, flat: int = 0, heap: int = 0) -> None:
         """Keep pages of units that go for those that come: `nbytes` of filled units and kept pages together.
-        See [Note: pages that move]. And `flat` bytes of what `empty` returns."""
+        See [Note: pages that move]. And `flat` bytes of what `empty` returns, and `heap` free bytes of the C
+        heap."""
+        self._trim_above = max(self._trim_above, heap)
         self.pages.most = nbytes
         self.pages.trim()
         self._spare.most = flat
@@ -154,9 +156,9 @@ class HostDevice:
         return self._d2h.submit(_copier(target, source, after, "d2h", self._recorder, chunk))
 
     def trim(self) -> None:
-        """Give back what the C heap holds in free blocks, if that is more than `trim_above` bytes
+        """Give back what the C heap holds in free blocks, if that is more than it may keep
         (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces."""
-        if _mallinfo is not None and _mallinfo().fordblks > self.trim_above:
+        if _mallinfo is not None and _mallinfo().fordblks > self._trim_above:
             _libc.malloc_trim(0)
 
     def register(self, address: int, nbytes: int) -> None:

@@ -47,6 +47,10 @@ class Comm:
         finally:
             self.patience = before
 
+    def be_punctual(self) -> None:
+        """End the patience of the beginning: all ranks have begun."""
+        self.patience = 1.0
+
     def exchange(self, what: str, value: bytes = b"") -> list[bytes]:
         """Return every rank's `value`, by rank. Collective.
 

@@ -16,9 +16,8 @@ load helps.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
@@ -29,11 +28,12 @@ from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import Look, ParamUnit, differing, looks
+from infinity.params.updates import Updates
 
 from .chunk_io import Tiers
 from .edits import Edits
 from .state_io import States, bump
-from .update import ChunkUpdate, ParamUpdate, Updater
+from .update import ParamUpdate, Updater, chunk_updates
 
 #: What helps where the step cannot be made as it should.
 _LOAD = 'load the last checkpoint (`infinity.load`); and train such a loop with update="overlap"'
@@ -49,6 +49,7 @@ class Parts(NamedTuple):
     comm: Comm
     states: States
     edits: Edits
+    updates: Updates
     updater: Updater
 
 
@@ -57,11 +58,6 @@ class Stepping(Protocol):
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
         """Return what the param groups say of each of their parameters, but for its step and its factor."""
-
-    def work(
-        self, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
-    ) -> list[ChunkUpdate]:
-        """Return the work on the chunks of `units` that `updates`, by unit and parameter, are."""
 
 
 class Behind:
@@ -75,18 +71,16 @@ class Behind:
         self.deferral = parts.residency.deferral
         self.pending = False
         self._optimizer = optimizer
-        self._gradients, self._residency = parts.gradients, parts.residency
-        self._edits, self._updater = parts.edits, parts.updater
+        self._tiers, self._gradients, self._residency = parts.tiers, parts.gradients, parts.residency
+        self._edits, self._updates, self._updater = parts.edits, parts.updates, parts.updater
         self._under_way = False
         self._options: dict[ShardedParam, ParamUpdate] = {}  # when the backward began
         self._visits: Counter[int] = Counter()  # of forwards of units whose backward has not come
         self._visited: set[int] = set()  # which had any, when the backward began: a graph may be used again
         self._came: set[ShardedParam] = set()  # gradients in this backward
-        self._used = parts.gradients.used  # by unit that was updated
         self._looks: list[Look] = []  # at units on the device, when their update came
         for unit in self._residency.units:
-            unit.references = weakref.WeakSet()
-        self._residency.check_use = self._check_use
+            unit.note_references()
 
     # -- in a forward and a backward --------------------------------------------------------
 
@@ -147,9 +141,11 @@ class Behind:
 
     def _update(self, unit: ParamUnit) -> None:
         """Update the parameters of a unit that have a gradient, once."""
+        if unit.index in self._updates.used:
+            return
         present: dict[ShardedParam, ShardedGrad] = {}
         for sharded in unit.params:
-            if sharded in self._options and unit.index not in self._used and self._gradients.adopt(sharded):
+            if sharded in self._options and self._gradients.adopt(sharded):
                 present[sharded] = sharded.param.grad  # type: ignore[assignment]
         if not present:
             return
@@ -157,7 +153,7 @@ class Behind:
         self._gradients.send(unit)
         self._residency.reshard_all({unit.index})
         # From here on it cannot be taken back.
-        self._used[unit.index] = {s: (grad, grad.factor) for s, grad in present.items()}
+        self._updates.use(unit.index, {s: (grad, grad.factor) for s, grad in present.items()})
         updates = {}
         for sharded, grad in present.items():
             sharded.step += 1
@@ -170,7 +166,7 @@ class Behind:
             if any((unit.index, s.param) in updates for s in c.segments)
         ]
         landed = self._gradients.chunks.last(unit)
-        self._updater.add(chunks, landed, lambda: self._optimizer.work([unit], updates))
+        self._updater.add(chunks, landed, lambda: chunk_updates(self._tiers, [unit], updates))
         self._residency.expect_updates({unit.index})
 
     def _look(self, unit: ParamUnit) -> None:
@@ -195,7 +191,7 @@ class Behind:
         for unit in reversed(self._residency.cache.forward_order()):
             self._update(unit)
         self._updater.end()
-        self._under_way, self.pending = False, bool(self._used)
+        self._under_way, self.pending = False, bool(self._updates.used)
 
     def abandon(self) -> bool:
         """What was under way does not come to its end; return whether it has changed parameters."""
@@ -207,12 +203,10 @@ class Behind:
 
     def forget(self) -> bool:
         """Forget what was updated; return whether that was anything."""
-        lost = bool(self._used)
         self.pending = False
-        self._used.clear()
         self._looks.clear()
         self._visits.clear()
-        return lost
+        return self._updates.forget_used()
 
     # -- behind it --------------------------------------------------------------------------
 
@@ -221,36 +215,16 @@ class Behind:
         `what` must not be."""
         self.check_outside(what)
         if self.pending:
-            raise self._early(what, "behind")
+            raise self._updates.early(what, behind=True)
 
     def has_updated(self, unit: int) -> bool:
         """Return whether the backward that is under way has updated a unit."""
-        return self._under_way and unit in self._used
-
-    def _check_use(self, units: Iterable[ParamUnit]) -> None:
-        """Raise `GradientError` where a hook, a recomputation, or a function of the user's, uses a unit in
-        the backward that has updated it, or behind that and before `step()`."""
-        for unit in units:
-            if unit.index in self._used:
-                where = "in" if self._under_way else "behind"
-                raise self._early(f"a use of the parameters of unit {unit.layout.name!r}", where)
+        return self._under_way and unit in self._updates.used
 
     def check_outside(self, what: str) -> None:
         """Raise `GradientError` in that backward, where `what` must not be."""
         if self._under_way and in_backward():
-            raise self._early(what, "in")
-
-    def _early(self, what: str, where: str) -> GradientError:
-        return GradientError(
-            f"{what} before the `step()` whose update has begun in its last backward",
-            expected='with update="backward", `step()` right after the last backward of a step, of '
-            f"accumulation={self._gradients.accumulation}; each backward counts since the last step or "
-            "`zero_grad()`, also one that raised, and one of `torch.autograd.grad`",
-            found=f"{what} {where} that backward",
-            cure="call `step()` first, after that backward"
-            if where == "behind"
-            else 'move it after `step()`, or train with update="overlap"',
-        )
+            raise self._updates.early(what, behind=False)
 
     def check_options(self) -> None:
         """Raise `GradientError` if param groups have changed since the last backward began."""
@@ -274,12 +248,12 @@ class Behind:
 
     def changed(self) -> InfinityError | None:
         """Return what is wrong where gradients or parameters have changed since they were used."""
-        for of_unit in self._used.values():
+        for of_unit in self._updates.used.values():
             for sharded, (grad, factor) in of_unit.items():
-                if sharded.param.grad is not grad or grad.factor != factor:
+                if grad.factor != factor or sharded.param.grad is not grad:
                     return self._wrong_gradient(sharded, "a change of it, or none")
         for sharded in self._options:
-            if sharded.param.grad is not None and sharded not in self._used.get(sharded.unit, ()):
+            if sharded.param.grad is not None and sharded not in self._updates.used.get(sharded.unit, ()):
                 return self._wrong_gradient(sharded, "one that came later")
         if edited := differing(self._looks):
             return self._edited(edited[0], _INSIDE)
@@ -308,4 +282,4 @@ class Behind:
     @property
     def params(self) -> list[ShardedParam]:
         """The parameters that were updated."""
-        return [sharded for of_unit in self._used.values() for sharded in of_unit]
+        return [sharded for of_unit in self._updates.used.values() for sharded in of_unit]

@@ -50,7 +50,8 @@ def check_optimizer(optimizer: object) -> bool:
     """Return whether weight decay is decoupled (AdamW) or not (Adam).
 
     Raises:
-        OptimizerTypeError: not one of these two, or with an option that is not supported.
+        OptimizerTypeError: not one of these two, with an option that is not supported, or with a state that
+            `wrap` cannot take over.
     """
     if isinstance(optimizer, (list, tuple, dict, set)):
         raise OptimizerTypeError(
@@ -67,9 +68,24 @@ def check_optimizer(optimizer: object) -> bool:
             found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             cure="torch.optim.AdamW(model.parameters(), ...)",
         )
+    state = optimizer.state  # type: ignore[attr-defined]
     for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
         check_options(group, f"param group {index}")
+        for number, param in enumerate(group["params"]):
+            _check_state(state.get(param), f"parameter {number} of param group {index}")
     return type(optimizer) is torch.optim.AdamW
+
+
+def _check_state(state: Mapping[str, Any] | None, whose: str) -> None:
+    """Raise `OptimizerTypeError` if the state of a parameter is there, and lacks what `wrap` takes over."""
+    if state and (lacking := [name for name in ("step", *MOMENTS) if name not in state]):
+        raise OptimizerTypeError(
+            f"the optimizer's state of {whose} is not complete",
+            expected=f"step, {', '.join(MOMENTS)}; or no state, as before the first step",
+            found=f"{', '.join(state)}, and no {', '.join(lacking)}",
+            cure="call `optimizer.state.clear()` before `wrap`, so that the moments begin at zero; or load a "
+            "whole state dict into the optimizer",
+        )
 
 
 def check_options(group: Mapping[str, Any], found: str) -> None:

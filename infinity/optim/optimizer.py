@@ -24,13 +24,12 @@ from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
-from infinity.params.unit import ParamUnit
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, check_options, counts_of, hooked, match
 from .misuse import refuse_alone, refuse_copies
 from .state_io import bump
-from .update import ChunkUpdate, ParamUpdate
+from .update import ParamUpdate, chunk_updates
 from .whole import agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
@@ -92,8 +91,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._params = params
         self._decoupled = decoupled
         self._fp16 = config.compute_dtype is torch.float16
-        if self._fp16:
-            self._gradients.scale = config.loss_scale
         self._good_steps = 0
         self._scaled = False
         self._seams = seams
@@ -224,7 +221,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         if self._fp16 and not math.isfinite(norm):
-            self._gradients.scale = max(self.loss_scale / 2, 2.0**-14)
+            self._gradients.rescale(max(self.loss_scale / 2, 2.0**-14))
             self._good_steps = 0
             self.skipped_steps += 1
             return
@@ -233,7 +230,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
-        work = self.work(self._residency.cache.forward_order(), updates)
+        work = chunk_updates(self._tiers, self._residency.cache.forward_order(), updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
         if self.delaying:
@@ -251,7 +248,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._good_steps += 1
             if self._good_steps >= self._config.loss_scale_window:
                 self._good_steps = 0
-                self._gradients.scale = min(self._gradients.scale * 2, 2.0**24)
+                self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
     def _check_step(self) -> list[ShardedParam]:
         """Return the parameters that have a gradient; raise where a step cannot be made."""
@@ -329,8 +326,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         norm = self._norm(present)
         clip = _clip(limit, norm)
         for sharded in present:
-            if isinstance(sharded.param.grad, ShardedGrad):
-                sharded.param.grad.factor *= clip
+            sharded.param.grad.scale_by(clip)  # type: ignore[union-attr]
         return torch.tensor(norm, dtype=torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -413,26 +409,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         return options
 
-    def work(
-        self, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
-    ) -> list[ChunkUpdate]:
-        """Return the work on the chunks of `units` that `updates`, by unit and parameter, are. The gradients
-        are on their tier."""
-        work = []
-        for unit in units:
-            for chunk in unit.layout.trainable_chunks:
-                params = {
-                    s.param: updates[unit.index, s.param]
-                    for s in chunk.segments
-                    if (unit.index, s.param) in updates
-                }
-                if params:
-                    gradient = self._tiers.store.versions.slot(chunk.id, "gradient")
-                    work.append(
-                        ChunkUpdate(chunk, params, self._gradients.chunks.entries[chunk.id].dtype, gradient)
-                    )
-        return work
-
     # -- state dicts ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -482,7 +458,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps = int(counts.get("steps", self._steps))
         self.skipped_steps = int(counts.get("skipped_steps", self.skipped_steps))
         if self._fp16 and "loss_scale" in counts:
-            self._gradients.scale = float(counts["loss_scale"])
+            self._gradients.rescale(float(counts["loss_scale"]))
             self._good_steps = int(counts.get("good_steps", 0))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

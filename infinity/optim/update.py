@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.params.load import Loader
+from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
 from infinity.storage.store import Slot, Version
@@ -477,12 +478,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def chunk_updates(
+    tiers: Tiers, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
+) -> list[ChunkUpdate]:
+    """Return the work on the chunks of `units` that `updates`, by unit and parameter, are. The gradients are
+    on their tier."""
+    work = []
+    for unit in units:
+        for chunk in unit.layout.trainable_chunks:
+            params = {
+                s.param: updates[unit.index, s.param]
+                for s in chunk.segments
+                if (unit.index, s.param) in updates
+            }
+            if params:
+                gradient = tiers.store.versions.slot(chunk.id, "gradient")
+                dtype = tiers.gradients.chunks.entries[chunk.id].dtype
+                work.append(ChunkUpdate(chunk, params, dtype, gradient))
+    return work
+
+
 def _moved(update: ChunkUpdate, io: ChunkIO) -> int:
     """Return the bytes of memory that the kernel reads and writes: state, gradient and copy."""
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
     copy = 0 if io.copy_is_master else chunk.dtype.itemsize
-    return chunk.numel * (2 * 3 * 4 + grad.itemsize + copy)
+    return 2 * sum(each.nbytes for each in io.state) + chunk.numel * (grad.itemsize + copy)
 
 
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:

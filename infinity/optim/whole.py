@@ -74,7 +74,7 @@ def agree_on_step(
                 found=differences([json.loads(each) for each in told]),
                 cure="set the options of param groups, and step schedulers, in the same way on every rank",
             )
-        comm.patience = 1.0  # all have begun
+        comm.be_punctual()
 
 
 def agree_on_edits(comm: Comm, edited: Mapping[str, torch.Tensor], copies: Sequence[str]) -> set[str]:

@@ -23,10 +23,10 @@ class Residency:
     """Loads units for uses ([Note: uses]). A unit in use is UNSHARDED; units that are not in use belong to
     the cache.
 
-    `in_order`: the engine gathers units in the order of their numbers, first those before the needed one
-    (ZeRO stage 1). Then ranks may use different units, as long as all come to the same `gather_all`. `ahead`:
-    while a unit is in use, the engine gathers the next one ([Note: behind compute]); then all ranks use the
-    same units.
+    `stage`: of ZeRO; 0 if each rank has the whole units. In stage 1 the engine gathers units in the order of
+    their numbers, first those before the needed one. Then ranks may use different units, as long as all come
+    to the same `gather_all`. In stages 2 and 3, while a unit is in use, the engine gathers the next one
+    ([Note: behind compute]); then all ranks use the same units.
 
     Attributes:
         hits: units that were loaded, or being loaded, when they were needed.
@@ -44,13 +44,12 @@ class Residency:
         recorder: Recorder,
         deferral: Deferral,
         *,
-        in_order: bool = False,
-        ahead: bool = False,
+        stage: int,
     ) -> None:
         self.units = units
         self.uses = uses
-        self._in_order = in_order
-        self._ahead = ahead
+        self._in_order = stage == 1
+        self._ahead = stage > 1
         self.cache = cache
         self.schedule = cache.schedule
         self.deferral = deferral
@@ -59,7 +58,6 @@ class Residency:
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
-        self.check_use: Callable[[list[ParamUnit]], None] | None = None  # raises where they cannot be used
         self._arrivals = lock("residency")
         self._awaited: set[ParamUnit] = set()  # held, and placed on the device: `refresh` waits for them
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
@@ -99,8 +97,8 @@ class Residency:
         """
         newest = newest and self.has_two_versions
         wanted = [self.units[i] for i in indices]
-        if self.check_use is not None:
-            self.check_use(wanted)
+        for unit in wanted:
+            self._updates.check_use(unit.index, unit.layout.name)
         for unit in wanted:
             self._change_version(unit, use, newest)
         self.uses.begin(use, (u.index for u in wanted))
@@ -136,7 +134,7 @@ class Residency:
                 return
 
     def gather_all(self) -> None:
-        """With `in_order`, gather the units that this rank did not need."""
+        """In stage 1, gather the units that this rank did not need."""
         if self._in_order:
             self._gather_rest()
 
@@ -145,7 +143,7 @@ class Residency:
         self._gather_first(len(self.units))
 
     def use_all(self) -> None:
-        """With `in_order`, bring every unit to its state after a use: ranks may have used different units."""
+        """In stage 1, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
             everything, once = range(len(self.units)), Use(UseKind.ONCE)
             self.acquire(everything, once, newest=False, note=False)
@@ -290,8 +288,7 @@ class Residency:
         Raises:
             GradientError: they are of a step that is to come.
         """
-        if self.check_use is not None:
-            self.check_use([unit])
+        self._updates.check_use(unit.index, unit.layout.name)
         self.deferral.run(functools.partial(self._resume, unit), locked=False)
 
     def _resume(self, unit: ParamUnit) -> None:

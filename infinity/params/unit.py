@@ -78,12 +78,15 @@ class ParamUnit(UnitMemory):
     """The parameters of one unit and their storage on the device.
 
     Args:
-        on_device: placed on the device: the storage holds the compute parameters.
-        kept_apart, in_place: this rank's shard is placed on the device: see `UnitMemory`.
-        persistent: not released after use; what is placed on the device always is.
+        placed: this rank's shard is placed on the device.
+        stage: of ZeRO, for the ranks of `comm`; 0 where each has the whole unit, as one rank has.
         look: an edit that torch does not count is an error.
         watched: the parameters, by index, of which such edits are noticed, by a checksum of their values.
         trains: whether there is an optimizer.
+
+    Attributes:
+        on_device: the whole unit is placed on the device: the storage holds the compute parameters.
+        persistent: not released after use.
     """
 
     def __init__(
@@ -94,20 +97,19 @@ class ParamUnit(UnitMemory):
         comm: Comm,
         uses: Uses,
         *,
-        on_device: bool,
-        kept_apart: bool = False,
-        in_place: bool = False,
-        persistent: bool = False,
-        look: bool = False,
-        watched: Collection[int] = (),
-        trains: bool = True,
+        placed: bool,
+        stage: int,
+        look: bool,
+        watched: Collection[int],
+        trains: bool,
     ) -> None:
-        super().__init__(layout, params, device, kept_apart=kept_apart, in_place=in_place or on_device)
-        self.on_device = on_device
-        self.persistent = persistent or on_device
+        apart = placed and stage == 3
+        super().__init__(layout, params, device, kept_apart=apart, in_place=placed and not apart)
+        self.on_device = placed and comm.world == 1
+        self.persistent = self.on_device or (comm.world > 1 and stage < 3)
         self.state = UnitState.SHARDED
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
-        self.references: weakref.WeakSet[Any] | None = None  # that graphs have saved of it, if somebody asks
+        self.references: weakref.WeakSet[Any] | None = None  # see `note_references`
         self._device = device
         self._comm = comm
         self._uses = uses
@@ -146,6 +148,10 @@ class ParamUnit(UnitMemory):
         storage = self.storage
         owners = [p.owners for p in self.params]
         return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage), owners
+
+    def note_references(self) -> None:
+        """From now on have `references` be what graphs have saved of the unit."""
+        self.references = weakref.WeakSet()
 
     def is_held(self) -> bool:
         """Return whether code outside of the engine refers to the unit's memory. No load may be running into

@@ -13,21 +13,33 @@ keeps its gradients.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from infinity.core.errors import InfinityError
+from infinity.core.errors import GradientError, InfinityError
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
+from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Event
 from infinity.planning.partition import Chunk
 from infinity.storage.transfer import copy_error
 
+from .param import ShardedParam
+
 
 class Updates:
     """Chunks whose update was posted and whose kernel has not run yet. Any thread may ask and wait; one
-    posts, and one, the worker, finishes."""
+    posts, and one, the worker, finishes.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Attributes:
+        accumulation: the backwards of a step; None: nobody counts them.
+        used: gradients that the step that is to come has used already, by unit, with their factors:
+            [Note: behind the backward].
+    """
+
+    def __init__(self, recorder: Recorder, accumulation: int | None = None) -> None:
+        self.accumulation = accumulation
+        self.used: dict[int, Mapping[ShardedParam, tuple[Any, float]]] = {}
         self._recorder = recorder
         self.finished_at = 0  # when the last kernel had run, for traces
         self._changed = Bell()
@@ -57,6 +69,35 @@ class Updates:
         posted = {chunk.id: chunk.unit for chunk in chunks}
         self._units.update(Counter(posted.values()))
         self._chunks.update(posted)
+
+    def use(self, unit: int, gradients: Mapping[ShardedParam, tuple[Any, float]]) -> None:
+        """Note that an update of a unit has used its gradients before the `step()` that it belongs to."""
+        self.used[unit] = gradients
+
+    def forget_used(self) -> bool:
+        """Forget what was used; return whether that was anything."""
+        lost = bool(self.used)
+        self.used.clear()
+        return lost
+
+    def check_use(self, unit: int, name: str) -> None:
+        """Raise `GradientError` where a hook, a recomputation, or a function of the user's, uses a unit in
+        the backward that has updated it, or behind that and before `step()`."""
+        if unit in self.used:
+            raise self.early(f"a use of the parameters of unit {name!r}", behind=not in_backward())
+
+    def early(self, what: str, *, behind: bool) -> GradientError:
+        """Return the error for `what` comes in the last backward of a step, or `behind` that."""
+        return GradientError(
+            f"{what} before the `step()` whose update has begun in its last backward",
+            expected='with update="backward", `step()` right after the last backward of a step, of '
+            f"accumulation={self.accumulation}; each backward counts since the last step or "
+            "`zero_grad()`, also one that raised, and one of `torch.autograd.grad`",
+            found=f"{what} {'behind' if behind else 'in'} that backward",
+            cure="call `step()` first, after that backward"
+            if behind
+            else 'move it after `step()`, or train with update="overlap"',
+        )
 
     def finish(self, chunk: Chunk, copied: Event | None = None) -> None:
         """Note that `chunk` has its new values: reads from now on see them. `copied`: on a device those do

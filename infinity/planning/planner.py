@@ -23,8 +23,8 @@ from .placement import assign
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
 _UNLIMITED = 1 << 60
 KINDS = ("parameters", "optimizer_state", "gradients")
-#: Bytes that the update of one parameter moves: master and moments both ways, the gradient.
-_UPDATE_BYTES = 28
+#: Bytes that the update of one parameter moves, in fp32: master and moments both ways, the gradient.
+_UPDATE_BYTES = 4 * (2 * (1 + len(MOMENTS)) + 1)
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def step_bounds(plan: Plan, bandwidths: Bandwidths, *, tokens: int, recompute: b
 
     A step takes at best the largest of them. Compute is 6 FLOP per parameter and token, 8 with
     recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes; host
-    memory is 28 bytes per parameter that the CPU updates.
+    memory is what the update moves of each parameter that the CPU updates: state and gradient.
     """
     flop = (8 if recompute else 6) * plan.active * tokens
     amounts = {

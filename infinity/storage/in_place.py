@@ -15,8 +15,7 @@ from infinity.planning.partition import UnitLayout
 
 from .layout import Extent
 from .pinned import Lease
-from .transfer import Transfer, TransferOwner, check_room
-from .versions import Slot
+from .transfer import Piece, Transfer, TransferOwner, check_room
 from .weights import Weights
 
 
@@ -51,18 +50,13 @@ class Files:
         return [
             Transfer(
                 is_write=False,
-                chunk=chunk,
-                part="copy",
-                slot=Slot(0),
-                sections=range(number, number + 1),
-                sizes=[window.nbytes],
+                piece=Piece(chunk, "copy", 0, range(number, number + 1), [window.nbytes]),
                 extent=Extent(directory, window.offset, window.nbytes),
-                path=self.files[window.file].path,
+                file=self.files[window.file],
                 lease=lease,
                 offset=offset + window.at,
                 priority=priority,
                 order=order,
-                file=self.files[window.file],
                 first=self._first,
             )
             for number, window in enumerate(place.windows)

@@ -36,7 +36,7 @@ class _SlotQueue:
 
 
 def _key(transfer: Transfer) -> tuple[int, str, int]:
-    return transfer.chunk, transfer.part, transfer.slot
+    return transfer.piece[:3]
 
 
 class Order:

@@ -27,7 +27,7 @@ from .memory import HostMemory, Pins
 from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import ChunkTable
-from .transfer import Reads, Transfer, check_room, copy_error, crcs_of, with_transfer
+from .transfer import Piece, Reads, Transfer, check_room, copy_error, crcs_of, with_transfer
 from .versions import Slot, Version, Versions
 
 __all__ = ["DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
@@ -205,7 +205,8 @@ class Store:
         with self._order.lock:
             slot = self.versions.slot(chunk, part, version)
             sizes = spec.clamp(chosen, self.table.length(chunk, part, slot))
-            transfer = self._transfer(False, chunk, part, slot, chosen, sizes, lease, offset, priority)
+            piece = Piece(chunk, part, slot, chosen, sizes)
+            transfer = self._transfer(False, piece, lease, offset, priority)
             if not transfer.finished:
                 transfer.crcs = self.table.crcs(chunk, part, slot, chosen)
                 self._order.submit(transfer)
@@ -260,7 +261,8 @@ class Store:
         elif len(crcs) != len(sizes):
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
-            transfer = self._transfer(True, chunk, part, slot, chosen, sizes, lease, offset, priority)
+            piece = Piece(chunk, part, slot, chosen, sizes)
+            transfer = self._transfer(True, piece, lease, offset, priority)
             on_nvme = spec.tiers[slot] is Tier.NVME
             length = self.table.length(chunk, part, slot)
             before = self.table.crcs(chunk, part, slot, chosen) if on_nvme else ()
@@ -389,21 +391,13 @@ class Store:
     # ------------------------------------------------------------------ inside
 
     def _transfer(
-        self,
-        is_write: bool,
-        chunk: int,
-        part: str,
-        slot: Slot,
-        sections: range,
-        sizes: Sequence[int],
-        lease: Lease,
-        offset: int,
-        priority: Priority,
+        self, is_write: bool, piece: Piece, lease: Lease, offset: int, priority: Priority
     ) -> Transfer:
         """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
+        chunk, part, slot, sections, sizes = piece
         nbytes = ceil_to(sum(sizes), ALIGNMENT)
         check_room(lease, offset, nbytes)
-        tier = self.tier(chunk, part, slot)
+        tier = self.spec(chunk, part).tiers[slot]
         if tier is Tier.DEVICE:
             raise StorageError(
                 f"part {part!r} of chunk {chunk} cannot be transferred",
@@ -412,25 +406,19 @@ class Store:
             )
         if tier is Tier.NVME:
             extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)
-            path = self._arenas[extent.directory].path
+            file = self._arenas[extent.directory].file
         else:
-            extent, path = Extent(-1, 0, nbytes), ""
-        transfer = Transfer(
+            extent, file = Extent(-1, 0, nbytes), None
+        return Transfer(
             is_write=is_write,
-            chunk=chunk,
-            part=part,
-            slot=slot,
-            sections=sections,
-            sizes=sizes,
+            piece=piece,
             extent=extent,
-            path=path,
+            file=file,
             lease=lease,
             offset=offset,
             priority=priority,
             order=self._order,
         )
-        transfer.finished = not path or nbytes == 0
-        return transfer
 
     def _host_bytes(self, chunk: int, part: str, slot: int, sections: range, nbytes: int) -> torch.Tensor:
         begin = sum(self.spec(chunk, part).sections[: sections.start])
@@ -442,10 +430,10 @@ class Store:
         ring = self._rings[directory]
         call = ring.write if transfer.is_write else ring.read
         address = transfer.lease.io_address + transfer.offset
-        file = transfer.file or self._arenas[directory].file
+        assert transfer.file is not None
         transfer.sent = True
         try:
-            transfer.ticket = call(file, offset, address, nbytes, priority=transfer.priority)
+            transfer.ticket = call(transfer.file, offset, address, nbytes, priority=transfer.priority)
         except InfinityError as error:
             return with_transfer(error, transfer)
         moved = self._moved[directory]

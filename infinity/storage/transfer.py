@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT
@@ -44,11 +44,27 @@ class TransferOwner(Protocol):
         """See to the end of what is complete, and so begin what waited for it."""
 
 
+class Piece(NamedTuple):
+    """Neighbouring sections of one slot of a part of a chunk. `sizes`: valid bytes of each of `sections`."""
+
+    chunk: int
+    part: str
+    slot: int
+    sections: range
+    sizes: Sequence[int]
+
+
 class Transfer:
     """A read into a lease, or a write from one.
 
     The store holds the lease until the transfer is complete; the caller keeps its own handle, and
     does not touch the bytes, until `wait` has returned.
+
+    Args:
+        piece: what is moved.
+        extent, file: from where, or where to; no file: there is nothing to move, and it is finished.
+        lease, offset: where in memory.
+        first: of a file that is not ours: CRCs as first read, by chunk and section.
 
     Attributes:
         nbytes: valid bytes that are moved; on the way they are padded to a multiple of 4096.
@@ -62,7 +78,6 @@ class Transfer:
         "_freed",
         "_order",
         "_reaper",
-        "chunk",
         "crcs",
         "error",
         "extent",
@@ -73,14 +88,10 @@ class Transfer:
         "lease",
         "nbytes",
         "offset",
-        "part",
-        "path",
+        "piece",
         "priority",
-        "sections",
         "seen",
         "sent",
-        "sizes",
-        "slot",
         "ticket",
         "waited_by",
         "waits_for",
@@ -90,32 +101,22 @@ class Transfer:
         self,
         *,
         is_write: bool,
-        chunk: int,
-        part: str,
-        slot: int,
-        sections: range,
-        sizes: Sequence[int],
+        piece: Piece,
         extent: Extent,
-        path: str,
+        file: DirectFile | None,
         lease: Lease,
         offset: int,
         priority: Priority,
         order: TransferOwner,
-        file: DirectFile | None = None,
         first: dict[tuple[int, int], int] | None = None,
     ) -> None:
         self.is_write = is_write
-        self.chunk = chunk
-        self.part = part
-        self.slot = slot
-        self.sections = sections
-        self.sizes = sizes  # valid bytes of each section
-        self.nbytes = sum(sizes)
+        self.piece = piece
+        self.nbytes = sum(piece.sizes)
         self.crcs: Sequence[int] = ()  # of each section, as it must be when it was read
-        self.file = file  # of somebody else's; None: the arena of its directory
-        self.first = first  # of such files: CRCs as first read, by chunk and section
         self.extent = extent
-        self.path = path
+        self.file = file
+        self.first = first
         self.lease = lease
         self.offset = offset
         self.priority = priority
@@ -126,7 +127,7 @@ class Transfer:
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
-        self.finished = False
+        self.finished = file is None or extent.nbytes == 0
         self.error: InfinityError | None = None
         self.seen = False  # whether somebody was told of the error
 
@@ -137,7 +138,13 @@ class Transfer:
     @property
     def name(self) -> str:
         """What it is, for messages."""
-        return f"{'write' if self.is_write else 'read'} of part {self.part!r} of chunk {self.chunk}"
+        chunk, part = self.piece[:2]
+        return f"{'write' if self.is_write else 'read'} of part {part!r} of chunk {chunk}"
+
+    @property
+    def path(self) -> str:
+        """Of its file; empty, if it has none."""
+        return "" if self.file is None else self.file.path
 
     @property
     def done(self) -> bool:
@@ -242,7 +249,8 @@ class Transfer:
                 begin = now()
                 error = self._check()
                 if (log := self._order.recorder.log) is not None:
-                    log.add("crc", begin, now(), detail=self.part, chunk=self.chunk, nbytes=self.nbytes)
+                    chunk, part = self.piece[:2]
+                    log.add("crc", begin, now(), detail=part, chunk=chunk, nbytes=self.nbytes)
             self._order.finish(self, error)
             return True
         finally:
@@ -258,8 +266,8 @@ class Transfer:
                 "write" if self.is_write else "read",
                 started,
                 finished,
-                detail=self.part,
-                chunk=self.chunk,
+                detail=self.piece.part,
+                chunk=self.piece.chunk,
                 directory=self.extent.directory,
                 nbytes=self.extent.nbytes,
             )
@@ -267,7 +275,7 @@ class Transfer:
 
     def _compare(self, first: dict[tuple[int, int], int], found: int) -> CorruptionError | None:
         """Hold a window of somebody else's file to what it was when it was first read."""
-        expected = first.setdefault((self.chunk, self.sections.start), found)
+        expected = first.setdefault((self.piece.chunk, self.piece.sections.start), found)
         if found == expected:
             return None
         return CorruptionError(
@@ -285,13 +293,14 @@ class Transfer:
         """Compare what was read with the table; see [Note: every read is checked]."""
         address = self.lease.io_address + self.offset
         at = self.extent.offset
+        chunk, part, _, sections, sizes = self.piece
         if self.first is not None:
             return self._compare(self.first, crc32c(address, self.nbytes))
-        for section, size, expected in zip(self.sections, self.sizes, self.crcs, strict=True):
+        for section, size, expected in zip(sections, sizes, self.crcs, strict=True):
             found = crc32c(address, size)
             if found != expected:
                 return CorruptionError(
-                    f"section {section} of part {self.part!r} of chunk {self.chunk} is not what was written",
+                    f"section {section} of part {part!r} of chunk {chunk} is not what was written",
                     path=self.path,
                     offset=at,
                     nbytes=size,
