@@ -21,6 +21,8 @@ FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "s
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
 FEW += ["within-device", "held-host", "beside-activations", "looks-gradients", "chunks-split"]
 FEW += ["backward-device-device-device", "backward-host-nvme-nvme", "backward-reentrant"]
+#: `make test` runs some of these late, and `make test-all` the rest.
+PARTS = [("late", 0, FEW[n::3]) for n in range(3)]
 #: Each schedule of random order in `make test-all` has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
@@ -42,13 +44,13 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.
     ("schedule", "seed", "cases"),
     quick(
         [
-            ("late", 0, FEW),
+            *PARTS,
             ("random", 1, FEW),
             *(("random", n, some) for n, some in SEEDS),
             ("eager", 0, ALL),
             *(("random", n, ALL) for n in range(2, 12)),
         ],
-        [("late", 0, FEW), ("random", 1, FEW)],
+        [*PARTS, ("random", 1, FEW)],
         [("random", n, some) for n, some in SEEDS],
     ),
     ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),
