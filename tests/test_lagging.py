@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from .command_line import python
 from .lagging.run import CASES
 from .quick import quick
 
-ROOT = Path(__file__).parents[1]
 ALL = list(CASES)
 #: Each tier for each kind of state, an update mode each, and what else goes a way of its own.
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
@@ -34,8 +32,7 @@ WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradie
 
 def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.CompletedProcess[str]:
     """Run cases in a process of their own: torch learns of the device before its first backward."""
-    command = [sys.executable, "-m", f"tests.lagging.{what}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return python("-m", f"tests.lagging.{what}", *arguments, timeout=seconds)
 
 
 @pytest.mark.first
