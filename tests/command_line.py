@@ -1,4 +1,4 @@
-"""Runs of the command line in child processes, on drives of their own."""
+"""Child processes, runs of the command line among them, and drives of their own."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -39,6 +40,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 # Fixtures of several files. Locks that are made as these import the engine are among those.
+from infinity.api.engine import _ENGINES  # noqa: E402
+from infinity.core.errors import InfinityError  # noqa: E402
+
 from . import ranks  # noqa: E402
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
 from .lagging.lane import devices  # noqa: E402
@@ -67,6 +71,17 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     ranks.DEVICE = request.config.getoption("--device")
     with devices(ranks.DEVICE):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _close_what_is_left(_device: None) -> Iterator[None]:
+    """Close the engines that a test leaves open. While one is open, each `wrap` runs the collector."""
+    before = {engine.number for engine in _ENGINES}
+    yield
+    for engine in [*_ENGINES]:
+        if engine.number not in before:
+            with contextlib.suppress(InfinityError):  # a test has broken its drive, say
+                engine.close()
 
 
 @pytest.fixture(autouse=True)

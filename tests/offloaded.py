@@ -15,6 +15,9 @@ from .reference import Groups, Run, all_parameters, batches_of
 
 ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
 ON_HOST = {"parameters": "host", "optimizer_state": "host", "gradients": "host"}
+ON_DEVICE = {"parameters": "device", "optimizer_state": "device", "gradients": "device"}
+#: Parameters on the device, the rest on the host.
+RESIDENT = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
 
 
 def config_for(folder: Path, **settings: Any) -> infinity.Config:
@@ -29,6 +32,11 @@ def config_for(folder: Path, **settings: Any) -> infinity.Config:
         **ON_NVME,
     }
     return infinity.Config(**{**defaults, **settings})
+
+
+def wrap_adamw(model: Any, config: infinity.Config, **options: Any) -> tuple[Any, Any]:
+    """Wrap `model` with an AdamW of its parameters; `options` are the optimizer's."""
+    return infinity.wrap(model, torch.optim.AdamW(model.parameters(), **options), config)
 
 
 def train_offloaded(

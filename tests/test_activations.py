@@ -24,7 +24,7 @@ from infinity.core.errors import BudgetError, ClosedError, ConfigError
 from infinity.core.sizes import GiB, KiB, MiB
 
 from .models import case
-from .offloaded import ON_HOST, assert_same, config_for, hooks_on_saved_tensors, train_offloaded
+from .offloaded import ON_HOST, assert_same, config_for, hooks_on_saved_tensors, train_offloaded, wrap_adamw
 from .quick import covering
 from .reference import two_groups
 
@@ -80,9 +80,8 @@ class Stack(nn.Module):
 
 
 def wrapped(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = config_for(folder, **{"activations": "host", **ON_HOST, **settings})
-    _, optimizer = infinity.wrap(model, adam, config)
+    _, optimizer = wrap_adamw(model, config, lr=1e-3)
     return optimizer, engine_of(model).activations
 
 

@@ -4,7 +4,6 @@ it is what runs. A module that takes its place shows that without Triton."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import AdamSegment
 
+from .command_line import python
 from .test_cpu_adam import OPTIONS, same, state, values
 
 SEGMENTS = [
@@ -31,15 +31,7 @@ def test_the_kernel_gives_the_bits_of_the_cpu() -> None:
     heads = Path(sys.prefix) / "heads"  # torch must not see triton anywhere else
     if not heads.is_dir() and not os.environ.get("CI"):
         pytest.skip("needs triton: `make test-all` installs it")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fused_bits"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": str(heads), "TRITON_INTERPRET": "1"},
-        check=False,
-    )
+    done = python("-m", "tests.fused_bits", env={"PYTHONPATH": str(heads), "TRITON_INTERPRET": "1"})
     assert (done.returncode, done.stdout) == (0, "14 checks\n"), done.stderr[-4000:]
 
 

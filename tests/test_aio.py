@@ -10,8 +10,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -34,6 +32,8 @@ from infinity.core.errors import (
 )
 from infinity.hardware import aio, aio_native, direct_file
 from infinity.hardware.aio import BACKENDS, DirectFile, Priority, Ring, Ticket, available_backends, crc32c
+
+from .command_line import python, started, wait_for_line
 
 BLOCK = 4096
 WORKING = [name for name, verdict in available_backends().items() if verdict == "ok"]
@@ -397,17 +397,6 @@ def test_close_drains(ring: Ring, file: DirectFile) -> None:
     assert ring.stats().bytes_written == 4 << 20
 
 
-def _python(script: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        check=False,
-    )
-
-
 def test_an_interrupt_ends_a_wait() -> None:
     script = """
         import sys
@@ -423,24 +412,13 @@ def test_an_interrupt_ends_a_wait() -> None:
             print("interrupted", flush=True)
             sys.exit(7)
         """
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[1],
-    )
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "waiting\n"
+    with started("-c", textwrap.dedent(script)) as child:
+        wait_for_line(child, "waiting")
         began = time.monotonic()
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "interrupted\n"
         assert time.monotonic() - began < 2
         assert child.wait(60) == 7
-    finally:
-        child.kill()
-        child.wait()
 
 
 # ---------------------------------------------------------------------------- fork
@@ -541,8 +519,7 @@ _X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of
     ids=["io_setup", "io_uring_setup", "both", "io_submit and io_uring_enter"],
 )
 def test_what_seccomp_refuses(directory: str, calls: tuple[int, ...], expected: str) -> None:
-    result = _python(
-        f"""
+    script = f"""
         from tests.test_aio import *
         from tests.test_aio import _forbid
         import logging
@@ -553,7 +530,7 @@ def test_what_seccomp_refuses(directory: str, calls: tuple[int, ...], expected: 
             ring.write(file, 0, memory.address, BLOCK).wait()
             print(ring.backend, "|", ring.reason)
         """
-    )
+    result = python("-c", textwrap.dedent(script))
     assert result.returncode == 0, result.stderr
     backend, reason = result.stdout.strip().split(" | ")
     assert backend == expected
@@ -564,8 +541,7 @@ def test_what_seccomp_refuses(directory: str, calls: tuple[int, ...], expected: 
 
 @_X86
 def test_what_the_kernel_has_no_room_for(directory: str) -> None:
-    result = _python(
-        f"""
+    script = f"""
         from tests.test_aio import *
         from tests.test_aio import _forbid
         _forbid(206, error=11)  # io_setup: EAGAIN, as when fs.aio-max-nr is reached
@@ -575,7 +551,7 @@ def test_what_the_kernel_has_no_room_for(directory: str) -> None:
         except BackendError as error:
             print(error)
         """
-    )
+    result = python("-c", textwrap.dedent(script))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("aio-max-nr") == 3  # libaio, syscall; the error
     assert "does not work here" in result.stdout

@@ -28,25 +28,9 @@ from infinity.storage.folder import Folder
 from infinity.storage.layout import Layout
 from infinity.storage.leftovers import MARK_NBYTES, mark
 
+from .command_line import mounted, need_root, python, started, wait_for_line
+
 MIB = 1 << 20
-
-
-def need_root() -> None:
-    if os.geteuid() != 0:
-        if os.environ.get("CI"):
-            pytest.fail("this test needs root")
-        pytest.skip("needs root")
-
-
-@contextlib.contextmanager
-def mounted(kind: str, options: str) -> Iterator[str]:
-    need_root()
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run(["mount", "-t", kind, "-o", options, "none", place], check=True, timeout=20)
-        try:
-            yield place
-        finally:
-            subprocess.run(["umount", "-l", place], check=True, timeout=20)
 
 
 def in_child(work: Callable[[], None], timeout: int = 20) -> None:
@@ -163,7 +147,7 @@ def test_space_that_vanishes_meanwhile_leaves_nothing(
 
 @pytest.mark.root
 def test_a_small_full_file_system(tmp_path: Path) -> None:
-    with mounted("tmpfs", "size=1m") as place:
+    with mounted("-t", "tmpfs", "-o", "size=1m", "none") as place:
         with pytest.raises(DirectoryError, match="not enough free space"):
             Arena(place, 2 * MIB)
         first = Arena(place, 600 * 1024)
@@ -206,7 +190,7 @@ def files_of(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.root
 def test_read_only_file_system() -> None:
-    with mounted("tmpfs", "size=4m") as place:
+    with mounted("-t", "tmpfs", "-o", "size=4m", "none") as place:
         for prepared in (False, True):
             if prepared:
                 os.mkdir(os.path.join(place, "infinity"))
@@ -290,9 +274,7 @@ def test_a_second_run_is_refused_and_harms_nothing(tmp_path: Path) -> None:
         "try:\n    Arena(sys.argv[1], 4096)\n"
         "except DirectoryError as error:\n    print(error)\n"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
+    other = python("-c", code, str(tmp_path), timeout=60)
     assert "in use by another run" in other.stdout, other
     assert Path(arena.path).read_bytes()[:4] == b"mine"
     arena.close()
@@ -317,15 +299,10 @@ def test_what_a_killed_run_left_is_emptied_and_reused(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            with pytest.raises(DirectoryError, match="in use"):
-                Arena(str(tmp_path), MIB)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(20)
+    with started("-c", code, str(tmp_path)) as process:
+        wait_for_line(process, "ready")
+        with pytest.raises(DirectoryError, match="in use"):
+            Arena(str(tmp_path), MIB)
     path = tmp_path / "infinity" / "rank0.arena"
     assert b"stale" in path.read_bytes()
     arena = Arena(str(tmp_path), MIB)
@@ -420,7 +397,7 @@ def test_a_file_system_without_direct_io_works_with_one_warning(
 
 @pytest.mark.root
 def test_ramfs_has_no_direct_io() -> None:
-    with mounted("ramfs", "mode=755") as place:
+    with mounted("-t", "ramfs", "-o", "mode=755", "none") as place:
         with pytest.warns(UserWarning, match="no direct I/O"):
             arena = Arena(place, MIB)
         assert not arena.direct

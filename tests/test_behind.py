@@ -33,12 +33,10 @@ from infinity.optim import update
 
 from . import small_net
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, RESIDENT, assert_same, config_for, train_offloaded
 from .quick import covering, quick
 from .reference import two_groups
 
-RESIDENT = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
-ON_DEVICE = dict.fromkeys(ON_NVME, "device")
 STATE_ON_NVME = {"parameters": "host", "optimizer_state": "nvme", "gradients": "host"}
 PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": ON_DEVICE, "resident": RESIDENT, "state": STATE_ON_NVME}
 WIDTH = 16

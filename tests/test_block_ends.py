@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import subprocess
 import sys
 import textwrap
 import threading
@@ -20,8 +19,9 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.params.uses import UseKind
 
+from .command_line import python
 from .interrupts import Interrupt, Tracer
-from .offloaded import ON_HOST, config_for
+from .offloaded import ON_HOST, config_for, wrap_adamw
 from .shortage import Shortage
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -38,8 +38,7 @@ class Loop:
         folder.mkdir()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        self.model, self.adam = infinity.wrap(net, adam, config_for(folder, **settings))
+        self.model, self.adam = wrap_adamw(net, config_for(folder, **settings), lr=1e-2)
         self.engine = engine_of(self.model)
 
     def block(self, number: int, write: bool) -> Iterator[None]:
@@ -273,12 +272,5 @@ PROGRAM = """
 
 
 def test_a_program_that_ends_with_blocks_open_prints_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        timeout=120,
-        text=True,
-        check=False,
-    )
+    done = python("-c", textwrap.dedent(PROGRAM), str(tmp_path), timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

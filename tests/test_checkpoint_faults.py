@@ -131,7 +131,7 @@ def faulty(tmp_path: Path) -> Any:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("op", ["write", "fsync", "create", "truncate"])
+@pytest.mark.parametrize("op", ["create", "write", "fsync", "truncate"])
 def test_a_save_that_meets_an_error_leaves_the_one_before(op: str, faulty: Any, tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
     root = faulty.path / "saved"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .command_line import python
 from .quick import quick
 
-_ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 
 #: Saves, loads and exports a model of so many layers; prints what each took in memory beyond the run.
@@ -58,8 +56,7 @@ print(json.dumps(found))
 
 def measure(folder: Path, layers: int, dtype: str) -> dict[str, Any]:
     folder.mkdir()
-    command = [sys.executable, "-c", RUN, str(folder), str(layers), dtype]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = python("-c", RUN, str(folder), str(layers), dtype, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

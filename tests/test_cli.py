@@ -23,15 +23,10 @@ from infinity.core.config import _OLD_NAMES, UPDATES
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
+from .command_line import python
 from .quick import covering
 
 MACHINE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def test_help_imports_no_verb() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +19,7 @@ from infinity.api.engine import engine_of
 from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice
 
+from .command_line import python
 from .quick import quick
 from .small_net import build, tokens, train
 
@@ -128,12 +126,8 @@ for where in sys.argv[2:]:
 
 
 def test_a_model_whose_last_reference_goes_in_one_of_its_own_threads(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     places = ["update", "gradient", "h2d", "d2h", "load"]
-    command = [sys.executable, "-c", _DROPPED, str(tmp_path), *places]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
-    )
+    done = python("-c", _DROPPED, str(tmp_path), *places, timeout=TIMEOUT)
     assert done.stdout.split() == places, done.stderr
     assert not done.stderr
 
@@ -174,15 +168,7 @@ model, optimizer = infinity.wrap(*build(), config_of(Path(sys.argv[1])))
 train(model, optimizer, 1)
 {ends}
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment,
-        check=False,
-    )
+    done = python("-c", script, str(tmp_path), timeout=TIMEOUT)
     assert "Exception ignored" not in done.stderr
     assert done.returncode == ("raise" in ends), done.stderr
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
@@ -223,15 +209,7 @@ train(model, optimizer, 1)
 atexit.register(save, "after-wrap")
 {ends}
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment,
-        check=False,
-    )
+    done = python("-c", script, str(tmp_path), timeout=TIMEOUT)
     assert "Exception ignored" not in done.stderr, done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == ("raise" in ends), done.stderr
     for when in ("before-import", "after-import", "finalizer", "after-wrap"):
@@ -291,9 +269,5 @@ def test_memory_and_directories_of_models_that_are_gone_are_free_for_the_next(
     tier: str, tmp_path: Path
 ) -> None:
     """Though no collector of cycles runs by itself; closed, or lost with an error, say."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _RELEASED, str(tmp_path), tier]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
-    )
+    done = python("-c", _RELEASED, str(tmp_path), tier, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr

@@ -157,7 +157,7 @@ def check(
     assert found["memory/device_units_peak(GiB)"] * 2**30 <= config.device_memory
 
 
-@pytest.mark.first
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("form", "when", "budget"),
     quick(
@@ -174,6 +174,10 @@ def check(
 )
 def test_inductor(form: str, when: str, budget: str, tmp_path: Path) -> None:
     check(form, when, "inductor", budget, tmp_path)
+
+
+def test_blocks_that_are_compiled_before_they_are_wrapped(tmp_path: Path) -> None:
+    check("block.compile()", "before", "aot_eager", "least", tmp_path)
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])

@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.core.errors import GradientError, ParameterChangedError, ParameterError, ReleasedParameterError
 
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 from .small_models import HeadModel, HolderModel, built, tokens, train, values, wrapped
 from .test_doors import assert_close
 
@@ -95,8 +95,7 @@ def test_gathered_takes_parameters_of_several_models(tmp_path: Path) -> None:
 def test_a_copy_of_gathered_modules_has_their_values(tmp_path: Path) -> None:
     """Such as one that is kept as an average."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(model, adam, config_for(tmp_path))
+    model, optimizer = wrap_adamw(model, config_for(tmp_path), lr=1e-2)
     try:
         with infinity.gathered(model):
             average, whole = copy.deepcopy(model[1]), copy.deepcopy(model)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +20,8 @@ from infinity.hardware.probe import NumaNode, gpu_numa_node, numa_node_of, numa_
 from infinity.storage.memory import HostMapping, HostMemory
 from infinity.storage.pinned import PinnedPool
 
+from .command_line import python
 from .pins import Pins
-
-ROOT = Path(__file__).parents[1]
 
 
 def write(path: Path, text: str) -> Path:
@@ -128,8 +125,8 @@ cpu_adam.set_threads(None)
 assert cpu_adam.threads() == 3, cpu_adam.threads()
 assert torch.get_num_threads() == 3
 """
-    env = {**os.environ, "LOCAL_WORLD_SIZE": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, timeout=120, check=True)
+    done = python("-c", code, env={"LOCAL_WORLD_SIZE": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_who_may_not_ask_has_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import AdamSegment
 
+from .command_line import python
 from .quick import covering
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -597,26 +596,14 @@ def test_helpers_refuse_bad_tensors() -> None:
 # ---- instruction sets, threads, processes ----
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def test_the_environment_forces_an_instruction_set() -> None:
-    found = python(
-        "from infinity.hardware import adam_reference, cpu_adam; print(cpu_adam.isa())", INFINITY_ISA="scalar"
-    )
+    code = "from infinity.hardware import adam_reference, cpu_adam; print(cpu_adam.isa())"
+    found = python("-c", code, env={"INFINITY_ISA": "scalar"})
     assert found.stdout.strip() == "scalar", found.stderr
 
 
 def test_an_unknown_instruction_set_is_an_error() -> None:
-    found = python("import infinity.hardware.cpu_adam", INFINITY_ISA="avx1024")
+    found = python("-c", "import infinity.hardware.cpu_adam", env={"INFINITY_ISA": "avx1024"})
     assert found.returncode != 0
     assert "ConfigError: unknown instruction set" in found.stderr
     with pytest.raises(ConfigError, match="unknown"):
@@ -638,11 +625,11 @@ def test_threads_follow_affinity_and_local_world_size() -> None:
     )
     code = load + "print(m.threads())"
     cores = len(os.sched_getaffinity(0))
-    assert int(python(code, LOCAL_WORLD_SIZE="1").stdout) == cores
-    assert int(python(code, LOCAL_WORLD_SIZE="2").stdout) == max(1, cores // 2)
-    assert int(python(code, LOCAL_WORLD_SIZE="1000").stdout) == 1
+    assert int(python("-c", code, env={"LOCAL_WORLD_SIZE": "1"}).stdout) == cores
+    assert int(python("-c", code, env={"LOCAL_WORLD_SIZE": "2"}).stdout) == max(1, cores // 2)
+    assert int(python("-c", code, env={"LOCAL_WORLD_SIZE": "1000"}).stdout) == 1
     one = f"os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); print(m.threads())"
-    assert int(python(load + one, LOCAL_WORLD_SIZE="1").stdout) == 1
+    assert int(python("-c", load + one, env={"LOCAL_WORLD_SIZE": "1"}).stdout) == 1
     with pytest.raises(ConfigError):
         cpu_adam.set_threads(0)
 
@@ -669,7 +656,7 @@ for _ in range(3):
 
 
 def test_a_forked_child_computes_with_threads_of_its_own() -> None:
-    found = python("import torch; torch.set_num_threads(1)\n" + FORK)
+    found = python("-c", "import torch; torch.set_num_threads(1)\n" + FORK)
     assert found.returncode == 0, found.stderr
 
 

@@ -24,6 +24,7 @@ from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 
+from .offloaded import wrap_adamw
 from .quick import covering
 from .test_arena import mounted, need_root
 
@@ -293,8 +294,7 @@ WRAPS: dict[str, dict[str, Any]] = {
 
 def train_once(config: infinity.Config) -> None:
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = infinity.wrap(model, optimizer, config)
+    model, optimizer = wrap_adamw(model, config)
     try:
         model(torch.randn(2, 256)).float().sum().backward()
         optimizer.step()

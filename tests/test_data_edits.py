@@ -16,7 +16,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError
 
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 from .quick import covering, quick
 from .ranks import all_well, run_ranks
 
@@ -41,8 +41,7 @@ def wrapped(folder: Path, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
     model = Net()
     given = {"parameters": "device", "optimizer_state": "host", "gradients": "host", "output_dtype": None}
     folder.mkdir(exist_ok=True)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return infinity.wrap(model, adam, config_for(folder, **{**given, **settings}))
+    return wrap_adamw(model, config_for(folder, **{**given, **settings}), lr=1e-3)
 
 
 def step(model: Any, optimizer: Any, between: Callable[[], None] = lambda: None) -> None:

@@ -19,7 +19,7 @@ from infinity.hardware.adam_reference import adamw_reference
 from infinity.optim.optimizer import OffloadOptimizer
 
 from .models import Case, case
-from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded, wrap_adamw
 from .quick import covering
 
 WARMUP = 3
@@ -228,9 +228,7 @@ def test_a_graph_from_before_an_evaluation_still_works(tmp_path: Path, placement
         folder = tmp_path / str(evaluate)
         folder.mkdir()
         run = case("gpt")
-        model, adam = infinity.wrap(
-            run.model, torch.optim.AdamW(run.model.parameters()), delayed(folder, placement)
-        )
+        model, adam = wrap_adamw(run.model, delayed(folder, placement))
         try:
             for t in range(7):
                 loss = run.loss(model, run.batches[t])
@@ -248,9 +246,7 @@ def test_a_graph_from_before_an_evaluation_still_works(tmp_path: Path, placement
 
 def test_a_graph_from_before_a_step_fails(tmp_path: Path) -> None:
     run = case("gpt")
-    model, adam = infinity.wrap(
-        run.model, torch.optim.AdamW(run.model.parameters()), delayed(tmp_path, "state on nvme")
-    )
+    model, adam = wrap_adamw(run.model, delayed(tmp_path, "state on nvme"))
     try:
         for t in range(6):
             run.loss(model, run.batches[t]).backward()
@@ -266,9 +262,7 @@ def test_a_graph_from_before_a_step_fails(tmp_path: Path) -> None:
 
 def test_edits(tmp_path: Path) -> None:
     run = case("gpt")
-    model, adam = infinity.wrap(
-        run.model, torch.optim.AdamW(run.model.parameters(), lr=0.0), delayed(tmp_path, "state on nvme")
-    )
+    model, adam = wrap_adamw(run.model, delayed(tmp_path, "state on nvme"), lr=0.0)
     first = next(iter(model.parameters()))
 
     def step(t: int) -> None:
@@ -342,11 +336,7 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
     assert sizes["delayed"]["gradients"] == 2 * sizes["overlap"]["gradients"]
     fixed = sizes["delayed"]["parameters being updated"] + sizes["delayed"]["gradients"]
     with pytest.raises(BudgetError, match="parameters being updated"):
-        infinity.wrap(
-            run.model,
-            torch.optim.AdamW(run.model.parameters()),
-            delayed(tmp_path, "state on nvme", host_memory=fixed),
-        )
+        wrap_adamw(run.model, delayed(tmp_path, "state on nvme", host_memory=fixed))
 
 
 @pytest.mark.first

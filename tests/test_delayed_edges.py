@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +24,9 @@ from infinity.hardware.streams import Task
 from infinity.optim import update as update_module
 from infinity.optim.chunk_io import ChunkIO
 
+from .command_line import python
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, config_for
+from .offloaded import ON_HOST, ON_NVME, config_for, wrap_adamw
 from .small_models import CutModel, tokens, wrapped
 from .test_delayed import glance, masters_of
 from .test_overlap import Stack
@@ -417,9 +416,7 @@ def test_state_that_was_read_ahead_in_another_order_does_not_block_the_update(
     torch.manual_seed(0)
     model: Any = Stack(6, 32)
     mode: dict[str, Any] = {"update": update, "update_depth": 1, "read_ahead_memory": 0}
-    model, adam = infinity.wrap(
-        model, torch.optim.AdamW(model.parameters()), config_for(tmp_path, delay_warmup_steps=1, **mode)
-    )
+    model, adam = wrap_adamw(model, config_for(tmp_path, delay_warmup_steps=1, **mode))
     x, done = torch.randn(4, 32), threading.Event()
 
     def train() -> None:
@@ -511,14 +508,7 @@ if sys.argv[3] == "interrupt":
 def test_the_interpreter_ends_with_a_delayed_update_under_way(
     how: str, placement: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path), placement, how],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", _SCRIPT, str(tmp_path), placement, how, timeout=60)
     assert (done.returncode == 0) == (how == "end"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt"), done.stderr
     assert "Exception ignored" not in done.stderr
@@ -600,8 +590,7 @@ def test_an_edit_inside_a_forward(warm: bool, placement: str, tmp_path: Path) ->
     adam = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     settings = {"update": "delayed", "delay_warmup_steps": 40 if warm else 1, **PLACEMENTS[placement]}
     config = config_for(tmp_path, **settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    model, optimizer = infinity.wrap(model, optimizer, config)
+    model, optimizer = wrap_adamw(model, config, lr=1e-2, eps=1e-3)
     refused: list[ParameterError] = []
 
     def edit(layer: Any, offloaded: bool) -> None:

@@ -14,11 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -393,12 +401,16 @@ def _values_of(model: nn.Module) -> Iterator[torch.Tensor]:
         yield values[name]
 
 
-Delayed.TestCase.settings = settings(
-    max_examples=15,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestDelayed = Delayed.TestCase
+@pytest.mark.first
+@pytest.mark.parametrize("number", range(3))
+def test_whatever_the_user_does_in_whatever_order(number: int) -> None:
+    run_state_machine_as_test(
+        hypothesis.seed(number)(Delayed),
+        settings=settings(
+            max_examples=6,
+            stateful_step_count=25,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -17,13 +17,12 @@ from infinity.cli.main import run
 from infinity.core.errors import PrecisionError
 
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .offloaded import ON_HOST, ON_NVME, RESIDENT, assert_same, config_for, train_offloaded
 from .quick import quick
 from .ranks import all_well, run_ranks
 
 WIDTH, VOCAB = 32, 24
-ON_DEVICE = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
-PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": ON_DEVICE}
+PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": RESIDENT}
 UPDATES = ("sync", "overlap", "delayed")
 
 
@@ -193,7 +192,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(update: str, tmp_path: Path) ->
     wanted = train(model, optimizer, range(4, 7)), model.state_dict()
     infinity.export(model, tmp_path / "out")
     infinity.close(model)
-    other, again = infinity.wrap(*built(1), config_for(tmp_path, **ON_DEVICE, **settings))
+    other, again = infinity.wrap(*built(1), config_for(tmp_path, **RESIDENT, **settings))
     infinity.load(again, path)
     assert train(other, again, range(4, 7)) == wanted[0]
     assert all(torch.equal(v, wanted[1][n]) for n, v in other.state_dict().items())

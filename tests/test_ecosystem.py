@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from infinity.api.engine import engine_of
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 
+from .command_line import python
 from .models import huggingface
 from .offloaded import config_for
 
@@ -552,14 +552,8 @@ def test_a_fused_head_is_given_the_weight_of_another_module(head: str, tied: boo
     packages = Path(sys.prefix) / "heads"
     if not packages.is_dir() and not os.environ.get("CI"):
         pytest.skip("needs liger-kernel and cut-cross-entropy: `make test-all` installs them")
-    command = [sys.executable, "-m", "tests.fused_heads", head, str(packages), str(tmp_path)]
-    done = subprocess.run(
-        command + ["--tied"] * tied,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=Path(__file__).parents[1],
-    )
+    command = ["-m", "tests.fused_heads", head, str(packages), str(tmp_path)]
+    done = python(*command, *["--tied"] * tied, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["engine"] == pytest.approx(found["torch"], rel=1e-5)

@@ -33,6 +33,7 @@ from infinity.core.errors import (
 )
 
 from . import fault_runs, models
+from .command_line import mounted
 from .faults import FaultFS, build, missing_means
 from .quick import quick
 
@@ -55,19 +56,6 @@ def need_means() -> None:
 def faultfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_means()
     return build(tmp_path_factory.mktemp("faultfs"))
-
-
-@contextlib.contextmanager
-def mounted(kind: str, path: Path, *options: str) -> Iterator[Path]:
-    """A mount at `path`, which goes away again."""
-    if os.geteuid() != 0:
-        need_means()
-    path.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", kind, *options, "infinity-test", str(path)], timeout=30, check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], timeout=30, check=True)
 
 
 # ------------------------------------------------------------------------------- every operation
@@ -209,8 +197,9 @@ def undisturbed() -> list[float]:
 
 
 @pytest.mark.root
-def test_a_full_file_system_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
-    with mounted("tmpfs", tmp_path / "small", "-o", "size=256k") as drive:
+def test_a_full_file_system_is_refused_before_anything_is_touched() -> None:
+    with mounted("-t", "tmpfs", "-o", "size=256k", "none") as place:
+        drive = Path(place)
         run = Training(drive)
         with pytest.raises(DirectoryError, match="has not enough free space") as caught:
             run.wrap()
@@ -220,9 +209,9 @@ def test_a_full_file_system_is_refused_before_anything_is_touched(tmp_path: Path
 
 
 @pytest.mark.root
-def test_a_read_only_mount_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
-    with mounted("tmpfs", tmp_path / "drive", "-o", "ro") as drive:
-        run = Training(drive)
+def test_a_read_only_mount_is_refused_before_anything_is_touched() -> None:
+    with mounted("-t", "tmpfs", "-o", "ro", "none") as place:
+        run = Training(Path(place))
         with pytest.raises(DirectoryError, match="read-only") as caught:
             run.wrap()
         assert caught.value.errno == errno.EROFS

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from .command_line import python
 from .fuzz.generate import THEMES, generate
 from .quick import quick
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments: str, timeout: float = 280) -> str:
     """Run the fuzzer in a process of its own, which forks before torch has a thread; return what it says."""
-    command = [sys.executable, "-m", "tests.fuzz.run", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    done = python("-m", "tests.fuzz.run", *arguments, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout
 

@@ -28,7 +28,7 @@ from infinity.params.param import ReleasedParameter
 from .device_bits import CHECKS
 from .lagging.cuda import lagging_cuda
 from .models import Case, case
-from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded, wrap_adamw
 from .reference import Run, batches_of, beyond, train_torch, two_groups
 
 pytestmark = pytest.mark.gpu
@@ -288,9 +288,8 @@ def wrapped(folder: Path, settings: dict[str, Any], **sizes: Any) -> tuple[Case,
     """Return a case, its wrapped optimizer and the engine."""
     folder.mkdir(parents=True, exist_ok=True)
     made = on_device(case("gpt", **sizes))
-    adam = torch.optim.AdamW(made.model.parameters(), lr=1e-3)
     config = config_for(folder, **{"device": "cuda", "device_memory": "64MiB", **settings})
-    _, optimizer = infinity.wrap(made.model, adam, config)
+    _, optimizer = wrap_adamw(made.model, config, lr=1e-3)
     return made, optimizer, engine_of(made.model)
 
 

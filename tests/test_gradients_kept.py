@@ -22,11 +22,10 @@ from infinity.grads.gradient_chunks import GradientIO
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.params.updates import Updates
 
-from .offloaded import ON_HOST, ON_NVME, config_for
+from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, config_for, wrap_adamw
 from .quick import covering
 
 WIDTH = 24
-ON_DEVICE = {"parameters": "device", "optimizer_state": "device", "gradients": "device"}
 PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": ON_DEVICE}
 places = pytest.mark.parametrize("place", list(PLACES))
 updates = pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
@@ -146,8 +145,7 @@ def test_all_inputs_without_a_gradient_still_end_a_scope(
     monkeypatch.setattr(Phases, "end_scope_backward", record)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(), nn.Linear(WIDTH, WIDTH))
-    plain = torch.optim.AdamW(model.parameters())
-    model, optimizer = infinity.wrap(model, plain, config_for(tmp_path, **ON_HOST))
+    model, optimizer = wrap_adamw(model, config_for(tmp_path, **ON_HOST))
     model(batch()).sum().backward()
     assert model[0].weight.grad is None
     assert "1" in ended
@@ -468,9 +466,7 @@ def test_clipping_fp16_gradients_trains_as_fp32(tmp_path: Path) -> None:
     model: Any = Net()
     config = config_for(tmp_path, dtype="fp16", loss_scale=1024.0, **ON_HOST)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    model, optimizer = infinity.wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1.0, weight_decay=0.0), config
-    )
+    model, optimizer = wrap_adamw(model, config, lr=1e-2, eps=1.0, weight_decay=0.0)
     plain.param_groups[0]["weight_decay"] = 0.0
     for step in range(3):
         for m, o in ((model, optimizer), (reference, plain)):

@@ -25,7 +25,7 @@ from infinity.core.errors import (
 from infinity.params.unit import UnitState
 
 from .models import case
-from .offloaded import config_for
+from .offloaded import RESIDENT, config_for
 from .quick import covering
 from .test_doors import DOORS, Net, batch, least
 
@@ -256,9 +256,6 @@ def test_such_edits_of_parameters_on_the_device_are_found_too(update: str, tmp_p
     infinity.unwrap(model)
 
 
-ON_DEVICE = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
-
-
 def elsewhere(model: Any, alias: torch.Tensor) -> None:
     """A counted edit, and a block that keeps another one, hide nothing."""
     with torch.no_grad():
@@ -297,7 +294,7 @@ def nothing(model: Any, alias: torch.Tensor) -> None:
 def test_no_edit_through_an_alias_is_lost_silently(
     where: str, update: str, then: Any, when: str, tmp_path: Path
 ) -> None:
-    places = ON_DEVICE if where == "device" else dict.fromkeys(ON_DEVICE, where)
+    places = RESIDENT if where == "device" else dict.fromkeys(RESIDENT, where)
     settings = {"update": update, "delay_warmup_steps": 1, "check_edits": True, **places}
     model, optimizer = wrapped(tmp_path, Net(), **settings)
 
@@ -336,7 +333,7 @@ def test_no_edit_through_an_alias_is_lost_silently(
 
 
 def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, Net(), **ON_DEVICE)
+    model, optimizer = wrapped(tmp_path, Net(), **RESIDENT)
     with torch.no_grad():
         model.head.bias.fill_(3)
     with infinity.gathered(model.head.weight, write=True):
@@ -348,7 +345,7 @@ def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_p
 
 
 def test_a_step_inside_of_a_block_goes_on_from_its_edits(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, Net(), **ON_DEVICE, check_edits=True)
+    model, optimizer = wrapped(tmp_path, Net(), **RESIDENT, check_edits=True)
     with infinity.gathered(model.head, write=True):
         model.head.bias.data = torch.full_like(model.head.bias, 3)
         model.head.weight.data.fill_(2)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .command_line import python
+
 pytest.importorskip("transformers")
 
-_ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 
 #: Makes directories with models of so many layers, without ever having one whole; a process of its own.
@@ -76,8 +75,7 @@ print(json.dumps({"peak": peak.nbytes, "numel": numel, "copied": copied}))
 
 
 def run(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = python("-c", code, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()[-1] if done.stdout else ""
 

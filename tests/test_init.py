@@ -7,8 +7,6 @@ import errno
 import gc
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, WrapError
 
 from . import models
+from .command_line import python
 
 
 class Odd(nn.Module):
@@ -244,14 +243,7 @@ print(peak - base, largest, total, backed)
 
 
 def _peak(mode: str, kind: str, directory: Path, source: str = "") -> tuple[int, int, int, bool]:
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, mode, kind, str(directory), source],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[1],
-    )
+    run = python("-c", PEAK, mode, kind, str(directory), source, timeout=120)
     assert run.returncode == 0, run.stderr
     peak, largest, total, backed = run.stdout.split()
     return int(peak), int(largest), int(total), backed == "True"

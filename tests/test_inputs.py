@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 
-from .offloaded import ON_HOST, config_for
+from .offloaded import ON_HOST, config_for, wrap_adamw
 
 WIDTH = 16
 SETTINGS: dict[str, dict[str, Any]] = {"nvme": {}, "host": ON_HOST, "device": {"parameters": "device"}}
@@ -153,9 +153,7 @@ def test_a_block_gets_what_its_caller_passes(look: str, settings: str, tmp_path:
     plain = build()
     wanted = _train(plain, torch.optim.AdamW(plain.parameters()))
     model = build()
-    model, optimizer = infinity.wrap(
-        model, torch.optim.AdamW(model.parameters()), config_for(tmp_path, **SETTINGS[settings])
-    )
+    model, optimizer = wrap_adamw(model, config_for(tmp_path, **SETTINGS[settings]))
     assert _train(model, optimizer) == pytest.approx(wanted, rel=1e-5)
     infinity.close(optimizer)
 
@@ -214,11 +212,7 @@ def test_what_the_root_is_given_is_not_changed(settings: str, tmp_path: Path) ->
             return self.linear(inputs["x"]) + pair[0]  # type: ignore[no-any-return]
 
     model: nn.Module = Root()
-    model, optimizer = infinity.wrap(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        config_for(tmp_path, dtype="bf16", **SETTINGS[settings]),
-    )
+    model, optimizer = wrap_adamw(model, config_for(tmp_path, dtype="bf16", **SETTINGS[settings]))
     x = torch.randn(4, WIDTH, requires_grad=True)
     for inputs in (collections.OrderedDict(x=x), {"x": x}):
         out: list[str] = []

@@ -27,7 +27,7 @@ from infinity.params.load import Load
 from infinity.params.updates import Updates
 
 from .models import case
-from .offloaded import config_for
+from .offloaded import RESIDENT, config_for, wrap_adamw
 from .quick import quick
 
 SEED = int(os.environ.get("INFINITY_INTERRUPT_SEED", "0"))
@@ -64,9 +64,6 @@ def interrupted(seconds: float = 0.1) -> Any:
         signal.signal(signal.SIGALRM, before)
 
 
-RESIDENT = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
-
-
 @pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
 def test_a_step_that_an_interrupt_ends_is_made_wholly(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,9 +72,8 @@ def test_a_step_that_an_interrupt_ends_is_made_wholly(
     for name in ("interrupted", "plain"):
         (tmp_path / name).mkdir()
         this = case("gpt")
-        adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
         config = config_for(tmp_path / name, update="sync", **settings)
-        model, optimizer = infinity.wrap(this.model, adam, config)
+        model, optimizer = wrap_adamw(this.model, config, lr=1e-2)
         this.loss(model, this.batches[0]).backward()
         if name == "interrupted":
             gate, inner = threading.Event(), update._compute
@@ -112,8 +108,7 @@ def test_threads_may_look_at_a_parameter_while_its_update_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, **RESIDENT))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, **RESIDENT), lr=1e-2)
     residency, inner, found = engine_of(model).residency, update._compute, []
 
     def compute(*args: Any, **mode: Any) -> None:
@@ -139,8 +134,7 @@ def test_a_sync_step_that_fails_halfway_is_told_at_each_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, update="sync", **RESIDENT))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, update="sync", **RESIDENT), lr=1e-2)
     inner, calls = update._compute, []
 
     def fail(*args: Any, **mode: Any) -> None:
@@ -162,8 +156,7 @@ def test_a_sync_step_that_fails_halfway_is_told_at_each_call(
 
 def test_a_wait_for_an_update_may_be_interrupted_and_made_again(tmp_path: Path) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path), lr=1e-2)
     chunk = engine_of(model).units[0].layout.chunks[0]
     pending = Updates(Recorder())
     pending.post([chunk])
@@ -176,8 +169,7 @@ def test_a_wait_for_an_update_may_be_interrupted_and_made_again(tmp_path: Path) 
 
 def test_a_load_is_started_once(tmp_path: Path) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path), lr=1e-2)
     engine = engine_of(model)
     layout = engine.units[1].layout
     target = torch.zeros(layout.gathered_nbytes, dtype=torch.uint8)

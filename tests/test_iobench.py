@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +36,8 @@ from infinity.core.errors import (
 )
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import available_backends
+
+from .command_line import mounted, started
 
 SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.05", "--repeats", "2"]
 SETTINGS = Settings("auto", 64 * KiB, 4)
@@ -188,32 +188,25 @@ def test_the_command_line_shows_errors_without_a_traceback(capsys: pytest.Captur
 
 
 @pytest.mark.root
-def test_a_small_disk_is_used_but_never_filled(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", tmp_path], check=True, timeout=20)
-    try:
-        found = bench("io", str(tmp_path), "--quick", "--no-adam", *SMALL[2:])
+def test_a_small_disk_is_used_but_never_filled() -> None:
+    with mounted("-t", "tmpfs", "-o", "size=60m", "none") as place:
+        found = bench("io", place, "--quick", "--no-adam", *SMALL[2:])
         assert 16 * MiB <= found["file_bytes"] <= 54 * MiB
-        (tmp_path / "full").write_bytes(bytes(50 * MiB))
-        assert "stay free" in str(refused("io", str(tmp_path), "--size", "16MiB", *SMALL[2:]))
-        assert "is full" in str(refused("io", str(tmp_path), *SMALL[2:]))
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
-    finally:
-        subprocess.run(["umount", tmp_path], check=True, timeout=20)
+        Path(place, "full").write_bytes(bytes(50 * MiB))
+        assert "stay free" in str(refused("io", place, "--size", "16MiB", *SMALL[2:]))
+        assert "is full" in str(refused("io", place, *SMALL[2:]))
+        assert os.listdir(place) == ["full"]
 
 
 @pytest.mark.root
-def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path], check=True, timeout=20)
-    try:
-        assert "Read-only" in str(refused("io", str(tmp_path)))
-    finally:
-        subprocess.run(["umount", tmp_path], check=True, timeout=20)
+def test_a_read_only_directory_is_refused() -> None:
+    with mounted("-t", "tmpfs", "-o", "ro", "none") as place:
+        assert "Read-only" in str(refused("io", place))
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infinity", "bench", "io", str(tmp_path), *SMALL, "--seconds", "30"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    command = ["-m", "infinity", "bench", "io", str(tmp_path), *SMALL, "--seconds", "30"]
+    with started(*command) as child:
         assert child.stderr is not None
         for line in child.stderr:
             if line.startswith("[1/"):
@@ -223,8 +216,6 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
         start = time.monotonic()
         _, err = child.communicate(timeout=30)
         assert time.monotonic() - start < 10
-    finally:
-        child.kill()
     assert child.returncode == 130
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from .command_line import python
 from .lagging.run import CASES
 from .quick import quick
 
-ROOT = Path(__file__).parents[1]
 ALL = list(CASES)
 #: Each tier for each kind of state, an update mode each, and what else goes a way of its own.
 FEW = ["device-host-nvme", "nvme-device-host", "delayed-nvme", "activations", "streams-host", "routes-host"]
@@ -21,6 +19,8 @@ FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "s
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
 FEW += ["within-device", "held-host", "beside-activations", "looks-gradients", "chunks-split"]
 FEW += ["backward-device-device-device", "backward-host-nvme-nvme", "backward-reentrant"]
+#: `make test` runs some of these late, and `make test-all` the rest.
+PARTS = [("late", 0, FEW[n::3]) for n in range(3)]
 #: Each schedule of random order in `make test-all` has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
@@ -32,8 +32,7 @@ WAITS |= {f"host waits: {name}" for name in ("infinity-update", "infinity-gradie
 
 def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.CompletedProcess[str]:
     """Run cases in a process of their own: torch learns of the device before its first backward."""
-    command = [sys.executable, "-m", f"tests.lagging.{what}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return python("-m", f"tests.lagging.{what}", *arguments, timeout=seconds)
 
 
 @pytest.mark.first
@@ -42,13 +41,13 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.
     ("schedule", "seed", "cases"),
     quick(
         [
-            ("late", 0, FEW),
+            *PARTS,
             ("random", 1, FEW),
             *(("random", n, some) for n, some in SEEDS),
             ("eager", 0, ALL),
             *(("random", n, ALL) for n in range(2, 12)),
         ],
-        [("late", 0, FEW), ("random", 1, FEW)],
+        [*PARTS, ("random", 1, FEW)],
         [("random", n, some) for n, some in SEEDS],
     ),
     ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),

@@ -23,14 +23,13 @@ from infinity.hardware.device import CudaDevice, HostDevice
 from .lagging.lane import lagging_lane, note_calls
 from .lagging.world import Finding, NotYet
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded
+from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, assert_same, config_for, train_offloaded, wrap_adamw
 from .quick import covering
 from .small_net import build, train
 
 pytestmark = pytest.mark.lagging
 
 WIDTH = 24
-ON_DEVICE = {"parameters": "device", "optimizer_state": "device", "gradients": "device"}
 PLACES: dict[str, dict[str, Any]] = {
     "nvme": ON_NVME,
     "device": ON_DEVICE,
@@ -342,8 +341,7 @@ def test_activations_are_unpinned_when_their_copies_are_done(
     monkeypatch.setattr("infinity.autograd.activations.SMALLEST", 1)
     this = case("gpt", layers=2, width=32, recompute="non-reentrant")
     config = config_for(tmp_path, activations="host", **ON_DEVICE)
-    adam = torch.optim.AdamW(this.model.parameters())
-    model, optimizer = infinity.wrap(this.model, adam, config)
+    model, optimizer = wrap_adamw(this.model, config)
     loss = this.loss(model, this.batches[0])
     assert calls
     infinity.close(optimizer)

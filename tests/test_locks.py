@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 import infinity
 from infinity.api.engine import engine_of
@@ -16,7 +15,7 @@ from infinity.core import locks
 from infinity.core.waiting import Bell, Latch
 
 from .models import case
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,9 +67,7 @@ def test_another_threads_locks_do_not_matter() -> None:
 
 def test_an_engine_whose_locks_are_inverted(tmp_path: Path) -> None:
     this = case("gpt")
-    model, optimizer = infinity.wrap(
-        this.model, torch.optim.AdamW(this.model.parameters()), config_for(tmp_path)
-    )
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
     engine = engine_of(model)
     this.loss(model, this.batches[0]).backward()
     with engine.pool._lock, pytest.raises(locks.LockOrderError):

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +17,7 @@ from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB
 
+from .command_line import python
 from .quick import covering
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
@@ -128,7 +127,7 @@ here = torch.cuda.is_available()
 assert said == here or {may_have} is False
 assert probe.has_cuda() == here  # who has it asks it
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .cgroup import run_limited, unavailable
+from .command_line import python
 from .quick import quick
 
-_ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 
 #: Trains a Llama of a preset and prints a JSON object. Arguments: directory, layers, width, dtype, budgets,
@@ -93,14 +91,7 @@ def train(
     steps: int = 2,
 ) -> dict[str, Any]:
     arguments = [str(folder), str(layers), str(width), dtype, device, host, where, str(steps), "0"]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, *arguments],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python("-c", TRAIN, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -111,9 +102,8 @@ def imported() -> int:
         "import torch, infinity, transformers.models.llama.modeling_llama;"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('RssAnon')))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", look], cwd=_ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    found = python("-c", look, timeout=120)
+    assert found.returncode == 0, found.stderr
     return int(found.stdout) * 1024
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from infinity.core.errors import DataError
 from infinity.core.optional import optional
 
-from .command_line import words
+from .command_line import python, words
 
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
@@ -52,9 +51,7 @@ def test_doctor_imports_what_it_calls_ok(name: str, tmp_path: Path) -> None:
         "from infinity.cli.doctor import versions\n"
         "print(json.dumps({f.name: f for f in versions()}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python("-c", code, str(tmp_path))
     assert done.returncode == 0, done.stderr
     _, status, found, cure = json.loads(done.stdout.splitlines()[-1])[name]
     assert status == "error"
@@ -72,9 +69,7 @@ def test_a_model_is_not_read_with_a_broken_transformers(tmp_path: Path) -> None:
         "from infinity.cli.main import run\n"
         "sys.exit(run(['plan', '--init-from', sys.argv[1] + '/model']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python("-c", code, str(tmp_path))
     assert done.returncode == 2
     assert "transformers is installed, but cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
@@ -98,9 +93,7 @@ def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
         "except DataError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python("-c", code, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "their_kernels, which transformers imports, is installed, but cannot be imported" in done.stdout
     assert "pip install --force-reinstall their_kernels" in done.stdout
@@ -120,9 +113,7 @@ def test_what_needs_no_transformers_goes_on_without_it(text: str, nvme: str, tmp
     )
 
     def without(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200, check=False
-        )
+        return python("-c", code, *arguments)
 
     fine = (
         ["plan", *words(text, nvme)],

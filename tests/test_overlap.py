@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +17,12 @@ from infinity.core.errors import StorageError
 from infinity.optim import update
 from infinity.params.param import PendingParameter
 
+from .command_line import python
 from .models import case
 from .offloaded import assert_same, config_for, train_offloaded
 from .quick import covering, quick
 from .reference import two_groups
 
-_ROOT = Path(__file__).parents[1]
 RESIDENT = {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"}
 
 
@@ -249,14 +247,7 @@ optimizer.step()
 if sys.argv[2] == "raise":
     raise KeyError("mine")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), how],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", script, str(tmp_path), how, timeout=60)
     assert done.returncode == (1 if how == "raise" else 0), done.stderr
     assert "Exception ignored" not in done.stderr
     assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"

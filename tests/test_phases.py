@@ -16,7 +16,7 @@ from infinity.api.engine import Engine, engine_of
 from infinity.autograd.phases import TrainingState
 from infinity.params.unit import ParamUnit
 
-from .offloaded import ON_HOST, config_for
+from .offloaded import ON_HOST, config_for, wrap_adamw
 
 WIDTH = 16
 LAYERS = 3
@@ -69,11 +69,7 @@ class Log:
 
 def made(tmp_path: Path, net: Net, **settings: Any) -> tuple[Any, Any, Engine]:
     torch.manual_seed(0)
-    model, optimizer = infinity.wrap(
-        net,
-        torch.optim.AdamW(net.parameters()),
-        config_for(tmp_path, units=["Linear"], **ON_HOST, **settings),
-    )
+    model, optimizer = wrap_adamw(net, config_for(tmp_path, units=["Linear"], **ON_HOST, **settings))
     return model, optimizer, engine_of(model)
 
 

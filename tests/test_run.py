@@ -25,6 +25,7 @@ from infinity.storage.checkpoints import find, list_checkpoints
 from infinity.storage.folder import lock_directory
 
 from .command_line import ROOT, mounted, started, wait_for_line, words
+from .offloaded import wrap_adamw
 from .ranks import Result, run_ranks
 
 #: A user's program: `python -c PROGRAM DIRECTORY TOTAL WIDTH ARGUMENTS`, those of `Run` as JSON, and `act`,
@@ -355,8 +356,7 @@ def test_a_directory_that_another_run_has_is_refused_on_all_ranks(tmp_path: Path
 def optimizer() -> Iterator[torch.optim.Optimizer]:
     global _model
     _model = nn.Linear(4, 4)
-    plain = torch.optim.AdamW(_model.parameters())
-    _model, optimizer = infinity.wrap(_model, plain, infinity.Config(device="cpu", dtype="fp32"))
+    _model, optimizer = wrap_adamw(_model, infinity.Config(device="cpu", dtype="fp32"))
     yield optimizer
     infinity.close(optimizer)
 

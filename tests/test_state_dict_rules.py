@@ -22,14 +22,14 @@ from infinity.core.errors import ParameterChangedError, ParameterError, StateDic
 from infinity.params.given import Given
 
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, config_for
+from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, config_for, wrap_adamw
 from .quick import covering, quick
 
 WIDTH = 40
 PLACES: dict[str, dict[str, Any]] = {
     "nvme": ON_NVME,
     "host": ON_HOST,
-    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "device": ON_DEVICE,
     "resident": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
     "between": {"parameters": "host", "optimizer_state": "nvme", "gradients": "device"},
 }
@@ -55,9 +55,8 @@ def wrapped(folder: Path, place: str, seed: int = 0, **settings: Any) -> Iterato
     folder.mkdir(exist_ok=True)
     torch.manual_seed(seed)
     model: Any = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = config_for(folder, **{"dtype": "bf16", **PLACES[place], **settings})
-    model, wrapper = infinity.wrap(model, optimizer, config)
+    model, wrapper = wrap_adamw(model, config, lr=1e-2)
     try:
         yield model, wrapper
     finally:
@@ -518,8 +517,7 @@ def test_a_load_that_would_replace_parameters_is_refused_and_the_cure_works(
     parameters: str, tmp_path: Path
 ) -> None:
     this, plain = case("gpt"), case("gpt", seed=1).model
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, parameters=parameters))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, parameters=parameters), lr=1e-2)
     before = {n: v.clone() for n, v in model.state_dict().items()}
     new = plain.state_dict()
     for target, state in ((model, new), (model.head, plain.head.state_dict())):

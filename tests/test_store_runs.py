@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +10,7 @@ from infinity.core.errors import ConfigError, DirectoryError
 from infinity.storage.leftovers import MARK_NBYTES
 from infinity.storage.store import Part, Store
 
+from .command_line import mounted, started, wait_for_line
 from .small_store import CHUNK, NVME, PAGE, ROOM, arena_file, get, pool_of, put, store_of
 
 
@@ -44,21 +40,13 @@ def test_a_refused_store_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_full_file_system_is_refused_at_the_start() -> None:
-    if os.geteuid() != 0:
-        if os.environ.get("CI"):
-            pytest.fail("this test needs root")
-        pytest.skip("needs root")
     pool = pool_of()
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], check=True, timeout=20)
-        try:
-            with pytest.raises(DirectoryError, match="not enough free space"):
-                Store([CHUNK] * 10, directories=[place], pool=pool)
-            with Store([CHUNK] * 6, directories=[place], pool=pool) as store, pool.lease("a", ROOM) as lease:
-                put(store, lease, 5, 9)
-                assert set(get(store, lease, 5, "state")) == {9}
-        finally:
-            subprocess.run(["umount", "-l", place], check=True, timeout=20)
+    with mounted("-t", "tmpfs", "-o", "size=256k", "none") as place:
+        with pytest.raises(DirectoryError, match="not enough free space"):
+            Store([CHUNK] * 10, directories=[place], pool=pool)
+        with Store([CHUNK] * 6, directories=[place], pool=pool) as store, pool.lease("a", ROOM) as lease:
+            put(store, lease, 5, 9)
+            assert set(get(store, lease, 5, "state")) == {9}
 
 
 _RUN = """
@@ -84,15 +72,8 @@ while True:
 def test_kill_then_start_again(tmp_path: Path) -> None:
     pool = pool_of()
     (tmp_path / "drive").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", _RUN, str(tmp_path / "drive")], stdout=subprocess.PIPE
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(20)
+    with started("-c", _RUN, str(tmp_path / "drive")) as process:
+        wait_for_line(process, "ready")
     assert arena_file(tmp_path).stat().st_size == (16 << 20) + MARK_NBYTES
     with store_of(tmp_path, chunks=50, pool=pool) as store, pool.lease("a", ROOM) as lease:
         for chunk in range(50):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +21,9 @@ from infinity.api.engine import engine_of
 from infinity.core.engine_lock import EngineLock
 from infinity.core.errors import ThreadError
 
+from .command_line import python
 from .models import case
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 from .quick import quick
 
 NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
@@ -112,8 +111,7 @@ def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: P
         folder = tmp_path / str(beside)
         folder.mkdir()
         this = case("gpt")
-        adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-        model, optimizer = infinity.wrap(this.model, adam, config_for(folder, update=update, **NVME))
+        model, optimizer = wrap_adamw(this.model, config_for(folder, update=update, **NVME), lr=1e-2)
         trained, errors = threading.Event(), []
         things = (this, model, optimizer)
         thread = threading.Thread(target=_look, args=(name, things, trained, errors), daemon=True)
@@ -135,8 +133,7 @@ def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: P
 
 def test_two_threads_evaluate_one_model(tmp_path: Path) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, **NVME))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, **NVME), lr=1e-2)
     with torch.no_grad():
         wanted = [this.loss(model, batch).item() for batch in this.batches]
     found: dict[int, list[float]] = {}
@@ -186,8 +183,7 @@ def test_the_turn_of_a_thread_that_has_ended_is_free() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(where: str, tmp_path: Path) -> None:
     this = case("gpt")
-    adam = torch.optim.AdamW(this.model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(this.model, adam, config_for(tmp_path, **NVME))
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, **NVME), lr=1e-2)
     module = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
 
     def stop(*_: Any) -> None:
@@ -301,7 +297,8 @@ looks.join()
 
 
 def test_a_look_at_another_threads_stack_holds_up_no_thread_that_starts() -> None:
-    subprocess.run([sys.executable, "-c", _LOOKS], cwd=Path(__file__).parents[1], timeout=120, check=True)
+    done = python("-c", _LOOKS, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> None:
@@ -309,8 +306,7 @@ def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> No
     torch.manual_seed(0)
     model = Branches("block")
     inner = model.blocks[0][0]
-    adam = torch.optim.AdamW(model.parameters())
-    model = infinity.wrap(model, adam, config_for(tmp_path, **NVME))[0]
+    model = wrap_adamw(model, config_for(tmp_path, **NVME))[0]
     turn = engine_of(model).deferral.lock
     x = torch.randn(4, 8)
     inside, stop = threading.Event(), threading.Event()
@@ -353,8 +349,7 @@ def two_models(folder: Path) -> list[Any]:
     for name in "ab":
         (folder / name).mkdir()
         model = Branches("block")
-        adam = torch.optim.AdamW(model.parameters())
-        models.append(infinity.wrap(model, adam, config_for(folder / name, **NVME))[0])
+        models.append(wrap_adamw(model, config_for(folder / name, **NVME))[0])
     return models
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -10,9 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from infinity.cli.output import read_run
 from infinity.cli.train import train
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 
-from .command_line import give_tokenizer, mounted
+from .command_line import give_tokenizer, mounted, python, started, wait_for_line
 from .quick import quick
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
@@ -384,29 +380,13 @@ def test_what_is_promised_at_most_is_kept_and_the_rest_is_remarked(
 
 def _command(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `infinity`; stdout and stderr apart."""
-    return subprocess.run(
-        [sys.executable, "-m", "infinity", *words], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@contextlib.contextmanager
-def _small_disk(folder: Path, size: str = "8k") -> Iterator[Path]:
-    """A file system that is soon full."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "infinity-test", str(folder)]
-    subprocess.run(mount, timeout=30, check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
+    return python("-m", "infinity", *words, timeout=120)
 
 
 @pytest.mark.root
 def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: str, tmp_path: Path) -> None:
-    with _small_disk(tmp_path / "small") as small:
-        trace = small / "t.json"
+    with mounted("-t", "tmpfs", "-o", "size=8k", "none") as small:
+        trace = Path(small, "t.json")
         words = options(settings(text, nvme, steps=3, trace=str(trace)))
         done = _command("train", "--json", *words)
         assert done.returncode == 1, done.stderr
@@ -419,7 +399,7 @@ def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: st
         assert told > done.stderr.index("measured")
         assert result["incomplete"][0]["found"] == "No space left on device"
         assert "Traceback" not in done.stderr
-        assert list(small.iterdir()) == []
+        assert os.listdir(small) == []
         # The cure: another file.
         words[words.index("--trace") + 1] = str(tmp_path / "t.json")
         assert run(["train", *words]) == 0
@@ -428,9 +408,9 @@ def test_a_trace_without_room_costs_nothing_that_was_trained(text: str, nvme: st
 
 @pytest.mark.root
 @pytest.mark.parametrize("as_json", quick([False, True], [True]))
-def test_a_log_without_room_does_not_end_the_run(as_json: bool, text: str, nvme: str, tmp_path: Path) -> None:
-    with _small_disk(tmp_path / "small") as small:
-        log = small / "log.jsonl"
+def test_a_log_without_room_does_not_end_the_run(as_json: bool, text: str, nvme: str) -> None:
+    with mounted("-t", "tmpfs", "-o", "size=8k", "none") as small:
+        log = Path(small, "log.jsonl")
         words = options(settings(text, nvme, steps=60, sample_tokens=0, json_log=str(log)))
         done = _command("train", *["--json"] * as_json, *words)
         assert done.returncode == 1, done.stderr
@@ -577,21 +557,10 @@ def test_overwrite_replaces_what_an_earlier_run_wrote(
 
 def test_an_interrupt_ends_a_run_cleanly(text: str, nvme: str) -> None:
     words = options(settings(text, nvme, steps=100_000))
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-m", "infinity", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        deadline = time.monotonic() + 90
-        while "step 3/" not in child.stdout.readline():
-            assert time.monotonic() < deadline
+    with started("-m", "infinity", "train", *words) as child:
+        wait_for_line(child, "step 3/", 90)
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=30)
-    finally:
-        child.kill()
     assert child.returncode == 130, err
     assert "interrupted after" in out
     assert "Traceback" not in err

@@ -31,6 +31,7 @@ from infinity.storage.checkpoints import find, list_checkpoints
 from infinity.storage.folder import Claim, lock_directory
 
 from .command_line import small_drive, started, wait_for_line, words
+from .offloaded import wrap_adamw
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -176,8 +177,7 @@ def test_one_run_in_a_directory(
         assert failed["error"]["type"] == "DirectoryError"
         assert "another run" in failed["error"]["what"]
         model = torch.nn.Linear(4, 4)
-        adam = torch.optim.AdamW(model.parameters())
-        model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+        model, adam = wrap_adamw(model, infinity.Config(device="cpu"))
         infinity.save(adam, tmp_path / "out")
         infinity.close(adam)
         loop(training)
@@ -376,8 +376,7 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
     import infinity
 
     model = torch.nn.Linear(4, 4)
-    adam = torch.optim.AdamW(model.parameters())
-    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+    model, adam = wrap_adamw(model, infinity.Config(device="cpu"))
     infinity.save(adam, tmp_path)
     infinity.close(adam)
     with pytest.raises(ConfigError, match="not saved by `infinity train`"):
@@ -537,8 +536,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
     words_.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_, unk_token="[UNK]")
     model = torch.nn.Linear(4, 4)
-    adam = torch.optim.AdamW(model.parameters())
-    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu"))
+    model, adam = wrap_adamw(model, infinity.Config(device="cpu"))
     path = infinity.save(adam, tmp_path / "out", state={"tokenizer": tokenizer, "n": 3})
     assert infinity.load(adam, path, state={"tokenizer": tokenizer, "n": 0}) == {"n": 3}
     infinity.close(adam)

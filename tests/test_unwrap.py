@@ -18,7 +18,7 @@ from infinity.core.errors import ClosedError, ParameterError, WrapError
 from infinity.core.sizes import MiB
 
 from .cgroup import run_limited
-from .offloaded import config_for, hooks_on_saved_tensors
+from .offloaded import config_for, hooks_on_saved_tensors, wrap_adamw
 from .quick import covering
 from .small_models import CutModel, HeadModel, built, tokens, train, trained, values, wrapped
 from .test_doors import assert_close
@@ -58,8 +58,7 @@ def test_unwrap_gives_a_plain_model_back(dtype: str, update: str, parameters: st
     plain = copy.deepcopy(model)
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2))
 
-    old = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
-    model, optimizer = infinity.wrap(model, old, config_for(tmp_path, **settings))
+    model, optimizer = wrap_adamw(model, config_for(tmp_path, **settings), lr=1e-2, eps=1e-2)
     optimizer.load_state_dict(state)
     losses = train(model, optimizer)
     found = values(model)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +20,11 @@ from infinity.hardware.aio import Priority
 from infinity.optim import chunk_io, update
 from infinity.storage import pinned
 
+from .command_line import python
 from .offloaded import config_for
 from .ranks import all_well, run_ranks
 from .small_net import build, same, tokens
 
-_ROOT = Path(__file__).parents[1]
 PLACES = ("nvme", "host", "device")
 MODES = ("sync", "overlap", "delayed")
 #: What needs memory before a chunk is changed, in the order of an update.
@@ -517,15 +514,7 @@ for starved in (False, True):
 @pytest.mark.processes
 def test_a_process_without_memory_goes_on_when_there_is_some(tmp_path: Path) -> None:
     """The fault itself: an address space that is full."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARVED, str(tmp_path)],
-        cwd=_ROOT,
-        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", STARVED, str(tmp_path), env={"MALLOC_ARENA_MAX": "1"}, timeout=60)
     assert done.returncode == 0, done.stderr
     wanted, found = (json.loads(line) for line in done.stdout.splitlines())
     assert wanted[0] == []

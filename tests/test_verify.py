@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,8 @@ from infinity.core.config import UPDATES
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.hardware import cpu_adam
 
-ROOT = Path(__file__).parents[1]
+from .command_line import python
+
 BACKENDS = ("libaio", "threads")
 
 
@@ -149,15 +148,7 @@ sys.exit(cli.run(["verify", "--device", "cpu", "--nvme", sys.argv[1], *sys.argv[
 
 
 def wrong(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WRONG, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return python("-c", WRONG, *arguments, env={"COLUMNS": "200"}, timeout=120)
 
 
 def test_a_wrong_bit_is_named(tmp_path: Path) -> None:
@@ -194,13 +185,7 @@ def test_everything_is_the_same_here(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_everything_is_the_same_on_a_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity", "verify", "--device", "cuda", "--nvme", str(tmp_path), "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    command = ["-m", "infinity", "verify", "--device", "cuda", "--nvme", str(tmp_path), "--json"]
+    done = python(*command, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:]
     assert json.loads(done.stdout)["device"].startswith("cuda")

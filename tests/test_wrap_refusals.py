@@ -24,6 +24,7 @@ from infinity.core.errors import (
 )
 from infinity.params.param import ReleasedParameter
 
+from .offloaded import wrap_adamw
 from .small_net import Net, Wrapped, build, same, train
 
 
@@ -150,8 +151,7 @@ def test_a_sparse_gradient_of_a_function_is_refused_and_the_next_is_taken(
             return nn.functional.embedding(x, self.table, sparse=sparse)
 
     model: Any = Looks()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
-    model, optimizer = infinity.wrap(model, optimizer, config.replace(parameters=parameters))
+    model, optimizer = wrap_adamw(model, config.replace(parameters=parameters))
     try:
         x = torch.tensor([1, 2])
         with pytest.raises(GradientError, match="is sparse"):
@@ -217,9 +217,7 @@ def test_a_wrapped_model_is_not_exported_by_torch(
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     x = torch.randn(3, 8)
-    model, optimizer = infinity.wrap(
-        model, torch.optim.AdamW(model.parameters()), config.replace(parameters=parameters)
-    )
+    model, optimizer = wrap_adamw(model, config.replace(parameters=parameters))
     try:
         # A strict one is torch's own error, which has what to write.
         with pytest.raises(Exception if strict else ParameterError, match=r"infinity\.unwrap") as caught:
@@ -237,9 +235,7 @@ def test_a_wrapped_model_is_not_exported_by_torch(
 @pytest.mark.parametrize("parameters", ["host", "device"])
 def test_a_wrapped_model_is_not_traced_by_torch(parameters: str, config: infinity.Config) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    model, _ = infinity.wrap(
-        model, torch.optim.AdamW(model.parameters()), config.replace(parameters=parameters)
-    )
+    model, _ = wrap_adamw(model, config.replace(parameters=parameters))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
