@@ -154,6 +154,17 @@ def test_sigusr1_saves_after_the_step(tmp_path: Path) -> None:
     assert [found.step for found in list_checkpoints(str(tmp_path))] == [3]
 
 
+def test_a_late_sigusr1_does_not_kill_what_has_saved(tmp_path: Path) -> None:
+    """A scheduler sends it at a time of its own, here as the program closes."""
+    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGUSR1)\n"
+    command = program(tmp_path, 3)
+    out, err = made("-c", late + command[1], *command[2:])
+    assert (out.splitlines()[-1], err) == ("after", "")
+    act = "if step == 1: os.kill(os.getpid(), signal.SIGTERM)"
+    command = program(tmp_path, 9, act=act + "\nif step == 4: os.kill(os.getpid(), signal.SIGTERM)")
+    made("-c", late + command[1], *command[2:], code=75)
+
+
 def test_the_clock_saves(tmp_path: Path) -> None:
     act = "if step == 2: time.sleep(1.1)"
     act += "\nif step == 3: os.kill(os.getpid(), signal.SIGKILL)"

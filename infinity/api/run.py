@@ -74,7 +74,8 @@ class Run:
     `optimizer.step()`, the run counts and saves the step.
 
     On the main thread the run sets signal handlers, unless the program has its own handler or ignores the
-    signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs.
+    signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs. After the
+    block it ignores SIGUSR1, which would kill the process otherwise.
 
     With several ranks, use the run in the same way on all of them. A signal or a clock on one rank counts for
     all ranks; an exception on one rank ends all. The first rank writes the log and the messages.
@@ -193,12 +194,10 @@ class Run:
     ) -> None:
         self._leave(error)
         if error is not None:
-            if not isinstance(error, SystemExit):
+            if isinstance(error, Ended) or not isinstance(error, SystemExit):
                 self.engine.comm.post(error)
             if words := self._last_words():
                 self._say(words)
-            if isinstance(error, Ended):
-                raise SystemExit(128 + error.number) from error
             return
         if self.lost is not None:
             gone = self.step - self.kept
