@@ -424,6 +424,42 @@ def test_a_step_that_is_left_by_break_is_over_if_it_was_made(
     assert run.step == 3
 
 
+def test_a_loop_that_was_left_before_the_step_was_made_loses_nothing(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with infinity.Run(optimizer, tmp_path) as run:
+        for step in run.steps(9):
+            if step == 2:
+                break
+            step_of(optimizer)
+    assert (run.step, run.kept, find(str(tmp_path)).step) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(("behind", "wanted"), [(False, [0, 1, 2, 2, 3, 4]), (True, [0, 1, 2, 3, 4])])
+def test_a_step_whose_error_is_caught_counts_if_it_was_made(
+    behind: bool, wanted: list[int], optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    """Another loop makes it again only if the optimizer has not."""
+    seen: list[int] = []
+    log = tmp_path / "log"
+    with infinity.Run(optimizer, tmp_path / "run", log=log) as run:
+        while run.step < 5:
+            try:
+                for step in run.steps(5):
+                    seen.append(step)
+                    if seen == [0, 1, 2] and not behind:
+                        raise KeyError("mine")
+                    step_of(optimizer)
+                    if seen == [0, 1, 2]:
+                        raise KeyError("mine")
+            except KeyError:
+                run.save()
+                assert run.saved == str(tmp_path / "run" / f"step-{len(seen) - (not behind)}")
+    assert seen == wanted
+    assert [line["step"] for line in lines_of(log)] == [1, 2, 3, 4, 5]
+    assert (run.step, run.kept, find(str(tmp_path / "run")).step) == (5, 5, 5)
+
+
 def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     for _ in range(4):
         step_of(optimizer)

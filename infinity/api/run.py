@@ -70,8 +70,12 @@ class Run:
     - An exception: the run does not save the step that raised, and the exception propagates.
 
     In the last two cases the run prints on stderr how many steps are lost and which checkpoint is whole.
-    Saved checkpoints stay whole, whatever ends the run. If ``break`` leaves a step that has called
-    `optimizer.step()`, the run counts and saves the step.
+    Saved checkpoints stay whole, whatever ends the run.
+
+    ``break``, or an exception that the program catches inside of the block, may leave a step before its end.
+    If the step has called `optimizer.step()`, it counts. If not, a further loop over `steps` begins with it
+    again; call `zero_grad` first, because its gradients stay. A block that ends without an exception saves
+    all steps that count.
 
     On the main thread the run sets signal handlers, unless the program has its own handler or ignores the
     signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs. After the
@@ -168,7 +172,8 @@ class Run:
         self._stack = contextlib.ExitStack()
         self._total = 0
         self._figures: dict[str, Any] = {}
-        self._inside = False  # whether a step is under way
+        self._inside = False  # whether the body of the loop runs
+        self._open = False  # whether a step has begun that does not count yet
         self._due = False  # whether a save is, which waits
         self._put_off: int | None = None  # until the optimizer has made more steps than these
         self._before = (0, 0)  # as of `_made`, when it began
@@ -207,10 +212,20 @@ class Run:
             raise SystemExit(SAVED)
 
     def _leave(self, error: BaseException | None) -> None:
-        """End what the block has open; save a step that was left by ``break``."""
+        """End what the block has open; save what a loop that was left has made."""
         with self._stack:
-            if error is None and self._inside and self._made() != self._before:
+            self._inside = False
+            if error is None and self._is_left():
                 self._end_step(last=True)
+            elif error is None and self.root is not None and self.step > self.kept and self.lost is None:
+                if self.engine.gradients.are_new:
+                    self._tell_of_gradients()
+                self._save_last()
+                self._asked.agreed()  # of a signal that came before
+
+    def _is_left(self) -> bool:
+        """Return whether something has left a step before its end, but behind its `optimizer.step()`."""
+        return self._open and not self._inside and self._made() != self._before
 
     def _take(self, stack: contextlib.ExitStack) -> None:
         """Lock the directory until `stack` ends, and resume from its newest checkpoint."""
@@ -264,10 +279,17 @@ class Run:
         self._total = total
         if self.root is not None:
             self._asked.take()
+        self._inside = False
+        if self._is_left():
+            self._end_step(last=self.step + 1 >= total)
         while self.step < total and not self.stopped:
-            self._inside, self._before, self._began = True, self._made(), time.perf_counter()
+            self._inside = self._open = True
+            self._before, self._began = self._made(), time.perf_counter()
             self._figures = {}
-            yield self.step
+            try:
+                yield self.step
+            finally:  # something may have left the loop
+                self._inside = False
             self._end_step(last=self.step + 1 >= total)
         if not self.stopped:
             self._asked.give_back(ENDING)
@@ -300,6 +322,8 @@ class Run:
         if self.root is None or self._inside:
             self._asked.save = True
             return
+        if self._is_left():
+            self._count()
         state = {**self._given, _OWN: {"step": self.step, "id": self.id}}
         self.saved = save(self.optimizer, self.root, state=state, keep_last=self._keep_last)
         self.kept = self.step
@@ -307,10 +331,13 @@ class Run:
     def _made(self) -> tuple[int, int]:
         return self.engine.optimizer.steps, self.engine.optimizer.skipped_steps
 
-    def _end_step(self, last: bool) -> None:
-        self._inside = False
+    def _count(self) -> None:
+        self._open = False
         self.step += 1
         self._write_line()
+
+    def _end_step(self, last: bool) -> None:
+        self._count()
         if self.root is None:
             return
         gradients, steps = self.engine.gradients, self.engine.optimizer.steps
@@ -323,7 +350,7 @@ class Run:
             self._put_off = steps
             return
         if waits:
-            self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
+            self._tell_of_gradients()
         self._due, self._put_off = False, None
         if last or asked:
             self._save_last()
@@ -334,6 +361,9 @@ class Run:
         if asked and not last:
             self.stopped = True
             self._tell(f"{asked}: ended after {self.step} of {self._total} steps")
+
+    def _tell_of_gradients(self) -> None:
+        self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
 
     # -- saves ------------------------------------------------------------------------------
 
