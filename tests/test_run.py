@@ -220,6 +220,10 @@ def test_a_save_waits_for_the_step_that_gradients_are_for(tmp_path: Path) -> Non
     assert out.endswith("made 8\nends 8\n")
     assert err == "SIGTERM: ended after 8 of 12 steps\n"
     assert [found.step for found in list_checkpoints(str(tmp_path / "run"))] == [3, 4], "bodies 6 and 8"
+    act = "if step == 9: raise KeyError('mine')"
+    _, err = made(*program(tmp_path / "run", 12, every=2, act=act), code=1)
+    assert f"1 of the 9 steps are lost. The newest whole checkpoint is {tmp_path}/run/step-4, " in err
+    assert "after 8 steps of the loop, 4 of the optimizer; " in err
     out, _ = made(*program(tmp_path / "run", 12, every=2))
     assert out.startswith("begins 8\n")
     assert_same(tmp_path / "run", tmp_path / "whole")

@@ -97,6 +97,9 @@ class Run:
             run's id, seconds, grad_norm, loss_scale, whether the step was skipped, and the values that `log`
             got. A run that resumes truncates it to the steps of its checkpoint.
 
+    A step is one body of the loop; it may be a part of an optimizer's step (gradient accumulation). The run
+    counts bodies. A checkpoint's name, step-<n>, has the number of the optimizer's steps.
+
     Attributes:
         begin: number of completed steps when the block began; step: of steps completed now; kept: of saved
             steps.
@@ -467,8 +470,10 @@ class Run:
         words = f"{gone} of the {self.step} steps are lost. " if gone else ""
         if not self.saved:
             return f"{words}There is no checkpoint." if words else ""
+        made = os.path.basename(self.saved).removeprefix("step-")
+        counts = f"{self.kept} steps" + (f" of the loop, {made} of the optimizer" * (made != str(self.kept)))
         return (
-            f"{words}The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
+            f"{words}The newest whole checkpoint is {self.saved}, after {counts}; "
             f"`{self._command()}` goes on from it."
         )
 
