@@ -464,6 +464,27 @@ def test_a_step_whose_error_is_caught_counts_if_it_was_made(
     assert (run.step, run.kept, find(str(tmp_path / "run")).step) == (5, 5, 5)
 
 
+def test_parameters_that_became_nan_do_not_cost_the_finite_ones(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    def train(last: int, scale: float) -> None:
+        with infinity.Run(optimizer, tmp_path, save_every=1, keep_last=2) as run:
+            for _ in run.steps(last):
+                (_model(torch.ones(2, 4)).sum() * scale).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(2, 1.0)
+    with pytest.warns(RuntimeWarning, match="NaN or infinite: the newest.* is .*/step-2, which stays"):
+        train(5, float("nan"))
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [2, 4, 5]
+    for step in (4, 5):
+        os.rename(tmp_path / f"step-{step}", tmp_path / f"nan-{step}")
+    train(5, 1.0)
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [4, 5]
+    assert all(tensor.isfinite().all() for tensor in tensors(tmp_path).values())
+
+
 def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     for _ in range(4):
         step_of(optimizer)

@@ -91,7 +91,8 @@ class Run:
             without a run.
         state: further values to save and load, by name: see `save` and `load`.
         save_every: steps between checkpoints. save_minutes: minutes between them; 0: after each step.
-        keep_last: the number of checkpoints that stay; the run removes older ones. None: all stay.
+        keep_last: the number of checkpoints that stay; the run removes older ones, but not the newest one
+            whose trained parameters are all finite. None: all stay.
         resume: whether the run resumes from the newest checkpoint in `path`. None: if there is one.
         log: a file to which the run appends one JSON object for each step: its number (from 1), time, the
             run's id, seconds, grad_norm, loss_scale, whether the step was skipped, and the values that `log`
