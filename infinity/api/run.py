@@ -26,7 +26,7 @@ from infinity.core.errors import (
     InfinityError,
 )
 from infinity.core.signals import ENDING, SAVED, Ended
-from infinity.core.system_errors import cure, name_limit, reason
+from infinity.core.system_errors import cure, reason
 from infinity.storage.checkpoints import check_root, find, list_checkpoints
 from infinity.storage.step_log import StepLog
 
@@ -376,6 +376,8 @@ class Run:
         if error is None:
             return
         usual = "make room there, or look after its drive"
+        if isinstance(error, BackendError) and error.cure:
+            usual = error.cure
         then = f"`{self._command()}` makes the lost steps again" if self.saved else "train again"
         error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
         self.incomplete.append(error)
@@ -390,7 +392,7 @@ class Run:
             raise
         except (OSError, BackendError) as error:
             if isinstance(error, InfinityError):
-                name_limit(error)
+                error.cure = cure(getattr(error, "errno", None), error.cure or "") or None
                 return error
             return DirectoryError(
                 f"cannot save into {self.root}",
