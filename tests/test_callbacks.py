@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,28 @@ def test_a_training_that_raised_leaves_the_next_one_its_signals(library: str, tm
 
     with pytest.raises(KeyError, match="mine"):
         CASES[library](tmp_path, None, 0, Fails())
+    with pytest.raises(SystemExit) as ended:
+        CASES[library](tmp_path, signal.SIGTERM, 3, Seen())
+    assert ended.value.code == 75
+
+
+@pytest.mark.parametrize("library", CASES)
+def test_a_second_signal_ends_a_training_at_once(library: str, tmp_path: Path) -> None:
+    """By an exception that Python makes an exit code of, and no traceback."""
+    need(library)
+
+    class Twice(list[float]):
+        def append(self, loss: float) -> None:
+            super().append(loss)
+            if len(self) == 4:
+                time.sleep(1.5)  # or it is the first one by another way
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    seen = Seen()
+    seen.losses = Twice()
+    with pytest.raises(SystemExit) as ended:
+        CASES[library](tmp_path, signal.SIGTERM, 3, seen)
+    assert ended.value.code == 143
     with pytest.raises(SystemExit) as ended:
         CASES[library](tmp_path, signal.SIGTERM, 3, Seen())
     assert ended.value.code == 75

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import math
+import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ from torch import nn
 
 from infinity.core import errors, sizes
 from infinity.core.config import _OLD_NAMES, Config
-from infinity.core.errors import ConfigError, InfinityError
+from infinity.core.errors import ConfigError, DirectoryError, InfinityError, OutOfMemoryError
 from infinity.core.sizes import Tier, ceil_to, dtype_name, format_size, parse_dtype, parse_size
+from infinity.core.system_errors import reason
+from infinity.core.threads import start
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, InfinityError)]
 
@@ -48,6 +53,28 @@ def test_an_error_says_what_was_expected_found_and_what_to_change(cls: type[Infi
     )
     assert str(cls("only this")) == "only this"
     assert isinstance(error, InfinityError)
+
+
+def test_an_error_of_the_system_names_the_limit_that_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (50, 4096), resource.RLIMIT_AS: (3 << 20, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: limits.get(limit, (resource.RLIM_INFINITY,) * 2))
+    error = DirectoryError("no", errno=errno.EMFILE, expected="a directory", found="no", cure="make one")
+    assert error.cure == (
+        "raise the limit on open files of a process: ulimit -n, now 50, without root at most 4096"
+    )
+    assert str(error.found).startswith("Too many open files (the limit")
+    assert error.expected is None
+    assert "ulimit -v, now 3072, without root at most unlimited" in reason(errno.ENOMEM)
+    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: start_no_thread())
+    with pytest.raises(OutOfMemoryError, match="refused the thread 'mine'") as caught:
+        start(threading.Thread(name="mine"))
+    assert "ulimit -v, now 3072" in str(caught.value.cure)
+    limits.clear()
+    assert reason(errno.ENOMEM) == "Cannot allocate memory"
+
+
+def start_no_thread() -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_errors_are_also_what_python_calls_them() -> None:

@@ -155,6 +155,17 @@ def test_sigusr1_saves_after_the_step(tmp_path: Path) -> None:
     assert [found.step for found in list_checkpoints(str(tmp_path))] == [3]
 
 
+def test_a_late_sigusr1_does_not_kill_what_has_saved(tmp_path: Path) -> None:
+    """A scheduler sends it at a time of its own, here as the program closes."""
+    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGUSR1)\n"
+    command = program(tmp_path, 3)
+    out, err = made("-c", late + command[1], *command[2:])
+    assert (out.splitlines()[-1], err) == ("after", "")
+    act = "if step == 1: os.kill(os.getpid(), signal.SIGTERM)"
+    command = program(tmp_path, 9, act=act + "\nif step == 4: os.kill(os.getpid(), signal.SIGTERM)")
+    made("-c", late + command[1], *command[2:], code=75)
+
+
 def test_the_clock_saves(tmp_path: Path) -> None:
     act = "if step == 2: time.sleep(1.1)"
     act += "\nif step == 3: os.kill(os.getpid(), signal.SIGKILL)"
@@ -210,6 +221,10 @@ def test_a_save_waits_for_the_step_that_gradients_are_for(tmp_path: Path) -> Non
     assert out.endswith("made 8\nends 8\n")
     assert err == "SIGTERM: ended after 8 of 12 steps\n"
     assert [found.step for found in list_checkpoints(str(tmp_path / "run"))] == [3, 4], "bodies 6 and 8"
+    act = "if step == 9: raise KeyError('mine')"
+    _, err = made(*program(tmp_path / "run", 12, every=2, act=act), code=1)
+    assert f"1 of the 9 steps are lost. The newest whole checkpoint is {tmp_path}/run/step-4, " in err
+    assert "after 8 steps of the loop, 4 of the optimizer; " in err
     out, _ = made(*program(tmp_path / "run", 12, every=2))
     assert out.startswith("begins 8\n")
     assert_same(tmp_path / "run", tmp_path / "whole")
@@ -411,6 +426,63 @@ def test_a_step_that_is_left_by_break_is_over_if_it_was_made(
         for _ in run.steps(9):
             break
     assert run.step == 3
+
+
+def test_a_loop_that_was_left_before_the_step_was_made_loses_nothing(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    with infinity.Run(optimizer, tmp_path) as run:
+        for step in run.steps(9):
+            if step == 2:
+                break
+            step_of(optimizer)
+    assert (run.step, run.kept, find(str(tmp_path)).step) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(("behind", "wanted"), [(False, [0, 1, 2, 2, 3, 4]), (True, [0, 1, 2, 3, 4])])
+def test_a_step_whose_error_is_caught_counts_if_it_was_made(
+    behind: bool, wanted: list[int], optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    """Another loop makes it again only if the optimizer has not."""
+    seen: list[int] = []
+    log = tmp_path / "log"
+    with infinity.Run(optimizer, tmp_path / "run", log=log) as run:
+        while run.step < 5:
+            try:
+                for step in run.steps(5):
+                    seen.append(step)
+                    if seen == [0, 1, 2] and not behind:
+                        raise KeyError("mine")
+                    step_of(optimizer)
+                    if seen == [0, 1, 2]:
+                        raise KeyError("mine")
+            except KeyError:
+                run.save()
+                assert run.saved == str(tmp_path / "run" / f"step-{len(seen) - (not behind)}")
+    assert seen == wanted
+    assert [line["step"] for line in lines_of(log)] == [1, 2, 3, 4, 5]
+    assert (run.step, run.kept, find(str(tmp_path / "run")).step) == (5, 5, 5)
+
+
+def test_parameters_that_became_nan_do_not_cost_the_finite_ones(
+    optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    def train(last: int, scale: float) -> None:
+        with infinity.Run(optimizer, tmp_path, save_every=1, keep_last=2) as run:
+            for _ in run.steps(last):
+                (_model(torch.ones(2, 4)).sum() * scale).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(2, 1.0)
+    with pytest.warns(RuntimeWarning, match="NaN or infinite: the newest.* is .*/step-2, which stays"):
+        train(5, float("nan"))
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [2, 4, 5]
+    for step in (4, 5):
+        os.rename(tmp_path / f"step-{step}", tmp_path / f"nan-{step}")
+    train(5, 1.0)
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [4, 5]
+    assert all(tensor.isfinite().all() for tensor in tensors(tmp_path).values())
 
 
 def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:

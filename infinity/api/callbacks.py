@@ -6,24 +6,32 @@ import os
 import signal
 import warnings
 from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 from infinity.core.errors import ConfigError
 from infinity.core.optional import optional
-from infinity.core.signals import SAVED
+from infinity.core.signals import SAVED, Ended
 
-from .engine import Engine, engine_of
+from .engine import engine_of
 from .wanted import Wanted
 
 #: What a callback has taken last; an exception that ends a training leaves it so.
 _newest: list[Wanted] = []
 
 
-def _taken(engine: Engine, minutes: float | None, also: Collection[Any] = ()) -> Wanted:
-    """Return what is wanted of the training that begins, in place of what one before has left."""
+class _OfLightning(Wanted):
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        try:
+            super()._ask(number, frame)
+        except Ended as error:  # Lightning ends with 1 on any KeyboardInterrupt
+            raise SystemExit(error.code) from None
+
+
+def _taken(wanted: Wanted, also: Collection[Any] = ()) -> Wanted:
+    """Take the signals of the training that begins, in place of what one before has left."""
     while _newest:
         _newest.pop().give_back()
-    wanted = Wanted(engine, minutes)
     wanted.take(also)
     _newest.append(wanted)
     return wanted
@@ -35,7 +43,7 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
     After a SIGTERM or SIGHUP, Trainer finishes the current step, saves and stops. Then the callback raises
     SystemExit(75), "try again later"; ``train(resume_from_checkpoint=True)`` resumes the run. After a
     SIGUSR1, and every `save_minutes` minutes, Trainer saves and goes on. It saves as usual, into its
-    ``output_dir``. A second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several
+    ``output_dir``. A second SIGTERM, a second later or more, ends it now, with exit code 143. With several
     ranks, a signal to one rank counts for all. Trainer saves on one rank alone, which needs
     ``Config(zero_stage=0)``.
 
@@ -43,7 +51,8 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
     (Trainer makes one step more than ``max_steps`` when it resumes from its last step.)
 
     If the program ignores a signal or handles it itself, the callback leaves that signal alone. If ``train``
-    raises, the handlers stay until the next ``train`` with such a callback begins.
+    raises, the handlers stay until the next ``train`` with such a callback begins. After a training the
+    process ignores SIGUSR1.
 
     Raises:
         DataError: transformers is not installed, or the installation is broken.
@@ -66,7 +75,7 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
                     "on_step_end calls infinity.save(optimizer, directory) on all ranks (docs/ranks.md has "
                     "it in full); or a loop of your own in `infinity.Run`",
                 )
-            self.wanted = _taken(engine, save_minutes)
+            self.wanted = _taken(Wanted(engine, save_minutes))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             end, due = self.wanted.agreed()
@@ -94,7 +103,7 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
     After a SIGTERM or SIGHUP, Lightning finishes the current step, saves the file `path` by
     ``trainer.save_checkpoint``, and stops. Then the callback raises SystemExit(75), "try again later";
     ``fit(ckpt_path=path)`` resumes the run. After a SIGUSR1, and every `save_minutes` minutes, Lightning
-    saves and goes on. A second SIGTERM, a second later or more, ends it now, as Ctrl-C does. With several
+    saves and goes on. A second SIGTERM, a second later or more, ends it now, with exit code 143. With several
     ranks, a signal to one rank counts for all. In the middle of an epoch Lightning begins its data again,
     unless the loader has a state (``state_dict``).
 
@@ -114,7 +123,7 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
         def on_train_start(self, trainer: Any, module: Any) -> None:
             theirs = signal.getsignal(signal.SIGTERM)
             known = type(theirs).__module__.startswith(("lightning.", "pytorch_lightning."))
-            self.wanted = _taken(engine_of(module), save_minutes, [theirs] if known else ())
+            self.wanted = _taken(_OfLightning(engine_of(module), save_minutes), [theirs] if known else ())
             self.step = trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -77,7 +77,7 @@ def going_on(root: str) -> Iterator[None]:
                 f"`mv {shlex.quote(damaged)} {shlex.quote(away)}`, and "
             )
             error.cure += (
-                f"the run resumes from {older[-1].path}, after {older[-1].step} steps"
+                f"the run resumes from {older[-1].path}, after {older[-1].step} steps of the optimizer"
                 if older
                 else "start a new run, without resuming: there is no other checkpoint"
             )

@@ -21,6 +21,7 @@ from typing import Final
 
 from infinity.core.at_exit import arm
 from infinity.core.sizes import MiB
+from infinity.core.threads import start
 from infinity.hardware.device import POLL
 from infinity.storage.interrupt import before_exit
 
@@ -41,7 +42,7 @@ class Reaper:
         self._pid = os.getpid()
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="infinity-reaper", daemon=True)
-        self._thread.start()
+        start(self._thread)
         # SimpleQueue.put may be called from a finalizer, whatever the thread is in the middle of.
         self._finalizer = weakref.finalize(owner, self._signals.put, True)
         self._finalizer.atexit = False  # `_finish` sees to it

@@ -26,7 +26,7 @@ from infinity.core.errors import (
     InfinityError,
 )
 from infinity.core.signals import ENDING, SAVED, Ended
-from infinity.core.system_errors import cure, name_limit, reason
+from infinity.core.system_errors import cure, reason
 from infinity.storage.checkpoints import check_root, find, list_checkpoints
 from infinity.storage.step_log import StepLog
 
@@ -70,11 +70,16 @@ class Run:
     - An exception: the run does not save the step that raised, and the exception propagates.
 
     In the last two cases the run prints on stderr how many steps are lost and which checkpoint is whole.
-    Saved checkpoints stay whole, whatever ends the run. If ``break`` leaves a step that has called
-    `optimizer.step()`, the run counts and saves the step.
+    Saved checkpoints stay whole, whatever ends the run.
+
+    ``break``, or an exception that the program catches inside of the block, may leave a step before its end.
+    If the step has called `optimizer.step()`, it counts. If not, a further loop over `steps` begins with it
+    again; call `zero_grad` first, because its gradients stay. A block that ends without an exception saves
+    all steps that count.
 
     On the main thread the run sets signal handlers, unless the program has its own handler or ignores the
-    signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs.
+    signal. At the end it restores the old handlers. After a SIGHUP it ignores further SIGHUPs. After the
+    block it ignores SIGUSR1, which would kill the process otherwise.
 
     With several ranks, use the run in the same way on all of them. A signal or a clock on one rank counts for
     all ranks; an exception on one rank ends all. The first rank writes the log and the messages.
@@ -86,11 +91,15 @@ class Run:
             without a run.
         state: further values to save and load, by name: see `save` and `load`.
         save_every: steps between checkpoints. save_minutes: minutes between them; 0: after each step.
-        keep_last: the number of checkpoints that stay; the run removes older ones. None: all stay.
+        keep_last: the number of checkpoints that stay; the run removes older ones, but not the newest one
+            whose trained parameters are all finite. None: all stay.
         resume: whether the run resumes from the newest checkpoint in `path`. None: if there is one.
         log: a file to which the run appends one JSON object for each step: its number (from 1), time, the
             run's id, seconds, grad_norm, loss_scale, whether the step was skipped, and the values that `log`
             got. A run that resumes truncates it to the steps of its checkpoint.
+
+    A step is one body of the loop; it may be a part of an optimizer's step (gradient accumulation). The run
+    counts bodies. A checkpoint's name, step-<n>, has the number of the optimizer's steps.
 
     Attributes:
         begin: number of completed steps when the block began; step: of steps completed now; kept: of saved
@@ -167,7 +176,8 @@ class Run:
         self._stack = contextlib.ExitStack()
         self._total = 0
         self._figures: dict[str, Any] = {}
-        self._inside = False  # whether a step is under way
+        self._inside = False  # whether the body of the loop runs
+        self._open = False  # whether a step has begun that does not count yet
         self._due = False  # whether a save is, which waits
         self._put_off: int | None = None  # until the optimizer has made more steps than these
         self._before = (0, 0)  # as of `_made`, when it began
@@ -193,12 +203,10 @@ class Run:
     ) -> None:
         self._leave(error)
         if error is not None:
-            if not isinstance(error, SystemExit):
+            if isinstance(error, Ended) or not isinstance(error, SystemExit):
                 self.engine.comm.post(error)
             if words := self._last_words():
                 self._say(words)
-            if isinstance(error, Ended):
-                raise SystemExit(128 + error.number) from error
             return
         if self.lost is not None:
             gone = self.step - self.kept
@@ -208,10 +216,20 @@ class Run:
             raise SystemExit(SAVED)
 
     def _leave(self, error: BaseException | None) -> None:
-        """End what the block has open; save a step that was left by ``break``."""
+        """End what the block has open; save what a loop that was left has made."""
         with self._stack:
-            if error is None and self._inside and self._made() != self._before:
+            self._inside = False
+            if error is None and self._is_left():
                 self._end_step(last=True)
+            elif error is None and self.root is not None and self.step > self.kept and self.lost is None:
+                if self.engine.gradients.are_new:
+                    self._tell_of_gradients()
+                self._save_last()
+                self._asked.agreed()  # of a signal that came before
+
+    def _is_left(self) -> bool:
+        """Return whether something has left a step before its end, but behind its `optimizer.step()`."""
+        return self._open and not self._inside and self._made() != self._before
 
     def _take(self, stack: contextlib.ExitStack) -> None:
         """Lock the directory until `stack` ends, and resume from its newest checkpoint."""
@@ -265,10 +283,17 @@ class Run:
         self._total = total
         if self.root is not None:
             self._asked.take()
+        self._inside = False
+        if self._is_left():
+            self._end_step(last=self.step + 1 >= total)
         while self.step < total and not self.stopped:
-            self._inside, self._before, self._began = True, self._made(), time.perf_counter()
+            self._inside = self._open = True
+            self._before, self._began = self._made(), time.perf_counter()
             self._figures = {}
-            yield self.step
+            try:
+                yield self.step
+            finally:  # something may have left the loop
+                self._inside = False
             self._end_step(last=self.step + 1 >= total)
         if not self.stopped:
             self._asked.give_back(ENDING)
@@ -301,6 +326,8 @@ class Run:
         if self.root is None or self._inside:
             self._asked.save = True
             return
+        if self._is_left():
+            self._count()
         state = {**self._given, _OWN: {"step": self.step, "id": self.id}}
         self.saved = save(self.optimizer, self.root, state=state, keep_last=self._keep_last)
         self.kept = self.step
@@ -308,10 +335,13 @@ class Run:
     def _made(self) -> tuple[int, int]:
         return self.engine.optimizer.steps, self.engine.optimizer.skipped_steps
 
-    def _end_step(self, last: bool) -> None:
-        self._inside = False
+    def _count(self) -> None:
+        self._open = False
         self.step += 1
         self._write_line()
+
+    def _end_step(self, last: bool) -> None:
+        self._count()
         if self.root is None:
             return
         gradients, steps = self.engine.gradients, self.engine.optimizer.steps
@@ -324,7 +354,7 @@ class Run:
             self._put_off = steps
             return
         if waits:
-            self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
+            self._tell_of_gradients()
         self._due, self._put_off = False, None
         if last or asked:
             self._save_last()
@@ -336,6 +366,9 @@ class Run:
             self.stopped = True
             self._tell(f"{asked}: ended after {self.step} of {self._total} steps")
 
+    def _tell_of_gradients(self) -> None:
+        self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
+
     # -- saves ------------------------------------------------------------------------------
 
     def _save_last(self) -> None:
@@ -343,6 +376,8 @@ class Run:
         if error is None:
             return
         usual = "make room there, or look after its drive"
+        if isinstance(error, BackendError) and error.cure:
+            usual = error.cure
         then = f"`{self._command()}` makes the lost steps again" if self.saved else "train again"
         error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
         self.incomplete.append(error)
@@ -357,7 +392,7 @@ class Run:
             raise
         except (OSError, BackendError) as error:
             if isinstance(error, InfinityError):
-                name_limit(error)
+                error.cure = cure(getattr(error, "errno", None), error.cure or "") or None
                 return error
             return DirectoryError(
                 f"cannot save into {self.root}",
@@ -438,8 +473,10 @@ class Run:
         words = f"{gone} of the {self.step} steps are lost. " if gone else ""
         if not self.saved:
             return f"{words}There is no checkpoint." if words else ""
+        made = os.path.basename(self.saved).removeprefix("step-")
+        counts = f"{self.kept} steps" + (f" of the loop, {made} of the optimizer" * (made != str(self.kept)))
         return (
-            f"{words}The newest whole checkpoint is {self.saved}, after {self.kept} steps; "
+            f"{words}The newest whole checkpoint is {self.saved}, after {counts}; "
             f"`{self._command()}` goes on from it."
         )
 

@@ -80,7 +80,8 @@ def save(
             tokenizer of transformers is saved as its files, for `infinity.export` and `infinity generate`;
             `load` does not return it.
         keep_last: the number of checkpoints that stay in `path`: those that were completed last, including
-            this one, whatever their steps. `save` removes the others. None: remove none.
+            this one, whatever their steps. `save` removes the others, but not the newest one whose trained
+            parameters are all finite. None: remove none.
         progress: a function that `save` calls, on another thread, with the bytes that this rank has written
             and all bytes that it will write. It may not use the model or the optimizer.
 
@@ -107,6 +108,11 @@ def save(
     return interruptible(
         engine.deferral, lambda told: _Saving(engine, what, given, told).run(keep_last), progress, comm
     )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite, in one pass that takes no memory."""
+    return not values.numel() or bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 class _Beside(NamedTuple):
@@ -327,7 +333,8 @@ class _Saving:
         return total
 
     def _fill(self, paths: Mapping[str, str]) -> dict[str, Any]:
-        """Write what this rank has of every tensor; return the checksums of that, by file."""
+        """Write what this rank has of every tensor; return the checksums of that, by file, and whether all
+        that is trained is `finite`."""
         if self._target is None:
             some = next(iter(paths.values()))
             ring = self._stack.enter_context(self._engine.store.beside(writing_ring(os.path.dirname(some))))
@@ -337,11 +344,12 @@ class _Saving:
         names, files, states = self._names, self._files, self._engine.states
         trainable = [s for s in names if s.spec.trainable]
         frozen = [s for s in names if not s.spec.trainable]
-        under_way = UnderWay()
+        under_way, finite = UnderWay(), True
         for sharded, segment, pieces in states.segments(
             ("master", *MOMENTS), trainable, under_way=under_way, own=True
         ):
             for kind, piece in pieces.items():
+                finite = finite and (kind != "master" or _is_finite(piece))
                 file = files["parameters" if kind == "master" else kind]
                 file.write(names[sharded], segment.offset, piece, under_way)
             self._tell(sum(p.nbytes for p in pieces.values()))
@@ -357,7 +365,7 @@ class _Saving:
         for file in files.values():
             file.sync()
         self._tell(0)
-        return {stem: file.pieces() for stem, file in files.items()}
+        return {**{stem: file.pieces() for stem, file in files.items()}, "finite": finite}
 
     def _index(
         self, pieces: list[dict[str, Any]], names: list[dict[str, str]], makers: Sequence[int]
@@ -390,6 +398,7 @@ class _Saving:
             "random": self._random[0],
             "random_of_other_ranks": self._random[1:],
             "buffers_of_other_ranks": self._others,
+            "finite": all(of_rank["finite"] for of_rank in pieces),
             **({"apart": apart} if apart else {}),
         }
         self._content = target.index(files, self._counter, content)
@@ -403,6 +412,8 @@ class _Saving:
 
         def end() -> None:
             target.clear()
+            if self._comm.rank == 0 and not index["finite"]:
+                self._warn_of_nan(target, stays=keep_last is not None)
             for error in target.prune(keep_last) if keep_last is not None else ():
                 warnings.warn(
                     f"{target.path} is saved, but an older checkpoint is not removed: {error}",
@@ -412,6 +423,16 @@ class _Saving:
 
         commits = [target.commit, bool] if self._comm.rank == 0 else [target.stay, target.commit]
         return [partial(target.prepare, index), *commits, end]
+
+    def _warn_of_nan(self, target: Save, stays: bool) -> None:
+        whole = target.newest_finite()
+        there = "no checkpoint there has finite ones"
+        if whole is not None:
+            there = f"the newest checkpoint with finite ones is {whole}" + ", which stays" * stays
+            there += "; to resume from it, move newer ones to another directory"
+        warnings.warn(
+            f"{target.path} has parameters that are NaN or infinite: {there}", RuntimeWarning, stacklevel=2
+        )
 
     def _specs_of(self) -> dict[str, dict[str, Spec]]:
         """Return what is in each file that is written chunk by chunk."""

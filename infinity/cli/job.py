@@ -10,15 +10,15 @@ import contextlib
 import json
 import re
 import signal
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 import torch
 
+from infinity.api.together import agree
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.signals import Ended
@@ -29,7 +29,6 @@ from infinity.hardware.ranks import PATIENCE
 from .ending import Quiet, ignore_signals
 from .settings import read_values
 
-T = TypeVar("T")
 _PATIENCE: Final = 10.0  # seconds in which ranks come without a word
 
 
@@ -83,14 +82,6 @@ class Job:
         """Wait until all ranks have come to this point of the program, which `what` names. Collective."""
         self.comm.exchange(what)
 
-    def of_first(self, what: str, value: T) -> T:
-        """Return the first rank's `value`, of what JSON has. Collective."""
-        if self.at.world == 1:
-            return value
-        told = self.comm.exchange(what, json.dumps(value).encode() if self.first else b"")
-        found: T = json.loads(told[0])
-        return found
-
     def check_same(self, what: str, values: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless all ranks have the same values, by name, as JSON. Collective."""
         told = [json.loads(t) for t in self.comm.exchange(what, json.dumps(values, default=str).encode())]
@@ -106,16 +97,12 @@ class Job:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum over ranks of each of `values`, added in the order of the ranks. Collective."""
-        told = self._of_all("the figures of a step", values)
+        told = agree(self.comm, "the figures of a step", [*values])
         return [sum(column) for column in zip(*told, strict=True)]
 
     def most(self, what: str, value: int) -> int:
         """Return the largest of all ranks' values. Collective."""
-        return int(max(values[0] for values in self._of_all(what, [value])))
-
-    def _of_all(self, what: str, values: Sequence[float]) -> list[tuple[float, ...]]:
-        form = struct.Struct(f"<{len(values)}d")
-        return [form.unpack(told) for told in self.comm.exchange(what, form.pack(*values))]
+        return int(max(agree(self.comm, what, value)))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import click
 
 from infinity.core.errors import InfinityError
 from infinity.core.signals import ended
-from infinity.core.system_errors import name_limit, reason
+from infinity.core.system_errors import cure, reason
 from infinity.version import __version__
 
 from .ending import Quiet, close_on_signals, end_on_signals, leave_signals, say_ended
@@ -95,7 +95,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except InfinityError as error:
         if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
             importlib.import_module("infinity.cli.settings").say_in_options(error)
-        name_limit(error)
+        error.cure = cure(getattr(error, "errno", None), error.cure or "") or None
         show_error(error)
         if "--json" in arguments:
             with contextlib.suppress(OSError):  # the error is told on stderr

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from infinity.api.claimed import claimed, closed_apart, going_on
 from infinity.api.this_machine import drive_here
+from infinity.api.together import agree
 from infinity.core.errors import ConfigError, DataError, DirectoryError
 from infinity.core.system_errors import reason
 from infinity.planning.machine import Drive, Machine
@@ -115,7 +116,7 @@ def taken(train: TrainSettings, place: str | None, job: Job) -> Iterator[str | N
             root = place if train.output is not None else new_directory(place)
             if train.output is None:
                 ends.callback(closed_apart, lambda: _remove_unused(root))
-        root = job.of_first("where checkpoints go", root)
+        root = agree(job.comm, "where checkpoints go", root)[0]
         # Again: another run may have ended since.
         check = check_root if train.resume else check_unused
         ends.enter_context(claimed(job.comm, root, lambda: check(root)))

@@ -196,7 +196,7 @@ class Training(Run):
             raise ConfigError(
                 "this process may not open as many files as a checkpoint takes",
                 expected=f"{_DESCRIPTORS} more, and what I/O takes",
-                found=f"{opened} more" if opened < _DESCRIPTORS else str(error),
+                found=f"{opened} more" if opened < _DESCRIPTORS else str(error).splitlines()[0],
                 cure=f"ulimit -n {max(256, 2 * soft)}; or --no-save",
             ) from error
 

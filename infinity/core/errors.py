@@ -33,6 +33,11 @@ A message says what was expected, what was found and what to change (`cure`).
 
 from __future__ import annotations
 
+import errno as numbers
+
+from .system_errors import cure as limit_cure
+from .system_errors import reason
+
 __all__ = [
     "BackendError",
     "BudgetError",
@@ -161,6 +166,8 @@ class StorageError(InfinityError, OSError):
         found: object = None,
         cure: str | None = None,
     ) -> None:
+        if errno in (numbers.EMFILE, numbers.ENFILE):  # whatever the file is: the limit is the cause
+            expected, found, cure = None, reason(errno), limit_cure(errno, "")
         super().__init__(what, expected=expected, found=found, cure=cure)
         self.errno = errno
         self.path = path

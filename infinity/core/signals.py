@@ -26,12 +26,17 @@ _came: list[Ended] = []
 _hung_up: list[bool] = []
 
 
-class Ended(KeyboardInterrupt):
-    """A signal asks this process to end. `number`: which."""
+class Ended(KeyboardInterrupt, SystemExit):
+    """A signal asks this process to end. `number`: which.
+
+    What interrupts a wait takes it for a KeyboardInterrupt. Where nobody catches it, Python ends the process
+    with `code`, and without a traceback: it would end a subclass of KeyboardInterrupt alone with 1.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+        self.code = 128 + number
 
 
 def end(number: int, frame: FrameType | None) -> None:
@@ -83,7 +88,8 @@ class Asked:
 
     def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
         """Restore the handlers. After a SIGHUP, and in a command that was asked to end, ignore the next
-        SIGHUP: the process is about to end, and the signal must not disturb that."""
+        SIGHUP: the process is about to end, and the signal must not disturb that. SIGUSR1 never becomes fatal
+        again: a scheduler may send it late, to a run that has just saved all it has."""
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)
@@ -93,7 +99,8 @@ class Asked:
             if number == signal.SIGHUP and now == self._ask and ends:
                 signal.signal(number, ignore)
             elif now in (self._ask, end) or (now is ignore and before is not end):
-                signal.signal(number, before)
+                late = number == signal.SIGUSR1 and before is signal.SIG_DFL
+                signal.signal(number, ignore if late else before)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

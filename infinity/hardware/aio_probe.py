@@ -23,9 +23,11 @@ import logging
 import mmap
 import os
 import tempfile
+from pathlib import Path
 from typing import Any, Final
 
 from infinity.core.errors import BackendError, DirectoryError
+from infinity.core.system_errors import thread_limits
 
 from .aio_native import ALIGNMENT, ffi, lib
 from .direct_file import DirectFile, dio_offset_align
@@ -113,10 +115,21 @@ def _describe(error: int) -> str:
     return _REASONS.get(-error, os.strerror(-error))
 
 
+def _has_contexts() -> bool:
+    """Return whether the kernel has contexts of libaio left: then something else was refused."""
+    try:
+        there, most = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
+    except (OSError, ValueError):
+        return False
+    return there < most // 2
+
+
 def _try(backend: str, file: DirectFile | None) -> str:
     """Return "ok", or why this backend does not work (in this file's directory)."""
     out = ffi.new("aio_ring **")
     error = lib.aio_ring_open(backend.encode(), ring_options(ALIGNMENT, 2, 1, 10.0, 0), out)
+    if error == -numbers.EAGAIN and (backend in ("uring", "threads") or _has_contexts()):
+        return "no thread can be started (ulimit -v, ulimit -u)"
     if error < 0:
         return _describe(error)
     ring = ffi.gc(out[0], lib.aio_ring_release)
@@ -245,5 +258,5 @@ def _first_that_works(file: DirectFile | None) -> tuple[str, str]:
         "no I/O backend works here",
         expected="one of " + ", ".join(BACKENDS),
         found="; ".join(refused),
-        cure="check the limits on threads and descriptors (ulimit -u, ulimit -n)",
+        cure=f"raise the limit that is named above; of threads, it is {thread_limits()}",
     )

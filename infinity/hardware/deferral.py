@@ -29,6 +29,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import torch
 
 from infinity.core.engine_lock import EngineLock, Hold
+from infinity.core.threads import start
 
 from .streams import Task
 
@@ -78,7 +79,7 @@ class Deferral:
         self._thread = threading.Thread(
             target=_serve, args=(self._queue,), name="infinity-deferral", daemon=True
         )
-        self._thread.start()
+        start(self._thread)
         # The thread holds the queue, not the deferral, so a forgotten one ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
         self._finalizer.atexit = False  # the user's own handlers may save

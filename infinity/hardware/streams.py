@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from infinity.core.errors import ClosedError
+from infinity.core.threads import start
 from infinity.core.waiting import POLL, Latch
 
 __all__ = ["POLL", "Event", "HostStream", "Task", "is_over", "wait_over"]
@@ -143,7 +144,7 @@ class HostStream:
         self._thread = threading.Thread(
             target=_run_stream, args=(self._queue, delay, there), name=f"infinity-{name}", daemon=True
         )
-        self._thread.start()
+        start(self._thread)
         # The thread holds the queue, not the stream, so a forgotten stream ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
         self._finalizer.atexit = False  # `close` does it, or it goes with the process

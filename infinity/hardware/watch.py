@@ -34,6 +34,7 @@ from typing import Any, Final, Protocol
 
 from infinity.core.errors import DivergenceError, RankError
 from infinity.core.stack import user_place
+from infinity.core.threads import start
 
 _log = logging.getLogger("infinity.ranks")
 
@@ -113,7 +114,7 @@ class Watch:
         woken.setblocking(False)
         self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
-        self._thread.start()
+        start(self._thread)
         deadline = time.monotonic() + timeout
         try:
             if rank == 0:

@@ -24,6 +24,7 @@ import torch
 from infinity.core.errors import ClosedError
 from infinity.core.locks import lock
 from infinity.core.spans import now
+from infinity.core.threads import start
 from infinity.core.waiting import POLL, Bell, Latch
 from infinity.hardware.device import Device, Event
 from infinity.hardware.streams import wait_over
@@ -124,7 +125,7 @@ class Loader:
         self._worker = _Worker(store, pool, device, plans, updates)
         updates.listen(self._worker.wake)
         self._thread = threading.Thread(target=self._worker.run, name="infinity-load", daemon=True)
-        self._thread.start()
+        start(self._thread)
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False  # the user's own handlers may save
 

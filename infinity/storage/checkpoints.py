@@ -380,11 +380,19 @@ class Save:
         except OSError as error:
             raise failed("write", self.path, error) from error
 
+    def newest_finite(self) -> str | None:
+        """Return the newest checkpoint of the root whose trained parameters are neither NaN nor infinite."""
+        found = reversed(list_checkpoints(self.root, damaged=False))
+        return next((one.path for one in found if one.content.get("finite", True)), None)
+
     def prune(self, keep_last: int) -> list[OSError]:
-        """Remove all checkpoints of the root but the `keep_last` that were completed last; return why some
-        could not be removed."""
+        """Remove all checkpoints of the root but the `keep_last` that were completed last, and the newest
+        finite one; return why some could not be removed."""
         errors = []
+        whole = self.newest_finite()
         for old in list_checkpoints(self.root, damaged=False)[:-keep_last]:
+            if old.path == whole:
+                continue
             try:
                 _mark(old.path, _words_at(old.path))
                 # Without its index it is no checkpoint, and what is left of it is marked.

@@ -19,6 +19,7 @@ import torch
 
 from infinity.core.errors import BudgetError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to, format_size
+from infinity.core.system_errors import reason
 from infinity.hardware.cores import prefer_node
 
 
@@ -95,7 +96,7 @@ class HostMapping:
             raise BudgetError(
                 "the system refused host memory",
                 expected=f"{format_size(nbytes)} ({nbytes} bytes)",
-                found=os.strerror(error.errno),
+                found=reason(error.errno),
                 cure=f"free that much memory, or allow this process {-(-nbytes // 1024)} KiB more "
                 "(`ulimit -v`, or the memory limit of its cgroup)",
             ) from error
