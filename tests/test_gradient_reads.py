@@ -155,6 +155,16 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def test_a_model_is_moved_to_where_it_is(wrapped: Wrapped) -> None:  # noqa: F811
+    model, _ = wrapped
+    model(tokens()).backward()
+    up = model.blocks[0].up.weight
+    before = infinity.gradient(up)
+    up.grad.data = up.grad.clone()  # as `Module.to` does it
+    up.grad.data = up.grad
+    assert torch.equal(infinity.gradient(up), before)
+
+
 @pytest.mark.parametrize("alpha", [1, -0.5])
 def test_a_gradient_is_added_to_itself_and_to_another(alpha: float, wrapped: Wrapped) -> None:  # noqa: F811
     model, _ = wrapped
