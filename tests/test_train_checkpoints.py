@@ -508,6 +508,7 @@ def test_a_full_drive_when_sigterm_comes(
     assert "NOT SAVED" in out
 
 
+@pytest.mark.later
 @pytest.mark.root
 def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, tmp_path: Path) -> None:
     """Somebody fills the drive meanwhile; it has room again at the end."""
