@@ -74,7 +74,8 @@ def with_python() -> list[Any]:
     pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
     marks = {
         "libraries.md": [pytest.mark.ecosystem, _without("trl")],
-        "inference.md": [_without("transformers")],
+        "inference.md": [pytest.mark.later, _without("transformers")],
+        **{name: [pytest.mark.later] for name in ("loops.md", "placement.md", "saving.md")},
     }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
 

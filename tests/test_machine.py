@@ -110,6 +110,7 @@ def test_nothing_of_this_machine_is_read(
     assert "--nvme /drives/a" in result["problems"][0]["cure"]
 
 
+@pytest.mark.first
 @pytest.mark.processes
 @pytest.mark.parametrize("may_have", [None, True, False])
 def test_torch_is_asked_for_a_device_only_where_one_may_be(may_have: bool | None) -> None:

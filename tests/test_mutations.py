@@ -35,7 +35,7 @@ def test_the_table_has_each_point_of_synchronisation_of_the_engine() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(FEW, id="a few"),
+        pytest.param(FEW, id="a few", marks=pytest.mark.later),
         *(pytest.param(names, id=str(n), marks=pytest.mark.slow) for n, names in enumerate(GROUPS)),
     ],
 )

@@ -42,6 +42,7 @@ def test_a_package_that_another_one_imports_is_blamed(
         optional("nothing_such", "hf")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["torchvision", "transformers"])
 def test_doctor_imports_what_it_calls_ok(name: str, tmp_path: Path) -> None:
     package(tmp_path, name, BROKEN)

@@ -230,6 +230,7 @@ def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, A
     assert all(q.in_use == 0 for q in engine.pool.stats().values())
 
 
+@pytest.mark.later
 @pytest.mark.processes
 @pytest.mark.parametrize("how", quick(["end", "raise"], ["raise"]))
 def test_the_interpreter_ends_with_an_update_under_way(how: str, tmp_path: Path) -> None:

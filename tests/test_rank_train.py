@@ -215,6 +215,7 @@ def test_ranks_that_were_started_differently_do_not_train(
     assert said.count(f"ranks were started with a different {name}") == 1
 
 
+@pytest.mark.later
 def test_nodes_that_share_no_directory_keep_what_they_train(text: str, nvme: str, tmp_path: Path) -> None:
     """A run that a rank ends on the way goes on from what each node has, and ends as if undisturbed."""
     shared = common(

@@ -302,6 +302,7 @@ def ranks_of(*arguments: str) -> list[Result]:
     return run_ranks(2, PROGRAM, *arguments[2:], seconds=100)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_counts_for_all(rank: int, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
@@ -329,6 +330,7 @@ if step == 3:
 """
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("total", "nth", "code", "steps"), [(12, 1, 75, 5), (4, 1, 75, 4), (4, 2, -signal.SIGTERM, 4)]
 )
@@ -669,6 +671,7 @@ def test_a_log_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: P
     assert os.listdir(tmp_path) == ["log"]
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("own_environment")
 def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
     text: str, nvme: str, tmp_path: Path
@@ -687,6 +690,7 @@ def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
 # -- infinity train ---------------------------------------------------------------------------
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("own_environment")
 def test_the_command_is_such_a_run(text: str, nvme: str, tmp_path: Path) -> None:
     """It saves by the clock and after SIGUSR1, and its log has times and an id, which it keeps."""
@@ -724,6 +728,7 @@ def usual_signals() -> None:
 # -- docs/runs.md -----------------------------------------------------------------------------
 
 
+@pytest.mark.later
 def test_the_script_of_the_documents(tmp_path: Path) -> None:
     """As it stands; a SIGTERM between has it end and go on."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

@@ -104,6 +104,7 @@ def test_a_job_that_fails_is_not_requeued(place: Path, text: str, nvme: str) -> 
     assert not (place / "requeued").exists()
 
 
+@pytest.mark.later
 @pytest.mark.processes
 def test_a_service_goes_on(place: Path, text: str, nvme: str) -> None:
     """The signal for the process that systemd has started is one for the run."""

@@ -167,6 +167,7 @@ def test_a_run_that_nobody_tells_of_its_lost_terminal(text: str, nvme: str) -> N
     assert find(os.fspath(root)).step == 60
 
 
+@pytest.mark.later
 def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
     """Of `infinity train | tee log`, say."""
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000")) as child:
@@ -177,6 +178,7 @@ def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
         assert child.wait(60) == 75
 
 
+@pytest.mark.later
 def test_sigusr1_ends_nothing_from_the_first_to_the_last(text: str, nvme: str) -> None:
     """It asks for a checkpoint, and comes when somebody's clock says so."""
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "2"), "--no-save") as child:

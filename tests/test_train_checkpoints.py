@@ -239,7 +239,7 @@ def test_the_last_save_waits_for_that_of_another_process(
     assert capsys.readouterr().out.count("waits for it") == 1
 
 
-@pytest.mark.first
+@pytest.mark.later
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: int, text: str, nvme: str, tmp_path: Path) -> None:
     """Also amid the save that the first one asked for: what was saved before stays."""
@@ -488,6 +488,7 @@ def test_a_run_that_goes_on_on_a_full_drive(text: str, nvme: str, tmp_path: Path
         assert train(late)["checkpoint"] == f"{root}/step-2"
 
 
+@pytest.mark.later
 @pytest.mark.root
 def test_a_full_drive_when_sigterm_comes(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -508,6 +509,7 @@ def test_a_full_drive_when_sigterm_comes(
     assert "NOT SAVED" in out
 
 
+@pytest.mark.later
 @pytest.mark.root
 def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, tmp_path: Path) -> None:
     """Somebody fills the drive meanwhile; it has room again at the end."""
