@@ -46,7 +46,7 @@ setup(
                 for name in ("adam_scalar", "adam_avx2", "adam_avx512", "dispatch", "pool", "module")
             ],
             include_dirs=["csrc/cpu_adam"],
-            depends=["csrc/cpu_adam/adam.h", "csrc/cpu_adam/adam_lane.inl"],
+            depends=["csrc/cpu_adam/adam.h", "csrc/cpu_adam/adam_lane.inl", "csrc/cpu_adam/rules.h"],
             extra_compile_args=COMMON,
             extra_link_args=["-pthread"],
             cxx_std=17,

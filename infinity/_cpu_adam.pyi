@@ -12,12 +12,15 @@ def available_isas() -> list[str]: ...
 def threads() -> int: ...
 def set_threads(count: int) -> None: ...
 def derive(
+    rule: int,
     segment: bytes,
 ) -> tuple[float, float, float, float, float, float, float, float, float, bool]: ...
 def update(
+    rule: int,
     master: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    first: int,
+    second: int,
+    moment_dtype: int,
     grad: int,
     grad_dtype: int,
     out: int,
@@ -27,8 +30,9 @@ def update(
 ) -> None: ...
 def measure(
     master: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    first: int,
+    second: int,
+    moment_dtype: int,
     grad: int,
     grad_dtype: int,
     out: int,

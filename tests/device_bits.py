@@ -8,9 +8,8 @@ import torch
 
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import AdamSegment
 
-from .test_cpu_adam import DTYPES, OPTIONS, SIZES, VARIANTS, any_bits, same, state, values
+from .test_cpu_adam import DTYPES, OPTIONS, SIZES, VARIANTS, adam_segment, any_bits, same, state, values
 
 
 def adam(device: str, grad: torch.dtype, out: torch.dtype | None) -> list[str]:
@@ -40,14 +39,14 @@ def segments(device: str) -> list[str]:
     n = 100_003
     scalars = {k: v for k, v in OPTIONS.items() if k != "step"}
     groups = [
-        AdamSegment(0, 17, **scalars, step=1),
-        AdamSegment(17, 40_000, **{**scalars, "lr": 3e-3, "weight_decay": 0.0}, step=9),
-        AdamSegment(50_000, 50_003, **scalars, step=2, grad_scale=0.5, decoupled=False),
+        adam_segment(0, 17, **scalars, step=1),
+        adam_segment(17, 40_000, **{**scalars, "lr": 3e-3, "weight_decay": 0.0}, step=9),
+        adam_segment(50_000, 50_003, **scalars, step=2, grad_scale=0.5, decoupled=False),
     ]
     here, there = state(n), [t.to(device) for t in state(n)]
     gradient = values(n, 9)
-    cpu_adam.adamw_update_segments(*here, gradient, None, groups)
-    adam_reference.adamw_reference_segments(*there, gradient.to(device), None, groups)
+    cpu_adam.update_segments(here[0], here[1:], gradient, None, groups)
+    adam_reference.reference_segments(there[0], there[1:], gradient.to(device), None, groups)
     same_all = [same(found.cpu(), wanted) for found, wanted in zip(there, here, strict=True)]
     return [] if all(same_all) else ["Adam by segments"]
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from infinity.hardware import adam_fused, adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import AdamSegment
 
 from .device_bits import CHECKS
-from .test_cpu_adam import OPTIONS, any_bits, same
+from .test_cpu_adam import OPTIONS, adam_segment, any_bits, same
 
 
 def any_values() -> list[str]:
@@ -23,9 +22,9 @@ def any_values() -> list[str]:
     n = 20_000
     bits = any_bits(4 * n, torch.float32).view(4, n)
     here, there = ([*bits[:2].clone(), bits[2].abs()] for _ in range(2))
-    segments = [AdamSegment(7, n - 7, **OPTIONS)]
-    cpu_adam.adamw_update_segments(*here, bits[3], None, segments)
-    adam_reference.adamw_reference_segments(*there, bits[3], None, segments)
+    segments = [adam_segment(7, n - 7, **OPTIONS)]
+    cpu_adam.update_segments(here[0], here[1:], bits[3], None, segments)
+    adam_reference.reference_segments(there[0], there[1:], bits[3], None, segments)
     return [] if all(map(same, here, there)) else ["any values"]
 
 

@@ -67,6 +67,10 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         "program": [step(draw, model, sizes, config, world) for _ in range(3)],
     }
     alone(random.Random(f"alone {seed}"), made, world)
+    rules = random.Random(f"rules {seed}")
+    if rules.random() < 0.4:
+        made["optimizer"] = rules.choice(("momentum", "lion", "sgd"))
+    config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "bf16"))
     return made
 
 

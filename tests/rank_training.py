@@ -7,8 +7,9 @@ The reference has one copy of the model for each rank, in one process: it adds u
 answers between steps, values and state are compared bit for bit; norms to 1e-12, because they are summed in
 another order.
 
-Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `clip`, `clip_by_torch`, `config`, and either
-`steps` and `accumulate`, or a `program`: what each step does, as `one_step` and `between` have it, and then
+Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.OPTIMIZERS`), `clip`,
+`clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does, as
+`one_step` and `between` have it, and then
 
     edits: factors of the parameters that are edited, and `source`: the rank whose edits are kept, in a
         `gathered` block; without it each rank edits all that it has.
@@ -36,10 +37,12 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import GradientError, RankError
-from infinity.hardware import adam_reference
+from infinity.hardware import adam_reference, cpu_adam
+from infinity.optim.rules import rule_of
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
+from .whole import OPTIMIZERS
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,6 +143,12 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
             params[name].view(-1)[::3].mul_(factor).add_(0.01 * rank)
 
 
+def optimizer_of(settings: dict[str, Any], groups: Any) -> torch.optim.Optimizer:
+    """Return torch's optimizer of the settings over `groups`."""
+    name = settings.get("optimizer")
+    return torch.optim.AdamW(groups, lr=LR) if name is None else OPTIMIZERS[name](groups)
+
+
 def load_values(model: Any, factors: Mapping[str, float]) -> None:
     """Load a multiple of the values of some parameters."""
     values = model.state_dict()
@@ -185,7 +194,7 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
                 param.add_(1)
     torch.manual_seed(5)
     groups = two_groups if settings.get("groups") else all_parameters
-    adam = torch.optim.AdamW(groups(made.model), lr=LR)
+    adam = optimizer_of(settings, groups(made.model))
     config = infinity.Config(**settings["config"], max_grad_norm=settings.get("clip"))
     model, optimizer = infinity.wrap(made.model, adam, config)
     params, engine = dict(model.named_parameters()), engine_of(optimizer)
@@ -327,10 +336,11 @@ def reference(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(take)
     groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
-    adam = torch.optim.AdamW(groups, lr=LR)
+    adam = optimizer_of(settings, groups)
+    rule, kept = rule_of(adam), DTYPES[settings["config"].get("optimizer_state_dtype", "fp32")]
     names = {p: n for n, p in made.model.named_parameters()}
     scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
-    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    moments: dict[str, list[torch.Tensor]] = {}
     steps = dict.fromkeys(masters, 0)
     random = []
     for rank in range(world):
@@ -347,12 +357,16 @@ def reference(
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
-            first, second = moments.setdefault(name, (torch.zeros(grad.shape), torch.zeros(grad.shape)))
-            adam_reference.adamw_reference(
-                masters[name].view(-1), first.view(-1), second.view(-1), grad.reshape(-1), None,
-                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
-                weight_decay=group["weight_decay"], step=steps[name], grad_scale=1.0 / scale * clip,
-            )  # fmt: skip
+            if name not in moments:
+                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
+            segment = cpu_adam.Segment(
+                *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
+                *(group["lr"], group["weight_decay"], 1.0 / scale * clip),
+                maximize=bool(group.get("maximize")),
+                options=rule.options(group),
+            )
+            flat = masters[name].view(-1), moments[name], grad.reshape(-1)
+            adam_reference.reference_segments(*flat, None, [segment])
             for model in models:
                 model.get_parameter(name).data.copy_(masters[name])
 
@@ -406,13 +420,19 @@ def reference(
                 for model in models:
                     model.get_parameter(name).data.copy_(masters[name])
     state = {
-        n: {"step": torch.tensor(float(steps[n])), "exp_avg": first, "exp_avg_sq": second}
-        for n, (first, second) in moments.items()
+        n: {
+            "step": torch.tensor(float(steps[n])),
+            **{
+                kind: moment.float().view(masters[n].shape)
+                for kind, moment in zip(rule.moments, of_one, strict=True)
+            },
+        }
+        for n, of_one in moments.items()
     }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
-            none = torch.zeros(param.shape)
-            state.setdefault(name, {"step": torch.tensor(0.0), "exp_avg": none, "exp_avg_sq": none})
+            nothing = {kind: torch.zeros(param.shape) for kind in rule.moments}
+            state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
             state[name]["master"] = masters[name]
     return [
         {"losses": mine, "state": state, "values": dict(model.state_dict())}

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import AdamSegment
 
 from .command_line import python
-from .test_cpu_adam import OPTIONS, same, state, values
+from .test_cpu_adam import OPTIONS, adam_segment, same, state, values
 
 SEGMENTS = [
-    AdamSegment(3, 700, **OPTIONS),
-    AdamSegment(800, 200, **{**OPTIONS, "weight_decay": 0.01}, decoupled=False),  # another kind of kernel
+    adam_segment(3, 700, **OPTIONS),
+    adam_segment(800, 200, **{**OPTIONS, "weight_decay": 0.01}, decoupled=False),  # another kind of kernel
 ]
 
 
@@ -53,8 +52,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., N
 def updates_as_the_cpu_does() -> bool:
     grad, outs = values(1000, 9).bfloat16(), [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2)]
     here, there = state(1000), state(1000)
-    cpu_adam.adamw_update_segments(*here, grad, outs[0], SEGMENTS)
-    adam_reference.adamw_reference_segments(*there, grad, outs[1], SEGMENTS)
+    cpu_adam.update_segments(here[0], here[1:], grad, outs[0], SEGMENTS)
+    adam_reference.reference_segments(there[0], there[1:], grad, outs[1], SEGMENTS)
     return all(map(same, [*here, outs[0]], [*there, outs[1]]))
 
 
@@ -80,7 +79,8 @@ def _fails(*_: Any) -> None:
 
 def _right(p: Any, m: Any, v: Any, grad: Any, first: int, last: int, scalars: Any) -> None:
     part = slice(first, last)
-    adam_reference._reference_slice(p[part], m[part], v[part], grad[part], None, *scalars)
+    moments = m[part], v[part]
+    adam_reference._reference_slice(adam_reference._adam, p[part], moments, grad[part], None, *scalars)
 
 
 def _on(change: Callable[[int, int], tuple[int, int]]) -> Callable[..., None]:
@@ -120,7 +120,7 @@ def test_where_there_is_no_memory_to_try_it_it_is_tried_again(serve: Any) -> Non
     before = state(1000)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
-            adam_reference.adamw_reference_segments(*before, values(1000, 9), None, SEGMENTS)
+            adam_reference.reference_segments(before[0], before[1:], values(1000, 9), None, SEGMENTS)
     assert all(map(same, before, state(1000)))
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import AdamSegment
+from infinity.hardware.cpu_adam import Adam, Segment
 
 from .command_line import python
 from .quick import covering
@@ -27,6 +27,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 64, 100_003)
 ISAS = cpu_adam.available_isas()
 OPTIONS: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=7)
+
+
+def adam_segment(
+    start: int,
+    numel: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> Segment:
+    options = Adam(beta1, beta2, eps, decoupled)
+    return Segment(start, numel, 0, 0, step, lr, weight_decay, grad_scale, maximize, options)
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +259,7 @@ def test_the_gradient_scale_is_one_multiplication() -> None:
 # ---- segments ----
 
 
-def segments_of(n: int, seed: int) -> list[AdamSegment]:
+def segments_of(n: int, seed: int) -> list[Segment]:
     """Return segments of 0 to 300 elements with gaps, each with scalars of its own."""
     rng = np.random.default_rng(seed)
     found, at = [], 0
@@ -253,7 +270,7 @@ def segments_of(n: int, seed: int) -> list[AdamSegment]:
             return found
         k = len(found)
         found.append(
-            AdamSegment(
+            adam_segment(
                 at, numel, 1e-3 * (k % 3), 0.9 - 0.3 * (k % 2), 0.99, 1e-8, 0.1, 1 + k % 4, 0.5, k % 5 > 0
             )
         )
@@ -271,13 +288,13 @@ def test_one_call_for_many_segments_equals_many_calls(isa: str, count: int) -> N
     assert len(segments) > 300
     outs = [torch.full((n,), 7.0, dtype=torch.float16) for _ in range(3)]
     together, apart, reference = state(n), state(n), state(n)
-    cpu_adam.adamw_update_segments(*together, grad, outs[0], segments)
+    cpu_adam.update_segments(together[0], together[1:], grad, outs[0], segments)
     for s in segments:
         part = slice(s.start, s.start + s.numel)
-        options = s._asdict()
-        del options["start"], options["numel"]
+        options = {k: getattr(s, k) for k in ("lr", "weight_decay", "step", "grad_scale", "maximize")}
+        options |= s.options._asdict()
         cpu_adam.adamw_update(*(t[part] for t in apart), grad[part], outs[1][part], **options)
-    adam_reference.adamw_reference_segments(*reference, grad, outs[2], segments)
+    adam_reference.reference_segments(reference[0], reference[1:], grad, outs[2], segments)
     touched = torch.zeros(n, dtype=torch.bool)
     for s in segments:
         touched[s.start : s.start + s.numel] = True
@@ -291,7 +308,7 @@ def test_one_call_for_many_segments_equals_many_calls(isa: str, count: int) -> N
 
 def test_no_segments_touch_nothing() -> None:
     tensors = state(10)
-    cpu_adam.adamw_update_segments(*tensors, torch.zeros(10), None, [])
+    cpu_adam.update_segments(tensors[0], tensors[1:], torch.zeros(10), None, [])
     assert all(torch.equal(a, b) for a, b in zip(tensors, state(10), strict=True))
 
 
@@ -560,21 +577,30 @@ def test_errors_come_before_anything_is_written(call: Any, message: str, changed
 @pytest.mark.parametrize(
     "segments",
     [
-        [AdamSegment(0, 65, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [AdamSegment(-1, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(3, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [AdamSegment(8, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [AdamSegment(0, -4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
-        [AdamSegment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1), AdamSegment(4, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 0)],
-        [AdamSegment(0, 1 << 70, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [adam_segment(0, 65, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [adam_segment(-1, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [
+            adam_segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1),
+            adam_segment(3, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1),
+        ],
+        [
+            adam_segment(8, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1),
+            adam_segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1),
+        ],
+        [adam_segment(0, -4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
+        [
+            adam_segment(0, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1),
+            adam_segment(4, 4, 1e-3, 0.9, 0.99, 1e-8, 0.0, 0),
+        ],
+        [adam_segment(0, 1 << 70, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)],
         [(0, 4)],
     ],
 )
-@pytest.mark.parametrize("call", [cpu_adam.adamw_update_segments, adam_reference.adamw_reference_segments])
+@pytest.mark.parametrize("call", [cpu_adam.update_segments, adam_reference.reference_segments])
 def test_bad_segments_are_refused(call: Any, segments: Any) -> None:
     tensors = state(64)
     with pytest.raises(ParameterError, match="segment"):
-        call(*tensors, values(64, 9), None, segments)
+        call(tensors[0], tensors[1:], values(64, 9), None, segments)
     assert all(torch.equal(a, b) for a, b in zip(tensors, state(64), strict=True))
 
 

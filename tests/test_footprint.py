@@ -9,7 +9,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, GiB, MiB, Tier
 from infinity.planning.footprint import Budget, Footprint, demand, footprint
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import plan_chunks
+from infinity.planning.parts import ADAM, moments_of, plan_chunks
 from infinity.planning.placement import assign
 
 NUMEL = 4 * NORM_BLOCK
@@ -25,7 +25,12 @@ def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footpri
     )
     sets = [[i] for i in range(len(UNITS))]
     return footprint(
-        layouts, plan_chunks(layouts, assignment, staged=staged), sets, config, budget, staged=staged
+        layouts,
+        plan_chunks(layouts, assignment, moments_of(ADAM, config), staged=staged),
+        sets,
+        config,
+        budget,
+        staged=staged,
     )
 
 
@@ -67,6 +72,7 @@ def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype
     plans = plan_chunks(
         layouts,
         assign(layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]),
+        moments_of(ADAM, config),
         staged=False,
     )
     wanted = demand(layouts, plans, [[i] for i in range(len(UNITS))], config, staged=False)

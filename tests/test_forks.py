@@ -71,14 +71,14 @@ def test_a_fork_waits_for_nothing_of_its_parent(
     )
     model, adam = infinity.wrap(net, torch.optim.AdamW(net.parameters()), config)
     go, began = threading.Event(), threading.Event()
-    real = cpu_adam.adamw_update_segments
+    real = cpu_adam.update_segments
 
     def held(*args: Any) -> None:
         began.set()
         assert go.wait(120)
         real(*args)
 
-    monkeypatch.setattr(cpu_adam, "adamw_update_segments", held)
+    monkeypatch.setattr(cpu_adam, "update_segments", held)
     x = torch.randn(4, 16)
     weight = model[1].weight
     calls: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.sizes import NORM_BLOCK, SEGMENT_ELEMENTS, Tier
 from infinity.planning.partition import ParamSpec, UnitLayout, partition
-from infinity.planning.parts import plan_chunks
+from infinity.planning.parts import ADAM, Moment, plan_chunks
 from infinity.planning.placement import assign
 
 dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
@@ -154,7 +154,10 @@ def test_the_copy_is_the_master_only_in_fp32_on_one_tier() -> None:
     def sections(dtype: str, copy: Tier, state: Tier) -> int:
         layouts = partition([("u", [ParamSpec("p", (10,), dtype, True, 0)])], NORM_BLOCK)
         plans = plan_chunks(
-            layouts, assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}), staged=False
+            layouts,
+            assign(layouts, {copy: 1.0}, {state: 1.0}, {Tier.HOST: 1.0}),
+            [Moment(name, "fp32") for name in ADAM],
+            staged=False,
         )
         return len(plans[0].parts["state"].sections)
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, Tier
-from infinity.planning import parts
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import PURPOSES, ChunkParts, plan_chunks
+from infinity.planning.parts import ADAM, PURPOSES, ChunkParts, Moment, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.layout import Layout
 
 DTYPES = ("fp32", "bf16", "fp16")
 PLACES = list(itertools.product(Tier, Tier, Tier))
+MOMENTS = [Moment(name, "fp32") for name in ADAM]
 
 
 def parts_of(
-    places: tuple[Tier, Tier, Tier], dtype: str, *, staged: bool, delayed: bool, frozen: bool = False
+    places: tuple[Tier, Tier, Tier],
+    dtype: str,
+    *,
+    staged: bool,
+    delayed: bool,
+    frozen: bool = False,
+    moments: Sequence[Moment] = MOMENTS,
 ) -> ChunkParts:
     layouts = partition([("u", [ParamSpec("p", (NORM_BLOCK,), dtype, not frozen, 0)])], NORM_BLOCK)
     assignment = assign(layouts, *({tier: 1.0} for tier in places))
-    (plan,) = plan_chunks(layouts, assignment, staged=staged, delayed=delayed)
+    (plan,) = plan_chunks(layouts, assignment, moments, staged=staged, delayed=delayed)
     return plan
 
 
@@ -103,13 +110,14 @@ def test_what_a_step_moves_per_parameter(
 
 
 @pytest.mark.parametrize("places", PLACES)
-def test_a_new_state_needs_its_name_and_no_more(
-    places: tuple[Tier, Tier, Tier], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
+def test_a_new_moment_needs_its_name_and_its_dtype_and_no_more(
+    places: tuple[Tier, Tier, Tier], precision: str, itemsize: int
 ) -> None:
     before = parts_of(places, "bf16", staged=True, delayed=False)
-    monkeypatch.setattr(parts, "MOMENTS", (*parts.MOMENTS, "max_exp_avg_sq"))
-    after = parts_of(places, "bf16", staged=True, delayed=False)
-    section, on_nvme = 4 * NORM_BLOCK, places[1] is Tier.NVME
+    more = [*MOMENTS, Moment("max_exp_avg_sq", precision)]
+    after = parts_of(places, "bf16", staged=True, delayed=False, moments=more)
+    section, on_nvme = itemsize * NORM_BLOCK, places[1] is Tier.NVME
     assert after.parts["state"].sections == (*before.parts["state"].sections, section)
     assert after.update_lease - before.update_lease == (section if on_nvme else 0)
     assert after.moved.read - before.moved.read == (section if on_nvme else 0)

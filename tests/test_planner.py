@@ -13,7 +13,7 @@ from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget, demand
 from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import plan_chunks
+from infinity.planning.parts import ADAM, moments_of, plan_chunks
 from infinity.planning.placement import assign
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 from infinity.storage.layout import Layout
@@ -200,7 +200,9 @@ def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], chang
     layouts = partition(model_of("bf16").units, config.elements_per_chunk)
     kinds = ("parameters", "optimizer_state", "gradients")
     assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
-    plans = plan_chunks(layouts, assignment, staged=True, delayed=config.update == "delayed")
+    plans = plan_chunks(
+        layouts, assignment, moments_of(ADAM, config), staged=True, delayed=config.update == "delayed"
+    )
     wanted = demand(layouts, plans, [(0,)], config, staged=False, weights=weights)
     store = Layout([plan.parts for plan in plans], len(weights), weights=weights)
     assert list(wanted.arenas) == store.arena_nbytes

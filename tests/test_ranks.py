@@ -84,6 +84,15 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
             "config": {"zero_stage": 0},
         },
     ),
+    "gpt, bf16 moments": (
+        *(3, "gpt", "nvme", "bf16"),
+        {"clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "bf16"}},
+    ),
+    "gpt, Lion, bf16 moments, stage 1": (
+        *(2, "gpt", "state on nvme", "fp32"),
+        {"optimizer": "lion", "config": {"optimizer_state_dtype": "bf16", "zero_stage": 1}},
+    ),
+    "gpt, SGD": (2, "gpt", "split", "bf16", {"optimizer": "momentum"}),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
@@ -114,8 +123,8 @@ STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
     "name",
     quick(
         CASES,
-        ["gpt", "gpt, tied, recomputed"],
-        [n for n in CASES if n not in ("gpt, tied, recomputed", "gpt")],
+        ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"],
+        [n for n in CASES if n not in ("gpt, tied, recomputed", "gpt", "gpt, bf16 moments")],
     ),
 )
 def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:

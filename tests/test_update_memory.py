@@ -37,7 +37,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "wait": (chunk_io.ChunkIO, "wait"),
     "compute": (update, "_compute"),
     "gradient": (chunk_io.ChunkIO, "grad"),
-    "kernel": (cpu_adam, "adamw_update_segments"),
+    "kernel": (cpu_adam, "update_segments"),
 }
 
 

@@ -134,15 +134,15 @@ def noting(case, *given):
     now.update(case=case.name, flip=True)
     return train(case, *given)
 
-def update(master, exp_avg, exp_avg_sq, grad, out, segments):
-    real(master, exp_avg, exp_avg_sq, grad, out, segments)
+def update(master, moments, grad, out, segments):
+    real(master, moments, grad, out, segments)
     if now["case"] == names[2] and now["flip"] and segments[0].step == 2:
         now["flip"] = False
         master.view(torch.int32)[5] ^= 1
 
-train, real = verify.train, cpu_adam.adamw_update_segments
+train, real = verify.train, cpu_adam.update_segments
 verify.train = noting
-cpu_adam.adamw_update_segments = update
+cpu_adam.update_segments = update
 sys.exit(cli.run(["verify", "--device", "cpu", "--nvme", sys.argv[1], *sys.argv[2:]]))
 """
 

@@ -10,19 +10,23 @@
 namespace infinity {
 
 enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2, none = 3 };
+enum class Rule : int32_t;  // rules.h
 
 constexpr int64_t kSpan = 65536;  // elements of one sum of squares
 
 // One parameter's part of a chunk and the scalars of its update, as the caller has them.
-// Python packs this struct (struct format "<qqdddddqd??6x"), so its layout is fixed.
+// Python packs this struct (struct format "<qqqqddddddI??2x"), so its layout is fixed.
 struct Segment {
   int64_t start, numel;  // elements, within the chunk
-  double lr, beta1, beta2, eps, weight_decay;
-  int64_t step;  // the first update is step 1
-  double grad_scale;
-  uint8_t decoupled, maximize, unused[6];
+  int64_t first;         // of its first element, the index within the parameter
+  int64_t step;          // the first update is step 1
+  double lr, weight_decay, grad_scale;
+  double a, b, c;  // of the rule: beta1, beta2, eps · momentum, dampening · lr_decay, eps · beta1, beta2
+  uint32_t key;    // of stochastic rounding
+  uint8_t flag;    // of the rule: decoupled weight decay · nesterov
+  uint8_t maximize, unused[2];
 };
-static_assert(sizeof(Segment) == 80, "Python packs 80 bytes");
+static_assert(sizeof(Segment) == 88, "Python packs 88 bytes");
 
 // Elements whose squares are summed as one tree. Python passes an array of these (int64, two columns).
 struct Piece {
@@ -33,22 +37,21 @@ static_assert(sizeof(Piece) == 16, "Python passes 16 bytes each");
 // The constants of one segment's arithmetic: computed in double, rounded to float once.
 struct Scalars {
   float grad_scale;  // negative to maximize
-  float decay;       // 1 - lr * weight_decay, or 1
-  float l2;          // weight_decay where it is not decoupled, or 0
-  float lerp;        // 1 - beta1, or -beta1 if `from_grad`
-  float beta2;
-  float square;        // 1 - beta2
-  float inverse_root;  // 1 / sqrt(1 - beta2^step)
-  float eps;
-  float step_size;  // -lr / (1 - beta1^step)
-  bool from_grad;   // the lerp starts from the gradient (torch: weight >= 0.5)
+  float decay;       // 1 - lr * weight_decay where it is decoupled, or 1
+  float l2;          // weight_decay where it is not, or 0
+  float x[6];        // of the rule, as rules.h says
+  bool flag, rests;
+  uint32_t key;    // of stochastic rounding: for the upper halves of the indices below
+  uint32_t first;  // of the first element, the lower half of its index within the parameter
 };
 
 struct Buffers {
-  float *master, *exp_avg, *exp_avg_sq;
+  float* master;
+  void* moments[2];  // null where the rule has fewer
   const void* grad;
-  void* out;  // null with Dtype::none
-  Dtype grad_dtype, out_dtype;
+  void* out;                                  // null with Dtype::none
+  Dtype moment_dtype, grad_dtype, out_dtype;  // of moments, f32 or bf16
+  Rule rule;
 };
 
 // One instruction set's functions. Each works on elements [begin, end) on the calling thread.
@@ -76,9 +79,9 @@ bool use_isa(const char* name);
 // Fills `names` with those that work here, widest last; returns how many (at most 3).
 int available_isas(const char* names[3]);
 
-Scalars derive(const Segment&);
+Scalars derive(Rule, const Segment&);
 // Returns null, or what is wrong with segment `*index`.
-const char* check(const Segment*, int64_t count, int64_t numel, int64_t* index);
+const char* check(Rule, const Segment*, int64_t count, int64_t numel, int64_t* index);
 
 // Updates the segments, which check() has passed; elements outside them are not touched.
 void update(const Buffers&, const Segment*, int64_t count);

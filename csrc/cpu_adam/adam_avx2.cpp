@@ -1,6 +1,7 @@
 // Eight floats side by side. Compiled with -mavx2 -mf16c; called only where both exist.
 
 #include "adam.h"
+#include "rules.h"
 
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
@@ -47,6 +48,26 @@ struct Vector {
   static F narrow(const D* d) { return _mm256_set_m128(_mm256_cvtpd_ps(d[1]), _mm256_cvtpd_ps(d[0])); }
   static void dstore(double* p, D a) { _mm256_storeu_pd(p, a); }
   static void fence() { _mm_sfence(); }
+  static F sign(F x, F size) {
+    F some = _mm256_and_ps(size, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+    return _mm256_xor_ps(some, _mm256_and_ps(x, _mm256_set1_ps(-0.0f)));
+  }
+  using U = __m256i;
+  static U uset(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static U count() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static U uadd(U a, U b) { return _mm256_add_epi32(a, b); }
+  static U umul(U a, U b) { return _mm256_mullo_epi32(a, b); }
+  static U uxor(U a, U b) { return _mm256_xor_si256(a, b); }
+  template <int n>
+  static U down(U a) {
+    return _mm256_srli_epi32(a, n);
+  }
+  static U low16(U a) { return _mm256_and_si256(a, _mm256_set1_epi32(0xffff)); }
+  static void store_rounded(float* p, F x, U) { store(p, x); }
+  static void store_rounded(Bf16* p, F x, U below) {
+    __m256i sum = _mm256_add_epi32(_mm256_castps_si256(x), below);
+    put(p, upper(_mm256_or_si256(sum, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)))));
+  }
 
  private:
   static __m128i half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -61,7 +82,10 @@ struct Vector {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    __m256i kept = _mm256_srli_epi32(_mm256_or_si256(sum, nan), 16);
+    return upper(_mm256_or_si256(sum, nan));
+  }
+  static __m128i upper(__m256i bits) {
+    __m256i kept = _mm256_srli_epi32(bits, 16);
     return _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1));
   }
   static __m128i f16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

@@ -1,6 +1,7 @@
 // Sixteen floats side by side. Compiled with -mavx512{f,bw,dq,vl}; called only where all exist.
 
 #include "adam.h"
+#include "rules.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 // gcc 12's own header warns of the undefined value that its intrinsics begin with.
@@ -54,6 +55,27 @@ struct Vector {
   }
   static void dstore(double* p, D a) { _mm512_storeu_pd(p, a); }
   static void fence() { _mm_sfence(); }
+  static F sign(F x, F size) {
+    F some = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), size);
+    return _mm512_xor_ps(some, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+  }
+  using U = __m512i;
+  static U uset(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static U count() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+  static U uadd(U a, U b) { return _mm512_add_epi32(a, b); }
+  static U umul(U a, U b) { return _mm512_mullo_epi32(a, b); }
+  static U uxor(U a, U b) { return _mm512_xor_si512(a, b); }
+  template <int n>
+  static U down(U a) {
+    return _mm512_srli_epi32(a, n);
+  }
+  static U low16(U a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xffff)); }
+  static void store_rounded(float* p, F x, U) { store(p, x); }
+  static void store_rounded(Bf16* p, F x, U below) {
+    __m512i sum = _mm512_add_epi32(_mm512_castps_si512(x), below);
+    sum = _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(-1));
+    put(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  }
 
  private:
   static __m256i half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

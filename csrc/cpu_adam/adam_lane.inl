@@ -12,6 +12,9 @@
 //     g  = float(double(g) + double(p) * double(l2))     only with weight decay that is not
 //                                        decoupled; the product is exact
 //     p  = p * decay                     decay = 1 - lr * weight_decay; only if decoupled
+//
+// then, with AdamW and Adam (rules.h has the others)
+//
 //     m  = m + ((g - m) * lerp)          three; lerp = 1 - beta1, if that is below 0.5 (torch's lerp),
 //     m  = g + ((g - m) * lerp)          else lerp = -(1 - (1 - beta1))
 //     v  = (v * beta2) + ((g * square) * g)      square = 1 - beta2
@@ -124,6 +127,26 @@ struct One {
   static D dset(double x) { return x; }
   static F narrow(const D* d) { return static_cast<float>(d[0]); }
   static void dstore(double* p, D a) { *p = a; }
+  // `size` with the sign of x, 0 where x is 0 or NaN: torch's sign, times a size.
+  static F sign(F x, F size) { return x > 0.0f ? size : x < 0.0f ? -size : 0.0f; }
+  using U = uint32_t;
+  static U uset(uint32_t x) { return x; }
+  static U count() { return 0; }
+  static U uadd(U a, U b) { return a + b; }
+  static U umul(U a, U b) { return a * b; }
+  static U uxor(U a, U b) { return a ^ b; }
+  template <int n>
+  static U down(U a) {
+    return a >> n;
+  }
+  static U low16(U a) { return a & 0xffffu; }
+  static void store_rounded(float* p, F x, U) { store(p, x); }
+  static void store_rounded(Bf16* p, F x, U below) {
+    uint32_t bits = as_bits(x);
+    bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : bits + below;
+    uint16_t kept = static_cast<uint16_t>(bits >> 16);
+    __builtin_memcpy(p, &kept, sizeof kept);
+  }
 };
 
 struct Nothing {};  // the type of an absent `out`
@@ -139,23 +162,37 @@ struct Same<A, A> {
 
 // ---- the update ----
 
+// [Note: stochastic rounding] A moment in bf16 is rounded up or down at random, by adding 16 random bits
+// below its last place and cutting them off: the mean of the error is zero. To nearest, exp_avg_sq could not
+// decay, because beta2 changes it by less than half a place. What overflows becomes Inf, as in fp32 a little
+// later. The bits are a hash (lowbias32, of Chris Wellons' hash prospector) of the element's index within its
+// parameter and of a key, which stands for the parameter and the step. So they do not depend on where a chunk
+// begins, and no generator has a state. The first moment takes the lower 16 bits, the second the upper.
+template <class L>
+static inline typename L::U hashed(typename L::U x) {
+  x = L::umul(L::uxor(x, L::template down<16>(x)), L::uset(0x7feb352du));
+  x = L::umul(L::uxor(x, L::template down<15>(x)), L::uset(0x846ca68bu));
+  return L::uxor(x, L::template down<16>(x));
+}
+
 template <class L>
 struct Constants {
-  typename L::F grad_scale, decay, lerp, beta2, square, inverse_root, eps, step_size;
+  typename L::F grad_scale, decay, x[6];
   typename L::D l2;
-  bool with_l2, from_grad;
-  explicit Constants(const Scalars& s)
+  typename L::U key;
+  uint32_t offset;  // from an index within the chunk to one within the parameter
+  bool with_l2, flag, rests;
+  Constants(const Scalars& s, int64_t begin)
       : grad_scale(L::set(s.grad_scale)),
         decay(L::set(s.decay)),
-        lerp(L::set(s.lerp)),
-        beta2(L::set(s.beta2)),
-        square(L::set(s.square)),
-        inverse_root(L::set(s.inverse_root)),
-        eps(L::set(s.eps)),
-        step_size(L::set(s.step_size)),
         l2(L::dset(static_cast<double>(s.l2))),
+        key(L::uset(s.key)),
+        offset(s.first - static_cast<uint32_t>(begin)),
         with_l2(s.l2 != 0.0f),
-        from_grad(s.from_grad) {}
+        flag(s.flag),
+        rests(s.rests) {
+    for (int k = 0; k < 6; ++k) x[k] = L::set(s.x[k]);
+  }
 };
 
 template <class L>
@@ -169,32 +206,31 @@ static inline typename L::F add_l2(typename L::F g, typename L::F p, typename L:
 
 // [Note: one rounding per operation]. A multiplication by exactly 1 changes nothing, so `decay`
 // and `grad_scale` need no branch; `l2` does (0 * Inf is NaN).
-template <class L, class Grad>
-static inline typename L::F step(float* master, float* exp_avg, float* exp_avg_sq, const Grad* grad,
-                                 int64_t i, const Constants<L>& c) {
-  typename L::F p = L::load(master + i), m = L::load(exp_avg + i), v = L::load(exp_avg_sq + i);
+template <class L, class R, class Moment, class Grad>
+static inline typename L::F step(float* master, Moment* const* moments, const Grad* grad, int64_t i,
+                                 const Constants<L>& c) {
+  typename L::F p = L::load(master + i), m[R::moments + 1];
+  for (int k = 0; k < R::moments; ++k) m[k] = L::load(moments[k] + i);
   typename L::F g = L::mul(L::load(grad + i), c.grad_scale);
   if (c.with_l2) g = add_l2<L>(g, p, c.l2);
   p = L::mul(p, c.decay);
-  typename L::F way = L::mul(L::sub(g, m), c.lerp);
-  m = L::add(c.from_grad ? g : m, way);
-  v = L::add(L::mul(v, c.beta2), L::mul(L::mul(g, c.square), g));
-  typename L::F d = L::add(L::mul(L::sqrt(v), c.inverse_root), c.eps);
-  p = L::add(p, L::div(L::mul(m, c.step_size), d));
+  R::template apply<L>(p, m, g, c);
   L::store(master + i, p);
-  L::store(exp_avg + i, m);
-  L::store(exp_avg_sq + i, v);
+  typename L::U random{};
+  if constexpr (!Same<Moment, float>::value && R::moments > 0)
+    random = hashed<L>(L::uxor(L::uadd(L::uset(c.offset + static_cast<uint32_t>(i)), L::count()), c.key));
+  if constexpr (R::moments > 0) L::store_rounded(moments[0] + i, m[0], L::low16(random));
+  if constexpr (R::moments > 1) L::store_rounded(moments[1] + i, m[1], L::template down<16>(random));
   return p;
 }
 
 // What `measure` does instead: nothing is computed, values change places so that no store is dead.
-template <class L, class Grad>
-static inline typename L::F move(float* master, float* exp_avg, float* exp_avg_sq, const Grad* grad,
-                                 int64_t i) {
-  typename L::F p = L::load(master + i), m = L::load(exp_avg + i), v = L::load(exp_avg_sq + i);
+template <class L, class Moment, class Grad>
+static inline typename L::F move(float* master, Moment* const* moments, const Grad* grad, int64_t i) {
+  typename L::F p = L::load(master + i), m = L::load(moments[0] + i), v = L::load(moments[1] + i);
   L::store(master + i, m);
-  L::store(exp_avg + i, v);
-  L::store(exp_avg_sq + i, p);
+  L::store_rounded(moments[0] + i, v, L::uset(0));
+  L::store_rounded(moments[1] + i, p, L::uset(0));
   return L::load(grad + i);
 }
 
@@ -213,8 +249,9 @@ static inline void prefetch(const T* p, int64_t i) {
 // Calls each(lane, grad, i) for every element of [begin, end) and puts what it returns to `out`:
 // whole lanes, then a scalar tail. Past the caches: a scalar head up to where `out` is aligned,
 // then two lanes at a time.
-template <class Grad, class Out, class Each>
-static inline void sweep(const Buffers& b, int64_t begin, int64_t end, bool stream, Each each) {
+template <int count, class Moment, class Grad, class Out, class Each>
+static inline void sweep(const Buffers& b, Moment* const* moments, int64_t begin, int64_t end, bool stream,
+                         Each each) {
   constexpr bool with_out = !Same<Out, Nothing>::value;
   constexpr int two = 2 * Vector::width;
   const Grad* grad = static_cast<const Grad*>(b.grad);
@@ -227,8 +264,7 @@ static inline void sweep(const Buffers& b, int64_t begin, int64_t end, bool stre
         One::store(out + i, each(One(), grad, i));
       for (; i + two <= end; i += two) {
         prefetch<two>(b.master, i + kAhead);
-        prefetch<two>(b.exp_avg, i + kAhead);
-        prefetch<two>(b.exp_avg_sq, i + kAhead);
+        for (int k = 0; k < count; ++k) prefetch<two>(moments[k], i + kAhead);
         prefetch<two>(grad, i + kAhead);
         typename Vector::F x = each(Vector(), grad, i), y = each(Vector(), grad, i + Vector::width);
         Vector::stream(out + i, x, y);
@@ -246,21 +282,25 @@ static inline void sweep(const Buffers& b, int64_t begin, int64_t end, bool stre
   }
 }
 
-template <class Grad, class Out>
+template <class R, class Moment, class Grad, class Out>
 static void update_typed(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
-  const Constants<Vector> wide(s);
-  const Constants<One> narrow(s);
-  sweep<Grad, Out>(b, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
-    using L = decltype(lane);
-    if constexpr (L::width == 1) return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, narrow);
-    else return step<L>(b.master, b.exp_avg, b.exp_avg_sq, grad, i, wide);
-  });
+  const Constants<Vector> wide(s, begin);
+  const Constants<One> narrow(s, begin);
+  Moment* const moments[2] = {static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1])};
+  sweep<R::moments, Moment, Grad, Out>(b, moments, begin, end, stream,
+                                       [&](auto lane, const Grad* grad, int64_t i) {
+                                         using L = decltype(lane);
+                                         if constexpr (L::width == 1)
+                                           return step<L, R>(b.master, moments, grad, i, narrow);
+                                         else return step<L, R>(b.master, moments, grad, i, wide);
+                                       });
 }
 
-template <class Grad, class Out>
+template <class Moment, class Grad, class Out>
 static void traffic_typed(const Buffers& b, int64_t begin, int64_t end, bool stream) {
-  sweep<Grad, Out>(b, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
-    return move<decltype(lane)>(b.master, b.exp_avg, b.exp_avg_sq, grad, i);
+  Moment* const moments[2] = {static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1])};
+  sweep<2, Moment, Grad, Out>(b, moments, begin, end, stream, [&](auto lane, const Grad* grad, int64_t i) {
+    return move<decltype(lane)>(b.master, moments, grad, i);
   });
 }
 
@@ -357,14 +397,6 @@ static inline void with_type(Dtype dtype, const void* p, Each each) {
   }
 }
 
-template <class Each>
-static inline void with_buffers(const Buffers& b, Each each) {
-  with_type(b.grad_dtype, b.grad, [&](auto* grad) {
-    if (b.out_dtype == Dtype::none) return each(grad, static_cast<const Nothing*>(nullptr));
-    with_type(b.out_dtype, b.out, [&](auto* out) { each(grad, out); });
-  });
-}
-
 template <class T>
 struct Pointee;
 template <class T>
@@ -372,17 +404,41 @@ struct Pointee<const T*> {
   using type = T;
 };
 
-static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
-  with_buffers(b, [&](auto* grad, auto* out) {
-    update_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin, end,
-                                                                                                s, stream);
+// Calls each(moment, grad, out), pointers that say which types these have.
+template <class Each>
+static inline void with_buffers(const Buffers& b, Each each) {
+  with_type(b.grad_dtype, b.grad, [&](auto* grad) {
+    auto with_out = [&](auto* out) {
+      if (b.moment_dtype == Dtype::bf16) each(static_cast<const Bf16*>(nullptr), grad, out);
+      else each(static_cast<const float*>(nullptr), grad, out);
+    };
+    if (b.out_dtype == Dtype::none) return with_out(static_cast<const Nothing*>(nullptr));
+    with_type(b.out_dtype, b.out, with_out);
   });
 }
 
+template <class R>
+static void update_by(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+  with_buffers(b, [&](auto* moment, auto* grad, auto* out) {
+    update_typed<R, typename Pointee<decltype(moment)>::type, typename Pointee<decltype(grad)>::type,
+                 typename Pointee<decltype(out)>::type>(b, begin, end, s, stream);
+  });
+}
+
+static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+  switch (b.rule) {
+#define INFINITY_UPDATE(name, type) \
+  case Rule::name:                  \
+    return update_by<type>(b, begin, end, s, stream);
+    INFINITY_RULES(INFINITY_UPDATE)
+#undef INFINITY_UPDATE
+  }
+}
+
 static void traffic_any(const Buffers& b, int64_t begin, int64_t end, bool stream) {
-  with_buffers(b, [&](auto* grad, auto* out) {
-    traffic_typed<typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(b, begin,
-                                                                                                 end, stream);
+  with_buffers(b, [&](auto* moment, auto* grad, auto* out) {
+    traffic_typed<typename Pointee<decltype(moment)>::type, typename Pointee<decltype(grad)>::type,
+                  typename Pointee<decltype(out)>::type>(b, begin, end, stream);
   });
 }
 

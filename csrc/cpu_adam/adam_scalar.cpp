@@ -1,6 +1,7 @@
 // Plain C++: every machine, and the measure of the others.
 
 #include "adam.h"
+#include "rules.h"
 
 namespace infinity {
 namespace scalar {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "adam.h"
+#include "rules.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
@@ -62,6 +63,13 @@ void in_shares(int64_t numel, Each&& each) {
   });
 }
 
+// What the upper half of an index adds to the key: [Note: stochastic rounding].
+uint32_t mixed(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
 bool past_caches(const Buffers& b, int64_t numel) {
   if (b.out_dtype == Dtype::none || numel < kMiB) return false;
   uintptr_t element = b.out_dtype == Dtype::f32 ? 4 : 2;
@@ -99,24 +107,35 @@ int available_isas(const char* names[3]) {
   return count;
 }
 
-Scalars derive(const Segment& s) {
-  Scalars r;
-  double step = static_cast<double>(s.step);
+namespace {
+
+// Calls each(rule) with a value of the struct of a rule.
+template <class Each>
+auto with_rule(Rule rule, Each&& each) {
+  switch (rule) {
+#define INFINITY_CALL(name, type) \
+  case Rule::name:                \
+    return each(type());
+    INFINITY_RULES(INFINITY_CALL)
+#undef INFINITY_CALL
+  }
+  return each(AdamRule());  // no other rule has a number
+}
+
+}  // namespace
+
+Scalars derive(Rule rule, const Segment& s) {
+  Scalars r{};
+  const bool decoupled = with_rule(rule, [&](auto of) { return decltype(of)::is_decoupled(s); });
   r.grad_scale = static_cast<float>(s.maximize ? -s.grad_scale : s.grad_scale);
-  r.decay = s.decoupled ? static_cast<float>(1.0 - s.lr * s.weight_decay) : 1.0f;
-  r.l2 = s.decoupled ? 0.0f : static_cast<float>(s.weight_decay);
-  float weight = static_cast<float>(1.0 - s.beta1);
-  r.from_grad = !(weight < 0.5f);
-  r.lerp = r.from_grad ? -(1.0f - weight) : weight;
-  r.beta2 = static_cast<float>(s.beta2);
-  r.square = static_cast<float>(1.0 - s.beta2);
-  r.inverse_root = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(s.beta2, step)));
-  r.eps = static_cast<float>(s.eps);
-  r.step_size = static_cast<float>(-(s.lr / (1.0 - std::pow(s.beta1, step))));
+  r.decay = decoupled ? static_cast<float>(1.0 - s.lr * s.weight_decay) : 1.0f;
+  r.l2 = decoupled ? 0.0f : static_cast<float>(s.weight_decay);
+  r.key = s.key;
+  with_rule(rule, [&](auto of) { return decltype(of)::derive(s, r); });
   return r;
 }
 
-const char* check(const Segment* segments, int64_t count, int64_t numel, int64_t* index) {
+const char* check(Rule rule, const Segment* segments, int64_t count, int64_t numel, int64_t* index) {
   int64_t reached = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Segment& s = segments[i];
@@ -125,7 +144,8 @@ const char* check(const Segment* segments, int64_t count, int64_t numel, int64_t
       return "lies outside the chunk";
     if (s.start < reached) return "begins before the end of the segment before it";
     if (s.step < 1) return "has a step below 1";
-    if (!(s.beta1 >= 0.0 && s.beta1 < 1.0 && s.beta2 >= 0.0 && s.beta2 < 1.0))
+    if (s.first < 0) return "begins before its parameter";
+    if (!with_rule(rule, [&](auto of) { return decltype(of)::is_valid(s); }))
       return "has a beta outside [0, 1)";
     reached = s.start + s.numel;
   }
@@ -161,7 +181,16 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
       int64_t n = s.numel - skip;
       if (n > left) n = left;
       if (n <= 0) continue;
-      k.update(b, s.start + skip, s.start + skip + n, derive(s), stream);
+      Scalars scalars = derive(b.rule, s);
+      for (int64_t begin = s.start + skip, end = begin + n; begin < end;) {
+        const uint64_t index = static_cast<uint64_t>(s.first + begin - s.start);
+        const int64_t same = (int64_t{1} << 32) - static_cast<int64_t>(index & 0xffffffffu);
+        const int64_t next = end - begin < same ? end : begin + same;  // where the upper half changes
+        scalars.key = s.key ^ mixed(static_cast<uint32_t>(index >> 32));
+        scalars.first = static_cast<uint32_t>(index);
+        k.update(b, begin, next, scalars, stream);
+        begin = next;
+      }
       left -= n;
     }
   });

@@ -19,45 +19,47 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-Buffers buffers(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
-                uintptr_t out, int out_dtype) {
+Buffers buffers(int rule, uintptr_t master, uintptr_t first, uintptr_t second, int moment_dtype,
+                uintptr_t grad, int grad_dtype, uintptr_t out, int out_dtype) {
   return {at<float>(master),
-          at<float>(exp_avg),
-          at<float>(exp_avg_sq),
+          {at<void>(first), at<void>(second)},
           at<void>(grad),
           at<void>(out),
+          static_cast<Dtype>(moment_dtype),
           static_cast<Dtype>(grad_dtype),
-          static_cast<Dtype>(out_dtype)};
+          static_cast<Dtype>(out_dtype),
+          static_cast<Rule>(rule)};
 }
 
 // The segments, unpacked; throws ValueError for the first one that is wrong.
-std::vector<Segment> unpacked(const py::bytes& packed, int64_t numel) {
+std::vector<Segment> unpacked(int rule, const py::bytes& packed, int64_t numel) {
   char* data = nullptr;
   Py_ssize_t nbytes = 0;
   if (PyBytes_AsStringAndSize(packed.ptr(), &data, &nbytes)) throw py::error_already_set();
-  if (static_cast<size_t>(nbytes) % sizeof(Segment)) throw py::value_error("segments are 80 bytes each");
+  if (static_cast<size_t>(nbytes) % sizeof(Segment)) throw py::value_error("segments are 88 bytes each");
   std::vector<Segment> segments(static_cast<size_t>(nbytes) / sizeof(Segment));
   if (nbytes) std::memcpy(segments.data(), data, static_cast<size_t>(nbytes));
   int64_t index = 0;
-  if (const char* wrong = check(segments.data(), static_cast<int64_t>(segments.size()), numel, &index))
+  if (const char* wrong = check(static_cast<Rule>(rule), segments.data(),
+                                static_cast<int64_t>(segments.size()), numel, &index))
     throw py::value_error("segment " + std::to_string(index) + " " + wrong);
   return segments;
 }
 
-void py_update(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
-               uintptr_t out, int out_dtype, int64_t numel, const py::bytes& packed) {
-  std::vector<Segment> segments = unpacked(packed, numel);
-  Buffers b = buffers(master, exp_avg, exp_avg_sq, grad, grad_dtype, out, out_dtype);
+void py_update(int rule, uintptr_t master, uintptr_t first, uintptr_t second, int moment_dtype,
+               uintptr_t grad, int grad_dtype, uintptr_t out, int out_dtype, int64_t numel,
+               const py::bytes& packed) {
+  std::vector<Segment> segments = unpacked(rule, packed, numel);
+  Buffers b = buffers(rule, master, first, second, moment_dtype, grad, grad_dtype, out, out_dtype);
   py::gil_scoped_release release;
   update(b, segments.data(), static_cast<int64_t>(segments.size()));
 }
 
-py::tuple py_derive(const py::bytes& packed) {
-  std::vector<Segment> segments = unpacked(packed, INT64_MAX);
+py::tuple py_derive(int rule, const py::bytes& packed) {
+  std::vector<Segment> segments = unpacked(rule, packed, INT64_MAX);
   if (segments.size() != 1) throw py::value_error("one segment is derived at a time");
-  Scalars s = derive(segments[0]);
-  return py::make_tuple(s.grad_scale, s.decay, s.l2, s.lerp, s.beta2, s.square, s.inverse_root, s.eps,
-                        s.step_size, s.from_grad);
+  Scalars s = derive(static_cast<Rule>(rule), segments[0]);
+  return py::make_tuple(s.grad_scale, s.decay, s.l2, s.x[0], s.x[1], s.x[2], s.x[3], s.x[4], s.x[5], s.flag);
 }
 
 }  // namespace
@@ -77,18 +79,19 @@ PYBIND11_MODULE(_cpu_adam, m) {
   });
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, arg("count"));
-  m.def("derive", &py_derive, arg("segment"));
-  m.def("update", &py_update, arg("master"), arg("exp_avg"), arg("exp_avg_sq"), arg("grad"),
-        arg("grad_dtype"), arg("out"), arg("out_dtype"), arg("numel"), arg("segments"));
+  m.def("derive", &py_derive, arg("rule"), arg("segment"));
+  m.def("update", &py_update, arg("rule"), arg("master"), arg("first"), arg("second"), arg("moment_dtype"),
+        arg("grad"), arg("grad_dtype"), arg("out"), arg("out_dtype"), arg("numel"), arg("segments"));
   m.def(
       "measure",
-      [](uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
-         uintptr_t out, int out_dtype, int64_t numel, bool stream) {
+      [](uintptr_t master, uintptr_t first, uintptr_t second, int moment_dtype, uintptr_t grad,
+         int grad_dtype, uintptr_t out, int out_dtype, int64_t numel, bool stream) {
         py::gil_scoped_release release;
-        measure(buffers(master, exp_avg, exp_avg_sq, grad, grad_dtype, out, out_dtype), numel, stream);
+        measure(buffers(0, master, first, second, moment_dtype, grad, grad_dtype, out, out_dtype), numel,
+                stream);
       },
-      arg("master"), arg("exp_avg"), arg("exp_avg_sq"), arg("grad"), arg("grad_dtype"), arg("out"),
-      arg("out_dtype"), arg("numel"), arg("stream"));
+      arg("master"), arg("first"), arg("second"), arg("moment_dtype"), arg("grad"), arg("grad_dtype"),
+      arg("out"), arg("out_dtype"), arg("numel"), arg("stream"));
   m.def(
       "sum_of_squares",
       [](uintptr_t source, int dtype, uintptr_t pieces, int64_t count, uintptr_t sums) {

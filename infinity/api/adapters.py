@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from infinity.core.errors import ConfigError, DataError, StateDictError
+from infinity.params.param import plain_name
 from infinity.storage.tensor_header import Spec
 
 from .gathered import gathered
-from .module_state import ModuleValues, plain_name, state_of
+from .module_state import ModuleValues, state_of
 
 
 def has_adapters(model: nn.Module) -> bool:

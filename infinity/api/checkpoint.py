@@ -1,7 +1,8 @@
 """The content of a checkpoint, and the common code of `save`, `load` and `export`.
 
 A checkpoint has these safetensors files: ``parameters`` (fp32 masters; for frozen parameters the values in
-the compute dtype), ``exp_avg`` and ``exp_avg_sq`` (fp32), ``front`` (with delayed updates: the values that
+the compute dtype), one for each moment of the optimizer (``exp_avg`` and ``exp_avg_sq`` of AdamW), in the
+dtype in which the run keeps them, ``front`` (with delayed updates: the values that
 the next forward uses, if they are not the newest), ``buffers``, and ``values``, the tensors of state that is
 JSON otherwise. It also has an index. It does not depend on the run's chunks, placement and compute dtype.
 """
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,7 +29,6 @@ from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
 from infinity.params.param import ShardedParam
-from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Found
 from infinity.storage.interrupt import GRACE
 from infinity.storage.tensor_file import TensorFile
@@ -39,8 +39,6 @@ from .engine import Engine
 
 Progress = Callable[[int, int], None]
 _R = TypeVar("_R")
-#: What a trainable parameter has.
-KINDS: Final = ("copy", "master", *MOMENTS)
 
 
 class _SaveStopped(Exception):

@@ -11,11 +11,11 @@ from torch import nn
 
 from infinity.core.errors import ParameterError, StateDictError
 from infinity.hardware.deferral import in_backward
-from infinity.params.param import ShardedParam, sharded_of
+from infinity.params.param import ShardedParam, plain_name, sharded_of
 
 from .checkpoint import Progress, interruptible, settle
 from .engine import Engine, engine_of
-from .module_state import engine_in, plain_name
+from .module_state import engine_in
 from .together import together
 
 _Here: TypeAlias = tuple[torch.Tensor, bool]  # a value, and whether a state dict would have it

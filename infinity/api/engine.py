@@ -35,8 +35,8 @@ from infinity.optim.behind import Parts
 from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
-from infinity.optim.loading import check_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.rules import Rule, rule_of
 from infinity.optim.state_io import States
 from infinity.optim.update import LOST, Updater
 from infinity.params.cache import Cache
@@ -50,7 +50,7 @@ from infinity.params.updates import Updates
 from infinity.params.uses import Uses
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import plan_chunks
+from infinity.planning.parts import Moment, moments_of, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
 from infinity.storage.in_place import find_places
@@ -88,7 +88,7 @@ class Engine:
         *,
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
-        decoupled = optimizer is not None and check_optimizer(optimizer)
+        rule = None if optimizer is None else rule_of(optimizer)
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
@@ -107,7 +107,7 @@ class Engine:
         try:
             groups = check_model(model, optimizer, first=comm.rank == 0)
             give_memory(model)
-            self._make(model, optimizer, device, comm, groups, decoupled, weights, kept)
+            self._make(model, optimizer, device, comm, groups, rule, weights, kept)
         except BaseException as error:
             comm.post(error)
             comm.close()
@@ -120,7 +120,7 @@ class Engine:
         device: Device,
         comm: Comm,
         groups: Any,
-        decoupled: bool,
+        rule: Rule | None,
         weights: Weights | None,
         kept: Collection[str],
     ) -> None:
@@ -147,9 +147,11 @@ class Engine:
         files = None
         if weights is not None:
             files = find_places([u for u in layouts if assignment.copies[u.index] is Tier.NVME], weights)
+        moments = moments_of(rule.moments if rule is not None else (), config)
         plans = plan_chunks(
             layouts,
             assignment,
+            moments,
             staged=device.staged,
             delayed=config.update == "delayed",
             places=files.places if files is not None else None,
@@ -205,8 +207,8 @@ class Engine:
                 undo.callback(heap.close)
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
-                *(model, optimizer, members, specs, layouts, scopes, plans),
-                *(store, pool, heap, device, comm, decoupled, weights),
+                *(model, optimizer, members, specs, layouts, scopes, plans, moments),
+                *(store, pool, heap, device, comm, rule, weights),
             )
             undo.pop_all()
 
@@ -219,12 +221,13 @@ class Engine:
         layouts: Any,
         scopes: list[Scope],
         plans: Any,
+        moments: tuple[Moment, ...],
         store: Store,
         pool: PinnedPool,
         heap: PinnedHeap | None,
         device: Device,
         comm: Comm,
-        decoupled: bool,
+        rule: Rule | None,
         weights: Weights | None,
     ) -> None:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
@@ -279,7 +282,7 @@ class Engine:
             spare=room,
             scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
-        self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
+        self.tiers = Tiers(units, plans, moments, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
         self.states = States(self.tiers, self.updater, self.residency, comm, room, self.deferral)
         self.edits = Edits(self.tiers, self.states, comm, self.deferral)
@@ -287,7 +290,7 @@ class Engine:
             Activations(device, heap, [u.storage for u in units], self.deferral) if heap is not None else None
         )
         state = optimizer.state if optimizer is not None else {}
-        take_over(model, state, units, self.states, device, comm, weights)
+        take_over(model, state, rule, units, self.states, device, comm, weights)
         stay = sum(u.layout.gathered_nbytes for u in units if u.on_device)
         # Gradients of a unit are freed and made again all the time: that much the heap may keep.
         heap_nbytes = 2 * max(u.layout.gradient_nbytes for u in units)
@@ -315,9 +318,9 @@ class Engine:
         self._unguard = misuse.guard(model, optimizer, ranks=comm.world > 1)
         self._shut = False
         self._optimizer: OffloadOptimizer | None = None
-        if optimizer is not None:
+        if optimizer is not None and rule is not None:
             self._optimizer = OffloadOptimizer(
-                optimizer, parts, self.config, self.params, decoupled=decoupled, seams=self.phases
+                optimizer, parts, self.config, self.params, rule=rule, seams=self.phases
             )
             self.phases.attach(self._optimizer.behind)
         token, blocks = self.phases.token, self.phases.blocks

@@ -19,6 +19,7 @@ from infinity.core.errors import ConfigError, CorruptionError, StateDictError, W
 from infinity.core.sizes import parse_dtype, parse_size
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Alone, Comm
+from infinity.params.param import plain_name
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.folder import Folder
 from infinity.storage.interrupt import GRACE, interrupted
@@ -42,7 +43,7 @@ from .checkpoint import (
     wrong_index,
 )
 from .engine import Engine
-from .module_state import ModuleValues, engine_in, plain_name, state_of
+from .module_state import ModuleValues, engine_in, state_of
 from .together import agree_on_path, guarded, together
 
 _WHAT: Final = "an export"  # what ranks do together

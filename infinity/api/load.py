@@ -14,17 +14,15 @@ import torch
 from infinity.core.errors import CorruptionError, StateDictError, StorageError
 from infinity.hardware.aio import Ring
 from infinity.hardware.ranks import Comm
-from infinity.optim.loading import check_saved_options, counts_of
+from infinity.optim.loading import counts_of
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
-from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Found, find, finish
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
 from infinity.storage.under_way import UnderWay
 
 from .checkpoint import (
-    KINDS,
     Progress,
     buffers_of,
     elements_here,
@@ -210,6 +208,7 @@ class _Loading:
         self._values: dict[str, torch.Tensor] = {}
         self._random: list[Any] = []  # of each rank
         self._options: list[dict[str, Any]] = []
+        self._same_kind = False  # of optimizer; otherwise the moments begin anew
         self._two: set[int] = set()  # units that get two versions
         # Open from the comparison to the end, so that what was compared is what is loaded.
         self._ring: Ring
@@ -242,7 +241,8 @@ class _Loading:
             with contextlib.ExitStack() as stack:
                 self._ring = stack.enter_context(reading_ring())
                 given = self._compare(state)
-                for stem in ("parameters", *MOMENTS, "front"):
+                moments = self._engine.states.moments if self._same_kind else ()
+                for stem in ("parameters", *moments, "front"):
                     if (file := self._open(stem)) is not None:
                         self._files[stem] = stack.enter_context(file)
                 self._check_here()
@@ -324,6 +324,18 @@ class _Loading:
     def _check_groups(self) -> None:
         groups = self._engine.optimizer.param_groups
         saved = self._found.content["groups"]
+        rule, kind = self._engine.optimizer.rule, self._found.content.get("optimizer", "Adam")
+        if kind != rule.kind:
+            if not self._strict:
+                return  # the moments begin anew, and the groups of the optimizer keep their options
+            raise StateDictError(
+                f"the checkpoint {self._found.path} is of another optimizer",
+                expected=f"a checkpoint of a run with {rule.kind}; nothing was changed",
+                found=f"one of a run with {kind}",
+                cure=f"build the {kind} that was saved; or load with strict=False, so that the moments begin "
+                "anew",
+            )
+        self._same_kind = True
         params = self._engine.params
         here = [{self._names.get(params[p]) for p in g["params"] if p in params} - {None} for g in groups]
         both = set().union(*here) if here else set()
@@ -342,7 +354,7 @@ class _Loading:
             )
         self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
         for options in self._options:
-            check_saved_options(options, f"the checkpoint {self._found.path}")
+            self._engine.optimizer.rule.check_saved(options, f"the checkpoint {self._found.path}")
 
     # -- the change -------------------------------------------------------------------------
 
@@ -363,7 +375,7 @@ class _Loading:
         for sharded, name in self._names.items():
             saved = index["parameters"][name]
             # What was frozen there, or is here, has no moments: they begin anew, and so do its steps.
-            has_moments = sharded.spec.trainable and saved["trainable"]
+            has_moments = sharded.spec.trainable and saved["trainable"] and self._same_kind
             sharded.step = int(saved["step"]) if has_moments else 0
         for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
             group.update(options)
@@ -402,10 +414,11 @@ class _Loading:
         return {u.index for u in units if all(s in self._names for s in u.params if s.spec.trainable)}
 
     def _fill(self, files: Mapping[str, TensorFile]) -> None:
-        names, segments, front = self._names, self._engine.states.segments, files.get("front")
+        names, states, front = self._names, self._engine.states, files.get("front")
+        segments, kinds = states.segments, states.kinds
         under_way = UnderWay()
         for sharded, segment, pieces in segments(
-            KINDS, names, written=KINDS, fresh=True, under_way=under_way
+            kinds, names, written=kinds, fresh=True, under_way=under_way
         ):
             name = names[sharded]
             source, copy = files["parameters"], pieces["copy"]
@@ -418,7 +431,7 @@ class _Loading:
                 source.read(name, segment.offset, master, under_way, follow)
             elif not older:
                 source.read(name, segment.offset, copy, under_way)
-            for kind in MOMENTS if sharded.spec.trainable else ():
+            for kind in states.moments if sharded.spec.trainable else ():
                 if kind in files and name in files[kind].entries:
                     files[kind].read(name, segment.offset, pieces[kind], under_way)
                 else:

@@ -28,11 +28,6 @@ def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, torch.Tens
     return found
 
 
-def plain_name(name: str) -> str:
-    """Return a name as it is in a model that is not compiled."""
-    return name.replace("_orig_mod.", "")
-
-
 def engine_in(module: nn.Module) -> Engine | None:
     """Return the engine that has parameters of a module, if one has."""
     param = next((p for p in module.parameters() if sharded_of(p) is not None), None)

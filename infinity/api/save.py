@@ -13,7 +13,6 @@ import torch
 
 from infinity.core.errors import ConfigError
 from infinity.optim.whole import crc_of
-from infinity.planning.parts import MOMENTS
 from infinity.storage.checkpoints import Save, is_in, warn_apart
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
@@ -221,7 +220,8 @@ class _Saving:
         self._newer = engine.states.with_front()
         self._specs = self._specs_of()
         here = elements_here(engine, own=True)
-        sizes = {s: 4 * (1 + len(MOMENTS)) if s.spec.trainable else s.spec.dtype.itemsize for s in here}
+        state = 4 + sum(moment.itemsize for moment in engine.tiers.moments)
+        sizes = {s: state if s.spec.trainable else s.spec.dtype.itemsize for s in here}
         self._total = sum(here[s] * sizes[s] for s in here)
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
@@ -346,7 +346,7 @@ class _Saving:
         frozen = [s for s in names if not s.spec.trainable]
         under_way, finite = UnderWay(), True
         for sharded, segment, pieces in states.segments(
-            ("master", *MOMENTS), trainable, under_way=under_way, own=True
+            ("master", *states.moments), trainable, under_way=under_way, own=True
         ):
             for kind, piece in pieces.items():
                 finite = finite and (kind != "master" or _is_finite(piece))
@@ -391,6 +391,7 @@ class _Saving:
             "infinity": __version__,
             "crcs": self._crcs,
             "parameters": self._described(),
+            "optimizer": self._engine.optimizer.rule.kind,
             "groups": self._groups_here,
             "counts": self._engine.optimizer.counts(),
             "texts": {**texts_of(self._engine.model()), **given.texts},
@@ -443,7 +444,10 @@ class _Saving:
                 n: (torch.float32 if s.spec.trainable else s.spec.dtype, s.spec.shape)
                 for s, n in names.items()
             },
-            **{kind: {names[s]: (torch.float32, s.spec.shape) for s in trainable} for kind in MOMENTS},
+            **{
+                moment.name: {names[s]: (moment.dtype, s.spec.shape) for s in trainable}
+                for moment in self._engine.tiers.moments
+            },
             "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in self._newer},
         }
         return {stem: kind for stem, kind in specs.items() if kind}

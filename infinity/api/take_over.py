@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.hardware.device import Device
 from infinity.hardware.ranks import Comm
+from infinity.optim.rules import Rule
 from infinity.optim.state_io import States, bump
 from infinity.optim.whole import agree_on_values
 from infinity.params.unit import ParamUnit
@@ -42,6 +43,7 @@ def _untouched(like: torch.Tensor) -> torch.Tensor:
 def take_over(
     model: nn.Module,
     state: Any,
+    rule: Rule | None,
     units: Sequence[ParamUnit],
     states: States,
     device: Device,
@@ -49,7 +51,7 @@ def take_over(
     weights: Weights | None,
 ) -> None:
     """Take the values of `units` over, one after the other; what they were in is free then. `state`: of the
-    optimizer; `weights`: where values are, if not in the parameters."""
+    optimizer, whose `rule` that is; `weights`: where values are, if not in the parameters."""
     if weights is not None:
         weights.check()
     if comm.world > 1:  # the values are the first rank's, but all take part
@@ -61,8 +63,8 @@ def take_over(
         moments: dict[int, Mapping[str, Any]] = {}
         for sharded in unit.params:
             saved = state.get(sharded.param)
-            if saved and sharded.spec.trainable:
-                sharded.step = int(saved["step"])
+            if saved and rule is not None and sharded.spec.trainable:
+                sharded.step = rule.steps(saved)
                 moments[sharded.index] = saved
         data = [p.data for p in old]
         states.take_over(unit, moments, weights)

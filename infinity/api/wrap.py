@@ -11,6 +11,7 @@ from torch import nn
 from infinity.core.config import Config
 from infinity.core.errors import OptimizerTypeError, WrapError
 from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.rules import EXAMPLE, EXPECTED
 
 from .engine import Engine, engine_of
 from .unwrap import restore
@@ -34,7 +35,8 @@ def wrap(
 
     Args:
         model: any `nn.Module` with dense floating-point parameters.
-        optimizer: `torch.optim.AdamW` or `torch.optim.Adam` over its trainable parameters.
+        optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, or a Lion (`infinity.optim.Lion`, or that of
+            timm, bitsandbytes or lion_pytorch), over its trainable parameters.
         config: budgets and placements.
         mesh: the ranks that train the model together, in one dimension. None: the ranks of the default
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
@@ -61,10 +63,9 @@ def wrap(
     if optimizer is None:
         raise OptimizerTypeError(
             "wrap takes an optimizer",
-            expected="torch.optim.AdamW or torch.optim.Adam",
+            expected=EXPECTED,
             found="None",
-            cure="torch.optim.AdamW(model.parameters(), ...); for a model that is only used, "
-            "infinity.inference(model, config)",
+            cure=f"{EXAMPLE}; for a model that is only used, infinity.inference(model, config)",
         )
     with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
         engine = Engine(model, optimizer, config, mesh=mesh)

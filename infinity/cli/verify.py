@@ -38,7 +38,6 @@ from infinity.core.sizes import NORM_BLOCK, parse_dtype
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
-from infinity.planning.parts import MOMENTS
 
 from .console import finish, status_line, wide_console
 from .measure import scratch
@@ -70,12 +69,15 @@ PLACEMENTS: Final[dict[str, Sequence[Any]]] = {
 #: when that one is over may change the step. The reference of such a case is named `_LOOP`.
 _BEHIND: Final = {"accumulation": 2, "max_grad_norm": None}
 _LOOP: Final = "as behind the backward"
+#: Rounded to bf16, with the same random numbers everywhere. The reference of such a case has them, too.
+_ROUNDED: Final = "bf16 moments"
 #: What words in the name of a case stand for, beside the setting of that name.
 _MORE: Final[dict[str, dict[str, Any]]] = {
     "fp16": {"loss_scale": 2.0**19, "loss_scale_window": 2},  # overflows, and not with what it falls to
     "delayed": {"delay_warmup_steps": 3},  # some steps before a delay, some after
     "backward": _BEHIND,
     _LOOP: _BEHIND,
+    _ROUNDED: {"optimizer_state_dtype": "bf16"},
     "two directories": {"nvme": ["first", "second"]},
     # As little at once as there can be, and one thread.
     "tight": dict(read_ahead_memory=0, prefetch_memory=0, update_depth=1, queue_depth=1, threads=1),
@@ -102,7 +104,8 @@ def _case(place: str, update: str, dtype: str, *more: str, isa: str | None = Non
 def reference_of(case: Case) -> Case:
     """Return what `case` must equal: everything on the host, in its dtype, ``sync`` (or ``delayed``)."""
     update = "delayed" if case.settings["update"] == "delayed" else "sync"
-    more = (_LOOP,) if "accumulation" in case.settings else ()
+    more = [_LOOP] if "accumulation" in case.settings else []
+    more += [_ROUNDED] if "optimizer_state_dtype" in case.settings else []
     return _case(HOST, update, case.settings["dtype"], *more)
 
 
@@ -121,11 +124,13 @@ def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Cas
             cases += [_case(place, update, dtype) for place in PLACEMENTS]
     cases.append(_case(HOST, "sync", "fp16"))
     cases += [_case(place, default, "fp16") for place in (NVME, "state on NVMe", "split")]
+    cases += [_case(place, "sync", "bf16", _ROUNDED) for place in (HOST, "all on device", NVME, "split")]
     for more in ("tight", "two directories"):
         cases += [_case(NVME, default, dtype, more) for dtype in ("fp32", "bf16")]
     turns = itertools.cycle(DTYPES)
     others = [each for each in isas if each != isa]
     cases += [_case(place, default, next(turns), each, isa=each) for each in others for place in (HOST, NVME)]
+    cases += [_case(HOST, default, "bf16", _ROUNDED, each, isa=each) for each in others]
     return cases + [_case(NVME, default, next(turns), each, aio_backend=each) for each in backends]
 
 
@@ -199,7 +204,7 @@ def tensors_of(model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
         sharded = engine.params[param]
         found["copy", name] = engine.states.copies_of([sharded])[sharded]
         state = engine.states.read([sharded])[sharded]
-        found |= {(kind, name): state[kind] for kind in ("master", *MOMENTS) if kind in state}
+        found |= {(kind, name): state[kind] for kind in ("master", *engine.states.moments) if kind in state}
     return found
 
 

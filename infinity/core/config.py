@@ -26,8 +26,14 @@ Directories: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str
 Update: TypeAlias = Literal["overlap", "sync", "delayed", "backward"]
 AIOBackend: TypeAlias = Literal["auto", "libaio", "syscall", "uring", "threads"]
 Activations: TypeAlias = Literal["device", "host"]
+StateDtype: TypeAlias = Literal["fp32", "bf16"]
 UPDATES = get_args(Update)
-_CHOICES: Final = {"Update": Update, "AIOBackend": AIOBackend, "Activations": Activations}
+_CHOICES: Final = {
+    "Update": Update,
+    "AIOBackend": AIOBackend,
+    "Activations": Activations,
+    "StateDtype": StateDtype,
+}
 _CALLED: Final = {"update": "update mode", "aio_backend": "I/O backend"}
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
@@ -74,6 +80,10 @@ class Config:
             `host_memory` share this amount: each gets half, or what the other one leaves.
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
+        optimizer_state_dtype: dtype of the optimizer's moments, ``"fp32"`` or ``"bf16"``; the master weights
+            are fp32. ``"bf16"`` halves the bytes of the moments, and rounds them stochastically after each
+            update. This changes the result, by rounding errors that are zero on average. The bits do not
+            depend on placements, chunks or ranks.
         gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
@@ -154,6 +164,7 @@ class Config:
     host_memory: Size | None = None
     parameters: Tiers = "device"
     optimizer_state: Tiers = "host"
+    optimizer_state_dtype: StateDtype = "fp32"
     gradients: Tiers | None = None
     activations: Activations = "device"
     activation_memory: Size | None = None

@@ -1,4 +1,4 @@
-"""AdamW and Adam in plain torch, for tensors of any device: the bits of the native kernel.
+"""The optimizers' arithmetic in plain torch, for tensors of any device: the bits of the native kernel.
 
 It updates state that is placed on a CUDA device, with single multiplications and additions, each rounded
 once: [Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,16 @@ from infinity.core.sizes import NORM_BLOCK
 
 from .cpu_adam import (
     _CODES,
-    AdamSegment,
+    Adam,
     Pieces,
     Scalars,
+    Segment,
     _bad_segment,
     _check,
     _check_disjoint,
     _derive,
     _pieces,
+    _rule_of,
     _state,
     _wrong,
 )
@@ -56,57 +58,89 @@ def adamw_reference(
 
     See [Note: one rounding per operation]. Temporary memory: a few slices of 2 Mi float32.
     """
-    scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
-    segment = AdamSegment(0, master.numel(), *scalars)
-    adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
+    options = Adam(beta1, beta2, eps, decoupled)
+    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
+    segment = Segment(0, master.numel(), 0, 0, *scalars)
+    reference_segments(master, (exp_avg, exp_avg_sq), grad, out, (segment,))
+
+
+class _Run(NamedTuple):
+    """Elements, from `first` on, before `last`, that one call updates; of moments in bf16, from which place
+    within the parameter on, and with which key."""
+
+    first: int
+    last: int
+    scalars: Scalars
+    place: int
+    key: int
 
 
 @torch.no_grad()
-def adamw_reference_segments(
+def reference_segments(
     master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    segments: Sequence[AdamSegment],
+    segments: Sequence[Segment],
 ) -> None:
-    """`adamw_update_segments` in plain torch, for tensors of any one device: the same bits."""
-    named = _state(master, exp_avg, exp_avg_sq, grad, out)
+    """`update_segments` in plain torch, for tensors of any one device: the same bits."""
+    named = _state(master, moments, grad, out)
     for name, tensor in named:
         if tensor.device != master.device:
             raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
     _check_disjoint(named)
-    runs: list[tuple[int, int, Scalars]] = []  # neighbours with equal scalars are one
+    if (rule := _rule_of(segments, moments)) is None:
+        return
+    rounds = bool(moments) and moments[0].dtype is not torch.float32
+    runs: list[_Run] = []  # neighbours with equal scalars are one, where nothing else counts
     end = 0
     for index, segment in enumerate(segments):
         try:
-            scalars = _derive(segment)
+            scalars = _derive(rule, segment)
         except ValueError as error:
             raise _bad_segment(error, index) from error
         if segment.start < end or segment.start + segment.numel > master.numel():
             raise _bad_segment(ValueError(f"segment {index} is outside the chunk or out of order"))
         start, end = segment.start, segment.start + segment.numel
-        if runs and runs[-1][1:] == (start, scalars):
-            start = runs.pop()[0]
-        runs.append((start, end, scalars))
-    kinds = [(master.device, grad.dtype, scalars[2] != 0.0, scalars[-1]) for _, _, scalars in runs]
-    kernels = [_fused(*kind) if master.device.type in _FUSED_ON else None for kind in kinds]
-    for (first, last, scalars), fused in zip(runs, kernels, strict=True):
+        if runs and not rounds and runs[-1][1:3] == (start, scalars):
+            start = runs.pop().first
+        runs.append(_Run(start, end, scalars, segment.first, segment.key))
+    fuses = rule == 0 and not rounds and master.device.type in _FUSED_ON
+    kinds = [(master.device, grad.dtype, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
+    kernels = [_fused(*kind) if fuses else None for kind in kinds]
+    for run, fused in zip(runs, kernels, strict=True):
         if fused is not None:
-            fused(master, exp_avg, exp_avg_sq, grad, first, last, scalars)
+            fused(master, *moments, grad, run.first, run.last, run.scalars)
             if out is not None:
-                out[first:last].copy_(master[first:last])
+                out[run.first : run.last].copy_(master[run.first : run.last])
             continue
-        for start in range(first, last, _SLICE):
-            part = slice(start, min(start + _SLICE, last))
-            _reference_slice(
-                master[part],
-                exp_avg[part],
-                exp_avg_sq[part],
-                grad[part],
-                None if out is None else out[part],
-                *scalars,
-            )
+        for start in range(run.first, run.last, _SLICE):
+            part = slice(start, min(start + _SLICE, run.last))
+            wide = [moment[part].float() for moment in moments]  # the moment itself, if it is fp32
+            flat = master[part], wide, grad[part], None if out is None else out[part]
+            _reference_slice(_RULES[rule], *flat, *run.scalars)
+            if rounds:
+                _round([m[part] for m in moments], wide, run.place + start - run.first, run.key)
+
+
+def _round(moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int) -> None:
+    """Put fp32 values into `moments` in bf16: [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
+    index = torch.arange(first, first + wide[0].numel(), device=wide[0].device)
+    random = _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
+    for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
+        below = random >> 16 if number else random & 0xFFFF
+        bits = ((value.view(torch.int32).long() + below) >> 16).to(torch.int16)
+        moment.view(torch.int16).copy_(torch.where(value.isnan(), -1, bits))
+
+
+_LOW: Final = 0xFFFFFFFF
+
+
+def _hashed(x: torch.Tensor) -> torch.Tensor:
+    """Return lowbias32 of numbers of 32 bits, in int64."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _LOW
+    return x ^ (x >> 16)
 
 
 _SLICE: Final = 1 << 21  # elements
@@ -146,7 +180,8 @@ def _fused(
             wrong = f"{type(error).__name__}: {error}"
             break
         part = slice(first, last)
-        _reference_slice(wanted[0][part], wanted[1][part], wanted[2][part], grad[part], None, *scalars)
+        parts = [each[part] for each in wanted]
+        _reference_slice(_adam, parts[0], parts[1:], grad[part], None, *scalars)
         pairs = [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, wanted, strict=True)]
         if not all(torch.equal(a, b) for a, b in pairs):  # of all, also of what is not to be touched
             wrong = "other bits than torch"
@@ -163,21 +198,15 @@ def _fused(
 
 
 def _reference_slice(
+    rule: _Rule,
     p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
     grad_scale: float,
     decay: float,
     l2: float,
-    lerp: float,
-    beta2: float,
-    square: float,
-    inverse_root: float,
-    eps: float,
-    step_size: float,
-    from_grad: bool,
+    *scalars: float,
 ) -> None:
     # Single multiplications and additions only: addcmul, addcdiv, lerp and add(alpha=) may be
     # contracted to fma, and torch on CUDA replaces a division by a number with a multiplication.
@@ -188,6 +217,27 @@ def _reference_slice(
         g = (p.double().mul_(l2).add_(g)).float()
     if decay != 1.0:
         p.mul_(decay)
+    rule(p, moments, g, *scalars)
+    if out is not None:
+        out.copy_(p)
+
+
+# The rules of csrc/cpu_adam/rules.h, by their numbers there: of p, the moments, and the scaled gradient.
+
+
+def _adam(
+    p: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    lerp: float,
+    beta2: float,
+    square: float,
+    inverse_root: float,
+    eps: float,
+    step_size: float,
+    from_grad: float,
+) -> None:
+    m, v = moments
     way = (g - m).mul_(lerp)
     if from_grad:
         torch.add(g, way, out=m)
@@ -197,8 +247,48 @@ def _reference_slice(
     v.add_((g * square).mul_(g))
     d = _sqrt(v).mul_(inverse_root).add_(eps)
     p.add_((m * step_size).div_(d))
-    if out is not None:
-        out.copy_(p)
+
+
+def _plain(
+    p: torch.Tensor, moments: Sequence[torch.Tensor], g: torch.Tensor, step_size: float, *_: float
+) -> None:
+    p.add_(g * step_size)
+
+
+def _momentum(
+    p: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    step_size: float,
+    momentum: float,
+    undamped: float,
+    has_momentum: float,
+    *rest: float,
+) -> None:
+    if has_momentum:
+        m = moments[0].mul_(momentum).add_(g * undamped)
+        nesterov = rest[-1]
+        g = g + m * momentum if nesterov else m
+    p.add_(g * step_size)
+
+
+def _lion(
+    p: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    step_size: float,
+    beta1: float,
+    rest1: float,
+    beta2: float,
+    rest2: float,
+    *_: float,
+) -> None:
+    p.add_((moments[0] * beta1).add_(g * rest1).sign_().mul_(step_size))
+    moments[0].mul_(beta2).add_(g * rest2)
+
+
+_Rule: TypeAlias = Callable[..., None]
+_RULES: Final[Sequence[_Rule]] = (_adam, _plain, _momentum, _lion)
 
 
 def _sqrt(v: torch.Tensor) -> torch.Tensor:

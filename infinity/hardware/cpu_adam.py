@@ -1,4 +1,4 @@
-"""AdamW and Adam over flat tensors on the CPU: the native kernel.
+"""The optimizers' arithmetic over flat tensors on the CPU: the native kernel.
 
 It gives the same bits ([Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl) on every
 instruction set and with any number of threads. Every tensor is 1-D and contiguous. A wrong argument or a lack
@@ -7,11 +7,12 @@ of memory raises an error before the kernel writes a byte. The kernel runs witho
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import struct
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,32 +35,78 @@ except ImportError as error:
 
 #: Instruction sets, as INFINITY_ISA names them.
 ISAS: Final = ("scalar", "avx2", "avx512")
-#: Of `_derive`: grad_scale, decay, l2, lerp, beta2, square, inverse_root, eps, step_size, from_grad.
+#: Of `_derive`: grad_scale, decay, l2, six numbers of the rule (csrc/cpu_adam/rules.h), and its flag.
 Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
-_PACKED: Final = struct.Struct("<qqdddddqd??6x")  # struct Segment in adam.h
+_PACKED: Final = struct.Struct("<qqqqddddddI??2x")  # struct Segment in adam.h
 
 
-class AdamSegment(NamedTuple):
+class Adam(NamedTuple):
+    """The options of AdamW, or, if weight decay is not `decoupled`, of Adam. Moments: exp_avg, exp_avg_sq."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool = True
+
+
+class SGD(NamedTuple):
+    """The options of `torch.optim.SGD`. Moment: momentum_buffer; none, if there is no momentum anywhere."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+
+class Lion(NamedTuple):
+    """The options of Lion (arXiv 2302.06675, algorithm 2). Moment: exp_avg."""
+
+    beta1: float
+    beta2: float
+
+
+Options: TypeAlias = Adam | SGD | Lion
+#: Of each rule, its number in the kernel by the count of its moments.
+RULES: Final[Mapping[type, Mapping[int, int]]] = {
+    Adam: {2: 0},
+    SGD: {0: 1, 1: 2},
+    Lion: {1: 3},
+}
+_Numbers: TypeAlias = tuple[float, float, float, bool]
+_NUMBERS: Final[Mapping[type, Callable[[Any], _Numbers]]] = {
+    Adam: lambda of: (of.beta1, of.beta2, of.eps, of.decoupled),
+    SGD: lambda of: (of.momentum, of.dampening, 0.0, of.nesterov),
+    Lion: lambda of: (of.beta1, of.beta2, 0.0, False),
+}
+
+
+class Segment(NamedTuple):
     """One parameter's part of a chunk, and the scalars of its update.
 
-    `start` and `numel` count elements within the chunk; `step` is 1 at the first update;
-    `grad_scale` multiplies the gradient first; `decoupled` weight decay is AdamW's, otherwise
-    Adam's L2. The scalars are float64 here and rounded as torch rounds them.
+    `start` and `numel` count elements within the chunk; `first` is the index within the parameter of the
+    first of them, and `key` that of `rounding_key`; both matter to moments in bf16 alone. `step` is 1 at the
+    first update; `grad_scale` multiplies the gradient first; `maximize`: ascend. The scalars are float64
+    here and rounded as torch rounds them.
     """
 
     start: int
     numel: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+    first: int
+    key: int
     step: int
-    grad_scale: float = 1.0
-    decoupled: bool = True
-    maximize: bool = False
+    lr: float
+    weight_decay: float
+    grad_scale: float
+    maximize: bool
+    options: Options
+
+
+def rounding_key(name: str, step: int) -> int:
+    """Return the key (32 bits) of the stochastic rounding of a parameter's moments in one step. See
+    [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
+    digest = hashlib.blake2b(f"{step} {name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 # ---- instruction sets and threads ----
@@ -148,37 +195,44 @@ def adamw_update(
     Raises:
         ParameterError: a wrong device, dtype, length, layout or scalar, or tensors that overlap.
     """
-    scalars = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
-    segment = AdamSegment(0, master.numel(), *scalars)
-    adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, (segment,))
+    options = Adam(beta1, beta2, eps, decoupled)
+    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
+    update_segments(master, (exp_avg, exp_avg_sq), grad, out, (Segment(0, master.numel(), 0, 0, *scalars),))
 
 
-def adamw_update_segments(
+def update_segments(
     master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    segments: Sequence[AdamSegment],
+    segments: Sequence[Segment],
 ) -> None:
     """Update the segments of a chunk in one call; nothing between them is read or written.
 
     Args:
-        segments: in ascending order, without overlap. For the tensors see `adamw_update`.
+        moments: what the segments' rule keeps, (n,) each, all float32, or all bfloat16, which is rounded
+            stochastically.
+        segments: in ascending order, without overlap, of one rule. For the other tensors see `adamw_update`.
 
     Raises:
-        ParameterError: as `adamw_update`; also a segment that is outside the chunk or out of order.
+        ParameterError: as `adamw_update`; also a segment that is outside the chunk or out of order, and
+            segments of several rules, or moments that are not those of the rule.
     """
-    named = _state(master, exp_avg, exp_avg_sq, grad, out)
+    named = _state(master, moments, grad, out)
     for name, tensor in named:
         if not tensor.is_cpu:
-            raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, "use adamw_reference there")
+            raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, "use reference_segments there")
     _check_disjoint(named)
+    if (rule := _rule_of(segments, moments)) is None:
+        return
+    addresses = [moment.data_ptr() for moment in moments] + [0, 0]
     try:
         _native.update(
+            rule,
             master.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
+            addresses[0],
+            addresses[1],
+            _CODES[moments[0].dtype] if moments else 0,
             grad.data_ptr(),
             _CODES[grad.dtype],
             0 if out is None else out.data_ptr(),
@@ -188,6 +242,22 @@ def adamw_update_segments(
         )
     except ValueError as error:
         raise _bad_segment(error) from error
+
+
+def _rule_of(segments: Sequence[Segment], moments: Sequence[torch.Tensor]) -> int | None:
+    """Return the rule's number in the kernel; None: there is nothing to update."""
+    kinds = {type(getattr(segment, "options", None)) for segment in segments}
+    if not kinds:
+        return None
+    if len(kinds) > 1 or not kinds <= RULES.keys():
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise _wrong("a chunk has one rule", "segments with options of one", names, "call it for each")
+    kind = kinds.pop()
+    codes = RULES[kind]
+    if len(moments) not in codes:
+        wanted = " or ".join(map(str, codes))
+        raise _wrong(f"{kind.__name__} has other moments", wanted, len(moments), "pass those of the rule")
+    return codes[len(moments)]
 
 
 # ---- sums of squares, sums, conversions, copies ----
@@ -295,18 +365,18 @@ _Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def _state(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None,
+    master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None
 ) -> _Named:
     _check("master", master, (torch.float32,))
     numel = master.numel()
-    _check("exp_avg", exp_avg, (torch.float32,), numel=numel)
-    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel=numel)
+    named = [("master", master)]
+    for number, moment in enumerate(moments):
+        name = "exp_avg" if number == 0 else "exp_avg_sq"
+        kinds = (torch.float32, torch.bfloat16) if number == 0 else (moments[0].dtype,)
+        _check(name, moment, kinds, numel=numel)
+        named.append((name, moment))
     _check("grad", grad, tuple(_CODES), numel=numel)
-    named = [("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)]
+    named.append(("grad", grad))
     if out is not None:
         _check("out", out, tuple(_CODES), numel=numel)
         named.append(("out", out))
@@ -343,18 +413,20 @@ def _check_disjoint(named: _Named) -> None:
             raise _wrong(f"{first} and {second} overlap", "memory apart", found, "give each its own memory")
 
 
-def _pack(segments: Sequence[AdamSegment]) -> bytes:
+def _pack(segments: Sequence[Segment]) -> bytes:
+    packed = []
     try:
-        return b"".join([_PACKED.pack(*segment) for segment in segments])
+        for start, numel, first, key, step, *scalars, maximize, options in segments:
+            *numbers, flag = _NUMBERS[type(options)](options)
+            packed.append(_PACKED.pack(start, numel, first, step, *scalars, *numbers, key, flag, maximize))
     except (struct.error, TypeError, OverflowError) as error:
         raise _bad_segment(error) from error
+    return b"".join(packed)
 
 
-def _derive(
-    segment: AdamSegment,
-) -> Scalars:
+def _derive(rule: int, segment: Segment) -> Scalars:
     """Return the kernel's own scalars of a segment, each rounded to float32 once."""
-    return _native.derive(_pack((segment,)))
+    return _native.derive(rule, _pack((segment,)))
 
 
 def _bad_segment(error: Exception, index: int | None = None) -> ParameterError:

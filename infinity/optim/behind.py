@@ -237,8 +237,9 @@ class Behind:
             changed, name = next(iter(now.keys() ^ self._options.keys())), "params"
             then, here = ("in a group" if changed in of else "in none" for of in (self._options, now))
         else:
-            pairs = zip(ParamUpdate._fields, self._options[changed], now[changed], strict=True)
-            name, then, here = next((n, str(a), str(b)) for n, a, b in pairs if a != b)
+            before, after = self._options[changed].named(), now[changed].named()
+            name = next(n for n in after if before.get(n) != after[n])
+            then, here = str(before.get(name)), str(after[name])
         raise GradientError(
             f"the param group of {changed.name!r} has changed since the last backward began",
             expected=f"{name} as the update had it: {then}",

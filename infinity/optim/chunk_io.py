@@ -19,7 +19,7 @@ from infinity.hardware.device import Device, Event
 from infinity.params.publish import Publisher
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk
-from infinity.planning.parts import MOMENTS, ChunkParts, Part
+from infinity.planning.parts import ChunkParts, Moment
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
@@ -31,6 +31,7 @@ class Tiers:
         self,
         units: Sequence[ParamUnit],
         plans: Sequence[ChunkParts],
+        moments: Sequence[Moment],
         store: Store,
         pool: PinnedPool,
         device: Device,
@@ -40,6 +41,7 @@ class Tiers:
         self.publisher = publisher
         self.units = units
         self.plans = plans
+        self.moments = tuple(moments)
         self.store = store
         self.pool = pool
         self.device = device
@@ -63,9 +65,9 @@ class Tiers:
 class ChunkIO:
     """One chunk at work: `read`, then `wait`, then work on the tensors, then `write`, then `close`.
 
-    The master and the moments are fp32, `copy` has the chunk's compute dtype, `grad` the dtype in which it is
-    kept; all flat, of `chunk.numel`. `copy` has the values that count, and may be changed in part; an update
-    puts all of a new one into what `make_copy` returns.
+    The master is fp32, `copy` has the chunk's compute dtype, the moments and `grad` the dtype in which they
+    are kept; all flat, of `chunk.numel`. `copy` has the values that count, and may be changed in part; an
+    update puts all of a new one into what `make_copy` returns.
     """
 
     def __init__(self, tiers: Tiers, chunk: Chunk) -> None:
@@ -204,16 +206,23 @@ class ChunkIO:
 
     def _sections(self) -> tuple[torch.Tensor, ...]:
         plan, chunk, tiers = self._plan, self.chunk, self._tiers
-        flat = self._leased("state", torch.float32, plan.parts["state"].nbytes // 4)
+        flat = self._leased("state", torch.uint8, plan.parts["state"].nbytes)
         if flat is not None:
-            return _unpadded(flat, plan.parts["state"], chunk)
+            return self._cut(flat)
         if chunk.id not in tiers.sections:
             on_host = plan.state_tier is Tier.HOST
-            bytes_ = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
+            flat = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
             with torch.inference_mode(False):
-                flat = bytes_.view(torch.float32)
-                tiers.sections[chunk.id] = _unpadded(flat, plan.parts["state"], chunk)
+                tiers.sections[chunk.id] = self._cut(flat)
         return tiers.sections[chunk.id]
+
+    def _cut(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the sections of a state, without what they are padded with."""
+        dtypes = [moment.dtype for moment in self._tiers.moments]
+        if not self._plan.copy_is_master:
+            dtypes.insert(0, torch.float32)
+        sections = state.split(self._plan.parts["state"].sections)
+        return tuple(s.view(d)[: self.chunk.numel] for s, d in zip(sections, dtypes, strict=True))
 
     @property
     def copy_is_master(self) -> bool:
@@ -226,15 +235,9 @@ class ChunkIO:
         return self.copy if self._plan.copy_is_master else self._sections()[0]
 
     @property
-    def state(self) -> tuple[torch.Tensor, ...]:
-        """The master, and the moments in the order of `MOMENTS`."""
-        sections = self._sections()
-        return (self.master, *sections) if self._plan.copy_is_master else sections
-
-    @property
     def moments(self) -> tuple[torch.Tensor, ...]:
-        """The moments, in the order of `MOMENTS`."""
-        return self._sections()[-len(MOMENTS) :]
+        """The moments, in the order in which an optimizer has them."""
+        return self._sections() if self._plan.copy_is_master else self._sections()[1:]
 
     @property
     def copy_lease(self) -> tuple[Lease, int] | None:
@@ -302,11 +305,6 @@ class ChunkIO:
             if self.lease is not None:
                 self.lease.release(self._event)
                 self.lease = None
-
-
-def _unpadded(flat: torch.Tensor, part: Part, chunk: Chunk) -> tuple[torch.Tensor, ...]:
-    """Return the sections of a part, without what they are padded with."""
-    return tuple(section[: chunk.numel] for section in flat.view(len(part.sections), -1).unbind())
 
 
 def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO | None:

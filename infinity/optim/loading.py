@@ -1,4 +1,4 @@
-"""Checks of optimizers that `wrap` takes over, and of optimizer state dicts that the engine loads."""
+"""Checks of optimizer state dicts that the engine loads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.core.errors import OptimizerTypeError, StateDictError
+from infinity.core.errors import StateDictError
 from infinity.params.param import ShardedParam
-from infinity.planning.parts import MOMENTS
 
-_REFUSED = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
+from .rules import Rule, foreign
+
 OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
@@ -46,72 +46,6 @@ def hooked(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> I
         after(optimizer)
 
 
-def check_optimizer(optimizer: object) -> bool:
-    """Return whether weight decay is decoupled (AdamW) or not (Adam).
-
-    Raises:
-        OptimizerTypeError: not one of these two, with an option that is not supported, or with a state that
-            `wrap` cannot take over.
-    """
-    if isinstance(optimizer, (list, tuple, dict, set)):
-        raise OptimizerTypeError(
-            "wrap takes one optimizer",
-            expected="one torch.optim.AdamW or torch.optim.Adam over all trainable parameters",
-            found=f"a {type(optimizer).__name__} of {len(optimizer)}",
-            cure="one optimizer with a param group for each, which may have options of its own: "
-            'torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}])',
-        )
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise OptimizerTypeError(
-            "this optimizer cannot be offloaded",
-            expected="torch.optim.AdamW or torch.optim.Adam",
-            found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            cure="torch.optim.AdamW(model.parameters(), ...)",
-        )
-    state = optimizer.state  # type: ignore[attr-defined]
-    for index, group in enumerate(optimizer.param_groups):  # type: ignore[attr-defined]
-        check_options(group, f"param group {index}")
-        for number, param in enumerate(group["params"]):
-            _check_state(state.get(param), f"parameter {number} of param group {index}")
-    return type(optimizer) is torch.optim.AdamW
-
-
-def _check_state(state: Mapping[str, Any] | None, whose: str) -> None:
-    """Raise `OptimizerTypeError` if the state of a parameter is there, and lacks what `wrap` takes over."""
-    if state and (lacking := [name for name in ("step", *MOMENTS) if name not in state]):
-        raise OptimizerTypeError(
-            f"the optimizer's state of {whose} is not complete",
-            expected=f"step, {', '.join(MOMENTS)}; or no state, as before the first step",
-            found=f"{', '.join(state)}, and no {', '.join(lacking)}",
-            cure="call `optimizer.state.clear()` before `wrap`, so that the moments begin at zero; or load a "
-            "whole state dict into the optimizer",
-        )
-
-
-def check_options(group: Mapping[str, Any], found: str) -> None:
-    """Raise `OptimizerTypeError` for an option that is not supported."""
-    for option in _REFUSED:
-        if group.get(option):
-            raise OptimizerTypeError(
-                f"the option {option!r} is not supported",
-                expected=f"{option}=False",
-                found=f"{option}=True in {found}",
-                cure=f"leave {option} out",
-            )
-
-
-def check_saved_options(group: Mapping[str, Any], saved: str) -> None:
-    """Raise `StateDictError` for an option that is not supported; `saved` is what has it."""
-    for option in _REFUSED:
-        if group.get(option):
-            raise StateDictError(
-                f"{saved} was saved with {option}=True",
-                expected=f"{option}=False",
-                found=f"{option}=True",
-                cure="load a state dict of a plain Adam or AdamW",
-            )
-
-
 def counts_of(state_dict: Mapping[str, Any]) -> Mapping[str, float]:
     """Return what a state dict has under our own key; nothing, if it is torch's."""
     counts: Mapping[str, float] = state_dict.get(OURS, {})
@@ -132,6 +66,7 @@ def match(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     sharded_of: Mapping[nn.Parameter, ShardedParam],
+    rule: Rule,
 ) -> list[tuple[ShardedParam, Mapping[str, Any]]]:
     """Return each parameter with its state.
 
@@ -149,14 +84,21 @@ def match(
             cure="build the same groups as in the saved state dict",
         )
     for group in groups or ():
-        check_saved_options(group, "the state dict")
+        rule.check_saved(group, "the state dict")
     ids = [i for g in groups or () for i in g["params"]]
     params = [p for g in param_groups for p in g["params"]]
     pairs = []
     for index, param in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
-        for key in (*MOMENTS, "master", "front"):
+        if others := foreign(values, rule):
+            raise StateDictError(
+                f"the state dict was saved by another optimizer than {rule.kind}",
+                expected=" and ".join(rule.moments) or "no moments",
+                found=f"{', '.join(others)} of {sharded.name!r}",
+                cure=f"load a state dict of a {rule.kind}",
+            )
+        for key in (*rule.moments, "master", "front"):
             value = values.get(key)
             if value is not None and tuple(value.shape) != sharded.spec.shape:
                 raise StateDictError(

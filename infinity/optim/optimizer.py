@@ -26,8 +26,9 @@ from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
-from .loading import OURS, NoState, check_options, counts_of, hooked, match
+from .loading import OURS, NoState, counts_of, hooked, match
 from .misuse import refuse_alone, refuse_copies
+from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
 from .whole import agree_on_step, agree_on_values
@@ -61,7 +62,7 @@ class Seams(Protocol):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam whose state is on the tiers that Config names.
+    """An optimizer whose state is on the tiers that Config names.
 
     It keeps the param group dicts of the optimizer that was wrapped, so schedulers work whether you create
     them before or after `wrap`.
@@ -76,7 +77,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         config: Config,
         params: Mapping[nn.Parameter, ShardedParam],
         *,
-        decoupled: bool,
+        rule: Rule,
         seams: Seams,
     ) -> None:
         self.deferral = parts.residency.deferral
@@ -89,7 +90,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits, self._updater = parts.edits, parts.updater
         self._config = config
         self._params = params
-        self._decoupled = decoupled
+        self.rule = rule
         self._fp16 = config.compute_dtype is torch.float16
         self._good_steps = 0
         self._scaled = False
@@ -253,7 +254,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check_step(self) -> list[ShardedParam]:
         """Return the parameters that have a gradient; raise where a step cannot be made."""
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
-            check_options(group, f"param group {index}")
+            self.rule.check(group, f"param group {index}")
         present = self._present()
         self._residency.check_blocks({s.unit for s in present})
         self._edits.check_unseen()
@@ -391,18 +392,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         options = {}
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
-            check_options(group, f"param group {index}")
-            beta1, beta2 = (float(b) for b in group["betas"])
+            self.rule.check(group, f"param group {index}")
             of_group = ParamUpdate(
                 lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=float(group["eps"]),
                 weight_decay=float(group["weight_decay"]),
                 step=0,
                 grad_scale=1.0,
-                decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-                maximize=bool(group["maximize"]),
+                maximize=bool(group.get("maximize", False)),
+                options=self.rule.options(group),
             )
             options.update(
                 dict.fromkeys((self._params[p] for p in group["params"] if p in self._params), of_group)
@@ -472,7 +469,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ParameterError: a `gathered` block is open for parameters that would change.
         """
         with hooked(self, state_dict) as given:
-            pairs, counts = match(given, self.param_groups, self._params), counts_of(given)
+            pairs = match(given, self.param_groups, self._params, self.rule)
+            counts = counts_of(given)
             self._load(given, pairs, counts)
 
     @deferred
@@ -490,7 +488,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._residency.reshard_all({s.unit for s in written})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-        self._states.write(pairs)
+        self._states.write(pairs, self.rule.steps)
         self._residency.refresh()
         self.set_counts(counts)
         self._resumed = self._steps

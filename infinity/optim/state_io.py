@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +22,6 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
-from infinity.planning.parts import MOMENTS
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
@@ -32,8 +31,6 @@ from .pieces import follow_copy, part_of, put_together, slice_of
 from .update import Updater
 from .whole import of_first_rank, of_owners
 
-#: What a trainable parameter has: the copy in the compute dtype, and the state in fp32.
-_KINDS = ("copy", "master", *MOMENTS)
 _Segments: TypeAlias = Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]
 _MOST_LEAVING = 2  # chunks whose tensors are on their way while others are yielded
 
@@ -59,6 +56,9 @@ class States:
     ) -> None:
         self.deferral = deferral
         self.room = room  # host bytes that the budget leaves
+        #: What the state has beside the master, and all that a trainable parameter has.
+        self.moments = tuple(moment.name for moment in tiers.moments)
+        self.kinds = ("copy", "master", *self.moments)
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
@@ -90,10 +90,12 @@ class States:
 
     def _fill(self, unit: ParamUnit, moments: Mapping[int, Mapping[str, Any]]) -> None:
         # What was never written reads as zeros: moments that are zero need no write.
-        written = _KINDS if moments else _KINDS[:2]
+        written = self.kinds if moments else self.kinds[:2]
         sources = [of_first_rank(self._comm, p.param) for p in unit.params]
-        flat = {i: {k: of_first_rank(self._comm, saved[k]) for k in MOMENTS} for i, saved in moments.items()}
-        for sharded, segment, tensors in self.segments(_KINDS, unit.params, written=written, fresh=True):
+        flat = {
+            i: {k: of_first_rank(self._comm, saved[k]) for k in self.moments} for i, saved in moments.items()
+        }
+        for sharded, segment, tensors in self.segments(self.kinds, unit.params, written=written, fresh=True):
             for kind, tensor in tensors.items():
                 if kind in ("copy", "master"):
                     tensor.copy_(part_of(sources[sharded.index], segment))
@@ -178,8 +180,9 @@ class States:
         asked for. The caller is deferred, and no update is under way.
 
         Args:
-            kinds: some of "copy" (compute dtype), "master" and `MOMENTS` (fp32). A frozen chunk
-                has a copy alone. Where the copy is the master and both are asked for, "master" is left out.
+            kinds: some of `self.kinds`: "copy" (compute dtype), "master" (fp32) and the moments, in the dtype
+                in which they are kept. A frozen chunk has a copy alone. Where the copy is the master and both
+                are asked for, "master" is left out.
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
                 A unit that is not placed on the device must be off the device then. Chunks that are read in
@@ -284,7 +287,7 @@ class States:
                 io.wait_unread()
                 tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
                 if fresh and all(s.param in of[chunk.unit] for s in chunk.segments):
-                    for tensor in (tensors if back else self._tensors(io, _KINDS)).values():
+                    for tensor in (tensors if back else self._tensors(io, self.kinds)).values():
                         tensor.zero_()
                 else:
                     io.read(copy="copy" in kinds)
@@ -325,7 +328,7 @@ class States:
         if io.chunk.trainable:
             if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update(zip(MOMENTS, io.moments, strict=True))
+            tensors.update(zip(self.moments, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
     @contextmanager
@@ -359,11 +362,11 @@ class States:
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()
             shape = sharded.spec.shape
-            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*MOMENTS, *more)}
-        for sharded, segment, tensors in self.segments((*MOMENTS, "master"), params):
+            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*self.moments, *more)}
+        for sharded, segment, tensors in self.segments((*self.moments, "master"), params):
             for kind, target in values[sharded].items():
                 part_of(target.view(-1), segment).copy_(tensors[kind])
-        for kind in (*MOMENTS, "master"):
+        for kind in (*self.moments, "master"):
             of_owners(
                 self._comm,
                 self._tiers.units,
@@ -379,32 +382,40 @@ class States:
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
 
     @deferred
-    def write(self, pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]]) -> None:
-        """Write step, moments (and master, where given) of parameters; no values: zeros. Copies follow the
-        masters. Where a front is given, and there are two versions, it is the one in front then. A unit that
-        is not placed on the device must be off the device, and no back newer than its front."""
+    def write(
+        self,
+        pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]],
+        steps: Callable[[Mapping[str, Any]], int],
+    ) -> None:
+        """Write step (`steps` of the values), moments (and master, where given) of parameters; no values:
+        zeros. Copies follow the masters. Where a front is given, and there are two versions, it is the one in
+        front then. A unit that is not placed on the device must be off the device, and no back newer than its
+        front."""
         given: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         fronts: dict[ShardedParam, torch.Tensor] = {}
         for sharded, values in pairs:
-            sharded.step = int(values.get("step", 0))
+            sharded.step = steps(values)
             if not sharded.spec.trainable:
                 continue  # it has no state, whatever the optimizer that was saved had
-            named = {k: v for k in (*MOMENTS, "master") if (v := values.get(k)) is not None}
+            named = {k: v for k in (*self.moments, "master") if (v := values.get(k)) is not None}
             given[sharded] = named
             if values.get("front") is not None:
                 fronts[sharded] = values["front"]
         changed: dict[ShardedParam, None] = {}
         masters = [s for s, values in given.items() if "master" in values]
-        for kinds, params in ((_KINDS, masters), (MOMENTS, [s for s in given if s not in {*masters}])):
+        for kinds, params in (
+            (self.kinds, masters),
+            (self.moments, [s for s in given if s not in {*masters}]),
+        ):
             flat: dict[str, torch.Tensor] = {}
             of: ShardedParam | None = None
             for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
                 if sharded is not of:  # one parameter's at a time: what is not contiguous is copied
                     of, flat = sharded, {k: v.detach().reshape(-1) for k, v in given[sharded].items()}
-                for kind in (*MOMENTS, "master"):
+                for kind in (*self.moments, "master"):
                     if kind in flat and kind in tensors:
                         tensors[kind].copy_(part_of(flat[kind], segment))
-                    elif kind in MOMENTS:
+                    elif kind in self.moments:
                         tensors[kind].zero_()
                 if "copy" in tensors:
                     new = part_of(flat["master"], segment).to(tensors["copy"])

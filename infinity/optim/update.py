@@ -29,9 +29,11 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.params.load import Loader
+from infinity.params.param import plain_name
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
+from infinity.planning.parts import update_nbytes
 from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
@@ -44,18 +46,18 @@ LOST: Final = (
 
 
 class ParamUpdate(NamedTuple):
-    """The scalars of one parameter's update, as they were when `step()` was called; in the order in which
-    `cpu_adam.AdamSegment` has them."""
+    """The scalars of one parameter's update, as they were when `step()` was called."""
 
     lr: float
-    beta1: float
-    beta2: float
-    eps: float
     weight_decay: float
     step: int
     grad_scale: float
-    decoupled: bool
     maximize: bool
+    options: cpu_adam.Options
+
+    def named(self) -> dict[str, object]:
+        """Return everything by name, the options of the rule one by one."""
+        return {name: v for name, v in self._asdict().items() if name != "options"} | self.options._asdict()
 
 
 class ChunkUpdate(NamedTuple):
@@ -446,7 +448,7 @@ def _run(
             end = now()  # with the CRC of what it made
             recorder.updating += end - begin
             if (log := recorder.log) is not None:
-                log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(update, io))
+                log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(tiers, update, io))
         while writing:
             writing.popleft().close()
         while early:
@@ -498,21 +500,17 @@ def chunk_updates(
     return work
 
 
-def _moved(update: ChunkUpdate, io: ChunkIO) -> int:
+def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
     """Return the bytes of memory that the kernel reads and writes: state, gradient and copy."""
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
     copy = 0 if io.copy_is_master else chunk.dtype.itemsize
-    return 2 * sum(each.nbytes for each in io.state) + chunk.numel * (grad.itemsize + copy)
+    return chunk.numel * update_nbytes(tiers.moments, grad.itemsize, copy)
 
 
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:
     """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
-    segments = [
-        cpu_adam.AdamSegment(s.start, s.numel, *update.params[s.param])
-        for s in update.chunk.segments
-        if s.param in update.params
-    ]
+    segments = _segments(tiers, update)
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
@@ -520,14 +518,28 @@ def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = 
     if out is not None and len(segments) < len(update.chunk.segments):
         # The copy of a segment that this update skips is its master, rounded.
         cpu_adam.convert(out, io.master)
-    master, exp_avg, exp_avg_sq = io.state
     grad = io.grad(update.grad_dtype)
-    cpu_adam.adamw_update_segments(master, exp_avg, exp_avg_sq, grad, out, segments)
+    cpu_adam.update_segments(io.master, io.moments, grad, out, segments)
     io.changed = True  # not before: what that raises it raises before a byte is written
 
 
+def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
+    """Return what an update does to its chunk. Its key makes stochastic rounding the same wherever the
+    elements of a parameter are: it depends on the parameter's name and on its step."""
+    rounds = any(moment.dtype is not torch.float32 for moment in tiers.moments)
+    params, segments = tiers.units[update.chunk.unit].params, []
+    for segment in update.chunk.segments:
+        if (of := update.params.get(segment.param)) is not None:
+            name = plain_name(params[segment.param].name)
+            key = cpu_adam.rounding_key(name, of.step) if rounds else 0
+            place = segment.start, segment.numel, segment.offset
+            scalars = of.lr, of.weight_decay, of.grad_scale
+            segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))
+    return segments
+
+
 def _compute_on_device(
-    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.AdamSegment], *, delayed: bool
+    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
 ) -> None:
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
     device, chunk = tiers.device, update.chunk
@@ -541,9 +553,9 @@ def _compute_on_device(
         made = io.copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
 
     def work() -> None:
-        master, exp_avg, exp_avg_sq = io.state
+        master, moments = io.master, io.moments
         io.changed = True  # it takes memory on its way
-        adam_reference.adamw_reference_segments(master, exp_avg, exp_avg_sq, grad, None, segments)
+        adam_reference.reference_segments(master, moments, grad, None, segments)
         if made is not None:
             made.copy_(master)
 

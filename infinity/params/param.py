@@ -333,6 +333,11 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
+def plain_name(name: str) -> str:
+    """Return a name as it is in a model that is not compiled."""
+    return name.replace("_orig_mod.", "")
+
+
 class ShardedParam:
     """What the engine knows of one parameter: its spec, its place in its unit, its class.
 

@@ -92,7 +92,7 @@ class Chunk:
 
     @property
     def section_nbytes(self) -> int:
-        """Bytes of one fp32 section (master, exp_avg or exp_avg_sq) of this chunk."""
+        """Bytes of the fp32 master of this chunk, and of its gradient in fp32."""
         return self.numel * 4
 
     @functools.cached_property

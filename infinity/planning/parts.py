@@ -6,7 +6,7 @@ A new kind of state is a section of ``state``, or a part of its own, in `_parts_
 
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;
-- ``state``, sections of fp32: [master,] exp_avg, exp_avg_sq;
+- ``state``: [master,] in fp32, then the moments of the optimizer, in `optimizer_state_dtype`;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
+from infinity.core.config import Config
+from infinity.core.sizes import ALIGNMENT, ITEMSIZES, Tier, ceil_to, torch_dtype
 
 from .in_place import InPlace
 from .partition import Chunk, UnitLayout
 from .placement import Assignment
+
+if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, and needs no torch
+    import torch
 
 #: What a plan counts each slot of a part under.
 PURPOSES = {
@@ -28,8 +32,33 @@ PURPOSES = {
     "state": ("optimizer state",),
     "gradient": ("gradients", "gradients"),
 }
-#: What the state keeps beside the master, each in a section of its own, in this order.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Moment(NamedTuple):
+    """What the state keeps of each element beside the master, in a section of its own, and the name of its
+    dtype."""
+
+    name: str
+    precision: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`precision`, as torch has it."""
+        return torch_dtype(self.precision)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZES[self.precision]
+
+
+#: The moments of AdamW and Adam.
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def moments_of(names: Sequence[str], config: Config) -> tuple[Moment, ...]:
+    """Return the moments that an optimizer has by `names`, as `config` keeps them."""
+    return tuple(Moment(name, config.optimizer_state_dtype) for name in names)
 
 
 class Part(NamedTuple):
@@ -98,14 +127,21 @@ class Moved(NamedTuple):
     link_once: int = 0
 
 
+def update_nbytes(moments: Sequence[Moment], gradient: int, copy: int) -> int:
+    """Return the bytes of memory that the update of one element reads and writes: master and moments both
+    ways, `gradient` bytes of its gradient, and `copy` bytes of its compute parameter, if that is apart."""
+    return 2 * (4 + sum(moment.itemsize for moment in moments)) + gradient + copy
+
+
 @dataclass(frozen=True)
 class ChunkParts:
     """The parts of one chunk, by name.
 
     [Note: the copy is the master] Where the compute dtype is fp32 and a chunk's copy and state
-    are on the same tier, the copy serves as the master and `state` has two sections, not three:
-    12 instead of 16 bytes per parameter are written when all is on NVMe. Not where delayed updates run
-    beside a forward that uses the copy in place, on the device.
+    are on the same tier, the copy serves as the master and `state` has a section less: with AdamW, 12
+    instead of 16 bytes per parameter are written when all is on NVMe. Not where delayed updates run beside a
+    forward that uses the copy in place, on the device, and not where there are no moments: a state has a
+    section.
 
     Attributes:
         parts: by name; one that is not there does not exist.
@@ -157,6 +193,7 @@ class ChunkParts:
 def plan_chunks(
     layouts: Sequence[UnitLayout],
     assignment: Assignment,
+    moments: Sequence[Moment],
     *,
     staged: bool,
     delayed: bool = False,
@@ -165,6 +202,7 @@ def plan_chunks(
     """Return the parts of every chunk, by chunk id.
 
     Args:
+        moments: what the state keeps beside the master.
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
         places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
@@ -180,7 +218,7 @@ def plan_chunks(
             state_tier = assignment.states.get(chunk.id)
             key = chunk.numel, chunk.precision, copy_tier, state_tier, assignment.gradients.get(chunk.id)
             if key not in made:
-                made[key] = _parts_of(chunk, *key[2:], staged=staged, delayed=delayed)
+                made[key] = _parts_of(chunk, moments, *key[2:], staged=staged, delayed=delayed)
             plans.append(made[key])
     return tuple(plans)
 
@@ -195,6 +233,7 @@ def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:
 
 def _parts_of(
     chunk: Chunk,
+    moments: Sequence[Moment],
     copy_tier: Tier,
     state_tier: Tier | None,
     gradient_tier: Tier | None,
@@ -213,12 +252,13 @@ def _parts_of(
     if state_tier is None or gradient_tier is None:  # frozen: its copy is written once
         copy = Part((nbytes,), (copy_tier,), 0 if on_nvme else None)
         return ChunkParts({"copy": copy}, False, load_lease, load_lease, 0, used)
-    shared = chunk.precision == "fp32" and copy_tier is state_tier
+    shared = chunk.precision == "fp32" and copy_tier is state_tier and len(moments) > 0
     # What forward and backward use on the device must stay as it is beside an update.
     shared = shared and not (delayed and copy_tier is Tier.DEVICE)
     # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
     crossing = {Tier.NVME, Tier.DEVICE} if staged and state_tier is not Tier.DEVICE else {Tier.NVME}
-    sections = (fp32,) * (len(MOMENTS) + (not shared))
+    of_moments = (ceil_to(chunk.numel * moment.itemsize, ALIGNMENT) for moment in moments)
+    sections = (*(() if shared else (fp32,)), *of_moments)
     sizes = (
         sum(sections) if state_tier is Tier.NVME else 0,
         fp32 if gradient_tier in crossing else 0,

@@ -17,14 +17,12 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import MOMENTS, plan_chunks
+from .parts import ADAM, moments_of, plan_chunks, update_nbytes
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
 _UNLIMITED = 1 << 60
 KINDS = ("parameters", "optimizer_state", "gradients")
-#: Bytes that the update of one parameter moves, in fp32: master and moments both ways, the gradient.
-_UPDATE_BYTES = 4 * (2 * (1 + len(MOMENTS)) + 1)
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,16 @@ class Planner:
         depths = config.update_depth, config.read_ahead_memory
         stage = config.zero_stage
         cut = size, machine.ranks, stage == 0
-        key = (placed, cut, config.update, machine.staged, weights, depths, stage)
+        key = (
+            placed,
+            config.optimizer_state_dtype,
+            cut,
+            config.update,
+            machine.staged,
+            weights,
+            depths,
+            stage,
+        )
         if key not in self._demands:
             if cut not in self._layouts:  # a plan is of the first rank: padded as they are, all are alike
                 self._layouts[cut] = partition(
@@ -176,7 +183,11 @@ class Planner:
             layouts = self._layouts[cut]
             assignment = assign(layouts, *(config.placements[kind] for kind in KINDS))
             plans = plan_chunks(
-                layouts, assignment, staged=machine.staged, delayed=config.update == "delayed"
+                layouts,
+                assignment,
+                moments_of(ADAM, config),
+                staged=machine.staged,
+                delayed=config.update == "delayed",
             )
             sets, staged = self.model.working_sets, machine.staged
             self._demands[key] = demand(
@@ -267,7 +278,7 @@ class Planner:
                 wanted.read + further * wanted.again[0],
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
-                _UPDATE_BYTES * wanted.host_elements,
+                update_nbytes(moments_of(ADAM, config), 2, 2) * wanted.host_elements,
                 wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
@@ -291,7 +302,7 @@ def _standing(there: Standing, checkpoints: int) -> str:
 
 def checkpoint_nbytes(model: Model, config: Config) -> int:
     """Return the bytes of a checkpoint's parameters and moments, with both versions where there are two."""
-    saved = model.trainable * 4 * (1 + len(MOMENTS))
+    saved = model.trainable * (4 + sum(moment.itemsize for moment in moments_of(ADAM, config)))
     for param in (p for _, params in model.units for p in params):
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved

@@ -70,6 +70,10 @@ def generate(seed: int) -> Json:
     program = _program(random, theme, config, tree)
     if Random(f"behind {seed}").random() < 0.12:
         config["update"] = "backward"
+    rules = Random(f"rules {seed}")
+    if rules.random() < 0.3:
+        config["optimizer"] = rules.choice(("SGD", "momentum", "Lion"))
+    config["state_dtype"] = rules.choices(("fp32", "bf16"), (3, 1))[0]
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 

@@ -308,6 +308,7 @@ def smaller(case: Json) -> Iterator[Json]:
         "max_grad_norm": None,
         "activations": "device",
         "optimizer": "AdamW",
+        "state_dtype": "fp32",
         "groups": 1,
         "init": False,
         "ending": "close",

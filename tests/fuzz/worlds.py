@@ -11,6 +11,7 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ def groups_of(model: nn.Module, config: Json) -> list[Json]:
 
 
 def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if config["optimizer"] == "AdamW" else torch.optim.Adam
-    return kind(groups_of(model, config), lr=1e-3, foreach=False)
+    from infinity.optim.lion import Lion
+
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "AdamW": partial(torch.optim.AdamW, foreach=False),
+        "Adam": partial(torch.optim.Adam, foreach=False),
+        "SGD": torch.optim.SGD,
+        "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+        "Lion": Lion,
+    }
+    return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -76,6 +85,8 @@ class PlainWorld(World):
 
     def start(self, config: Json, seed: int) -> None:
         """Begin anew with another model."""
+        from infinity.optim.rules import rule_of
+
         self.config = config
         self.dtype = DTYPES[config["dtype"]]
         self.model = build(self.tree, seed)
@@ -88,7 +99,8 @@ class PlainWorld(World):
             for p in m.parameters()
         }
         self.optimizer = make_optimizer(self.model, config)
-        self.moments: dict[Any, Any] = {}
+        self.rule = rule_of(self.optimizer)
+        self.moments: dict[Any, list[torch.Tensor]] = {}  # in the dtype in which the engine keeps them
         self.updates: dict[Any, int] = {}
         self.sums: dict[Any, torch.Tensor] = {}
         self.factors: dict[Any, float] = {}
@@ -180,8 +192,11 @@ class PlainWorld(World):
 
     @torch.no_grad()
     def _step(self) -> None:
-        from infinity.hardware.adam_reference import adamw_reference
+        from infinity.hardware.adam_reference import reference_segments
+        from infinity.hardware.cpu_adam import Segment, rounding_key
 
+        names = {p: n for n, p in self.model.named_parameters()}
+        dtype = DTYPES[self.config["state_dtype"]]
         self.norm = self._norm()
         self.resumed = False
         self._publish()
@@ -197,19 +212,17 @@ class PlainWorld(World):
                 if raw is None or p not in self.learns:
                     continue
                 self.updates[p] = self.updates.get(p, 0) + 1
-                m, v = self.moments.setdefault(p, (torch.zeros(p.numel()), torch.zeros(p.numel())))
-                adamw_reference(
-                    self.masters[p].view(-1),
-                    *(m, v, raw.float().contiguous().view(-1)),
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=self.updates[p],
+                if p not in self.moments:
+                    self.moments[p] = [torch.zeros(p.numel(), dtype=dtype) for _ in self.rule.moments]
+                segment = Segment(
+                    *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
+                    *(group["lr"], group["weight_decay"]),
                     grad_scale=self.factors.get(p, 1.0) * clip / self.scale_now,
-                    decoupled=self.config["optimizer"] == "AdamW",
+                    maximize=False,
+                    options=self.rule.options(group),
                 )
+                gradient = raw.float().contiguous().view(-1)
+                reference_segments(self.masters[p].view(-1), self.moments[p], gradient, None, [segment])
                 self.past[p] = p.detach().clone()
                 if delayed:
                     self.late[p] = self.masters[p].to(p.dtype)
@@ -312,7 +325,10 @@ class PlainWorld(World):
         return {
             "masters": {names[p]: v.clone() for p, v in self.masters.items() if p in self.learns},
             "fronts": {names[p]: p.detach().clone() for p in self.learns if self.late},
-            "moments": {names[p]: (m.clone(), v.clone()) for p, (m, v) in self.moments.items()},
+            "moments": {
+                names[p]: [m.to(torch.float32, copy=True) for m in of_one]
+                for p, of_one in self.moments.items()
+            },
             "updates": {names[p]: n for p, n in self.updates.items()},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "scale": (self.scale_now, self.good, self.steps),
@@ -330,7 +346,10 @@ class PlainWorld(World):
         for n, front in saved["fronts"].items():
             self.late[named[n]] = named[n].detach().clone()
             named[n].copy_(front)
-        self.moments = {named[n]: (m.clone(), v.clone()) for n, (m, v) in saved["moments"].items()}
+        dtype = DTYPES[self.config["state_dtype"]]
+        self.moments = {
+            named[n]: [m.to(dtype, copy=True) for m in of_one] for n, of_one in saved["moments"].items()
+        }
         self.updates = {named[n]: u for n, u in saved["updates"].items()}
         for group, old in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(old)
@@ -341,8 +360,8 @@ class PlainWorld(World):
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
         p = self.named()[name]
-        m, v = self.moments.get(p, (None, None))
-        return {"master": self.masters[p], "exp_avg": m, "exp_avg_sq": v}
+        moments = [m.float() for m in self.moments.get(p, ())] or [None] * len(self.rule.moments)
+        return {"master": self.masters[p], **dict(zip(self.rule.moments, moments, strict=True))}
 
     def close(self) -> None:
         pass
@@ -388,6 +407,7 @@ class OffloadedWorld(World):
             "dtype": config["dtype"],
             "parameters": config["parameters"],
             "optimizer_state": config["optimizer_state"],
+            "optimizer_state_dtype": config["state_dtype"],
             "gradients": config["gradients"],
             "update": config["update"],
             "accumulation": 1 if config["update"] == "backward" else None,
@@ -522,7 +542,7 @@ class OffloadedWorld(World):
             self._states = self.optimizer.state_dict()["state"]
         params = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
         state = self._states.get(params.index(id(self.named()[name])), {})
-        return {k: state.get(k) for k in ("master", "exp_avg", "exp_avg_sq")}
+        return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
 
     def close(self) -> None:
         import infinity

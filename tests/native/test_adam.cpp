@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "adam.h"
+#include "rules.h"
 
 using namespace infinity;
 
@@ -59,34 +60,44 @@ void fill(float* p, int64_t n, uint32_t seed, bool positive = false) {
   }
 }
 
-Segment whole(int64_t n) { return {0, n, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, 0.5, 1, 0, {}}; }
+// Its indices within the parameter cross 2^32.
+Segment whole(int64_t n) {
+  return {0, n, (int64_t{1} << 32) - 40, 3, 1e-3, 0.1, 0.5, 0.9, 0.999, 1e-8, 77, 1, 0, {}};
+}
 
 struct State {
   Block master, exp_avg, exp_avg_sq, grad, out;
-  Dtype grad_dtype, out_dtype;
-  State(int64_t n, Dtype g, Dtype o, int64_t shift)
+  Dtype grad_dtype, out_dtype, moment_dtype;
+  Rule rule;
+  State(int64_t n, Dtype g, Dtype o, int64_t shift, Dtype m = Dtype::f32, Rule r = Rule::adam)
       : master(n, 4, shift),
-        exp_avg(n, 4, shift),
-        exp_avg_sq(n, 4, shift),
+        exp_avg(n, width(m), shift),
+        exp_avg_sq(n, width(m), shift),
         grad(n, width(g), shift),
         out(n, width(o), shift),
         grad_dtype(g),
-        out_dtype(o) {
+        out_dtype(o),
+        moment_dtype(m),
+        rule(r) {
     fill(master.as<float>(), n, 1);
-    fill(exp_avg.as<float>(), n, 2);
-    fill(exp_avg_sq.as<float>(), n, 3, true);
     std::vector<float> wide(n);
+    fill(wide.data(), n, 2);
+    convert(exp_avg.data(), m, wide.data(), Dtype::f32, n);
+    fill(wide.data(), n, 3, true);
+    convert(exp_avg_sq.data(), m, wide.data(), Dtype::f32, n);
     fill(wide.data(), n, 4);
     convert(grad.data(), g, wide.data(), Dtype::f32, n);
   }
   Buffers buffers() const {
-    return {master.as<float>(),
-            exp_avg.as<float>(),
-            exp_avg_sq.as<float>(),
-            grad.data(),
-            out_dtype == Dtype::none ? nullptr : out.data(),
-            grad_dtype,
-            out_dtype};
+    return {
+        master.as<float>(),
+        {rule == Rule::plain ? nullptr : exp_avg.data(), rule == Rule::adam ? exp_avg_sq.data() : nullptr},
+        grad.data(),
+        out_dtype == Dtype::none ? nullptr : out.data(),
+        moment_dtype,
+        grad_dtype,
+        out_dtype,
+        rule};
   }
   bool operator==(const State& s) const {
     return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out;
@@ -101,7 +112,7 @@ void every_isa_gives_the_same_bits() {
       for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
         for (int option = 0; option < 2; ++option) {
           Segment s = whole(n);
-          if (option) s.decoupled = 0, s.maximize = 1, s.beta1 = 0.2;
+          if (option) s.flag = 0, s.maximize = 1, s.a = 0.2;
           CHECK(use_isa("scalar"), "scalar");
           State expected(n, g, o, 0);
           update(expected.buffers(), &s, 1);
@@ -137,6 +148,31 @@ void writes_past_the_caches_end_where_they_should() {
   CHECK(moved.master == as_it_was.exp_avg, "the traffic of an update turns the state round");
 }
 
+void every_rule_and_dtype_of_moments_gives_the_same_bits() {
+  const char* names[3];
+  int count = available_isas(names);
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::lion})
+    for (Dtype m : {Dtype::f32, Dtype::bf16})
+      for (Dtype o : {Dtype::none, Dtype::bf16})
+        for (int64_t n : {1, 33, 1000, (1 << 20) + 13}) {
+          Segment s = whole(n);
+          use_isa("scalar");
+          State expected(n, Dtype::bf16, o, 0, m, rule);
+          update(expected.buffers(), &s, 1);
+          for (int i = 0; i < count; ++i) {
+            use_isa(names[i]);
+            State found(n, Dtype::bf16, o, 3, m, rule), cut(n, Dtype::bf16, o, 1, m, rule);
+            update(found.buffers(), &s, 1);
+            CHECK(found == expected, "rule %d, moments %d, %s", int(rule), int(m), names[i]);
+            Segment parts[2] = {s, s};  // where a segment is cut changes nothing
+            parts[0].numel = n / 3;
+            parts[1].start = n / 3, parts[1].first += n / 3, parts[1].numel = n - n / 3;
+            update(cut.buffers(), parts, 2);
+            CHECK(cut == expected, "cut, rule %d, moments %d, %s", int(rule), int(m), names[i]);
+          }
+        }
+}
+
 void gaps_are_not_touched() {
   const int64_t n = 50021;
   State found(n, Dtype::f32, Dtype::bf16, 0), before(n, Dtype::f32, Dtype::bf16, 0);
@@ -153,7 +189,7 @@ void gaps_are_not_touched() {
     at += s.numel + static_cast<int64_t>(random() % 3);
   }
   int64_t index = -1;
-  CHECK(!check(segments.data(), segments.size(), n, &index), "segment %d", int(index));
+  CHECK(!check(Rule::adam, segments.data(), segments.size(), n, &index), "segment %d", int(index));
   update(found.buffers(), segments.data(), segments.size());
   State apart(n, Dtype::f32, Dtype::bf16, 0);
   for (const Segment& s : segments) update(apart.buffers(), &s, 1);
@@ -165,9 +201,10 @@ void gaps_are_not_touched() {
   }
   segments[1].start = n;
   segments[1].numel = 1;
-  CHECK(check(segments.data(), segments.size(), n, &index) && index == 1, "segment %d", int(index));
+  CHECK(check(Rule::adam, segments.data(), segments.size(), n, &index) && index == 1, "segment %d",
+        int(index));
   segments[1].numel = INT64_MAX;
-  CHECK(check(segments.data(), segments.size(), n, &index), "an overflow is accepted");
+  CHECK(check(Rule::adam, segments.data(), segments.size(), n, &index), "an overflow is accepted");
 }
 
 void sums_and_conversions_agree() {
@@ -265,6 +302,7 @@ int main(int argc, char** argv) {
   const bool with_fork = argc > 1 && !std::strcmp(argv[1], "fork");
   set_threads(3);
   every_isa_gives_the_same_bits();
+  every_rule_and_dtype_of_moments_gives_the_same_bits();
   writes_past_the_caches_end_where_they_should();
   gaps_are_not_touched();
   sums_and_conversions_agree();

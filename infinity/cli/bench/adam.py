@@ -1,8 +1,9 @@
 """`infinity bench adam`: how fast the CPU's Adam is, beside what memory allows.
 
-One update of n parameters reads a bf16 gradient and fp32 master and moments, and writes the master,
-the moments and a bf16 copy: 14 B each way. The ceiling is the same loads and stores without the
-arithmetic, through the caches and past them, the better of the two, with the same threads.
+One update of n parameters reads a bf16 gradient, the fp32 master and the moments, and writes the master,
+the moments and a bf16 copy: with fp32 moments 14 B each way, with bf16 ones 10 B. The ceiling is the same
+loads and stores without the arithmetic, through the caches and past them, the better of the two, with the
+same threads.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.probe import available_host_memory
 from infinity.storage.memory import HostMapping
 
-BYTES_PER_PARAMETER: Final = 28  #: read and written
-_HELD: Final = 16  # bytes held for one
+#: Dtypes of the moments.
+MOMENTS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BF16: Final = 1  # as the native module numbers dtypes
-_ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+_ADAMW: Final = cpu_adam.Adam(0.9, 0.999, 1e-8)
+_SCALARS: Final = (1e-3, 0.01, 1.0)  # lr, weight_decay, grad_scale
 _native: Final[Any] = vars(cpu_adam)["_native"]  # hardware alone imports native modules
 
 
@@ -46,20 +48,25 @@ def check_memory(what: str, need: int, have: int, cure: str, where: str = "host 
 
 
 class AdamWork:
-    """State, gradient and copy of `numel` parameters, and updates of them.
+    """State, gradient and copy of `numel` parameters, and updates of them; `moments`: of which dtype.
+
+    Attributes:
+        moved: bytes that are read and written of one parameter.
 
     Raises:
         BudgetError: it does not fit host memory.
     """
 
-    def __init__(self, numel: int) -> None:
-        nbytes, free = numel * _HELD, available_host_memory() * 9 // 10
-        check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // _HELD}")
+    def __init__(self, numel: int, moments: torch.dtype = torch.float32) -> None:
+        held = 4 + 2 * moments.itemsize + 4
+        self.moved = 2 * (4 + 2 * moments.itemsize) + 4
+        nbytes, free = numel * held, available_host_memory() * 9 // 10
+        check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // held}")
         self.numel = numel
         self._mapping = HostMapping(nbytes + 5 * 2 * MiB, populate=True)
         at = 0
         self._tensors: list[torch.Tensor] = []
-        for dtype in (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
+        for dtype in (torch.float32, moments, moments, torch.bfloat16, torch.bfloat16):
             self._tensors.append(self._mapping.tensor(at, numel * dtype.itemsize, dtype))
             at += ceil_to(numel * dtype.itemsize, 4096)
         self.reset()
@@ -76,13 +83,16 @@ class AdamWork:
     def update(self) -> None:
         """Update all of it once."""
         self._step += 1
-        cpu_adam.adamw_update(*self._tensors, **_ADAMW, step=self._step)
+        master, exp_avg, exp_avg_sq, grad, copy = self._tensors
+        key = cpu_adam.rounding_key("", self._step)
+        segment = cpu_adam.Segment(0, self.numel, 0, key, self._step, *_SCALARS, False, _ADAMW)
+        cpu_adam.update_segments(master, (exp_avg, exp_avg_sq), grad, copy, (segment,))
 
     def traffic(self, *, past_caches: bool) -> None:
         """Move the bytes of an update without its arithmetic. The values become meaningless."""
-        master, exp_avg, exp_avg_sq, grad, copy = (tensor.data_ptr() for tensor in self._tensors)
-        state = (master, exp_avg, exp_avg_sq)
-        _native.measure(*state, grad, _BF16, copy, _BF16, self.numel, past_caches)
+        *state, grad, copy = (tensor.data_ptr() for tensor in self._tensors)
+        kind = int(self._tensors[1].dtype is torch.bfloat16)
+        _native.measure(*state, kind, grad, _BF16, copy, _BF16, self.numel, past_caches)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Callable[[], float]]:
@@ -135,9 +145,11 @@ def as_before() -> Iterator[None]:
 
 
 @as_before()
-def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def measure(
+    numel: int, moments: str, isas: Sequence[str], threads: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
     """Return one row of figures for each instruction set and number of threads."""
-    work = AdamWork(numel)
+    work = AdamWork(numel, MOMENTS[moments])
     ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
     rows = []
     for count in threads:
@@ -155,8 +167,8 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
                     "threads": count,
                     "parameters_per_second": middle,
                     "spread": spread(rates),
-                    "gb_per_s": middle * BYTES_PER_PARAMETER / 1e9,
-                    "ceiling_gb_per_s": ceiling * BYTES_PER_PARAMETER / 1e9,
+                    "gb_per_s": middle * work.moved / 1e9,
+                    "ceiling_gb_per_s": ceiling * work.moved / 1e9,
                     "of_ceiling": middle / ceiling,
                 }
             )
@@ -165,6 +177,9 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
 
 @click.command("adam")
 @click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
+@click.option(
+    "--moments", type=click.Choice([*MOMENTS]), default="fp32", show_default=True, help="Their dtype."
+)
 @words_option(
     *("--isa", "isas", cpu_adam.available_isas()[::-1], "Instruction set; may be given again. Default: all."),
     what="this machine has no such instruction set",
@@ -173,12 +188,23 @@ def measure(numel: int, isas: Sequence[str], threads: Sequence[int], repeats: in
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
 @json_option
 def adam_command(
-    params: int, isas: tuple[str, ...], threads: tuple[int, ...], repeats: int, as_json: bool
+    params: int,
+    moments: str,
+    isas: tuple[str, ...],
+    threads: tuple[int, ...],
+    repeats: int,
+    as_json: bool,
 ) -> None:
     """Measure the CPU's Adam for each instruction set, beside what memory allows."""
     counts = threads or tuple(sorted({1, cpu_adam.threads()}))
-    rows = measure(params, isas or cpu_adam.available_isas(), counts, repeats)
-    result = {"benchmark": "adam", "parameters": params, "repeats": repeats, "rows": rows}
+    rows = measure(params, moments, isas or cpu_adam.available_isas(), counts, repeats)
+    result = {
+        "benchmark": "adam",
+        "parameters": params,
+        "moments": moments,
+        "repeats": repeats,
+        "rows": rows,
+    }
     finish(result, show, as_json=as_json)
 
 
@@ -186,7 +212,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print the result for a person."""
     table = table_of(
         *("ISA", "threads", "Mparam/s", "spread", "GB/s", "ceiling", "of ceiling"),
-        title=f"CPU Adam, {result['parameters']:,} parameters: bf16 gradient → fp32 state → bf16 copy",
+        title=f"CPU Adam, {result['parameters']:,} parameters: bf16 gradient → fp32 master, "
+        f"{result['moments']} moments → bf16 copy",
     )
     for row in result["rows"]:
         table.add_row(

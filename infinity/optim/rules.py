@@ -1,0 +1,181 @@
+"""The optimizers that the engine runs: what each keeps of a parameter, and how its options reach the kernel.
+
+A rule is registered here, in `_RULES`. Its arithmetic is in csrc/cpu_adam and, with the same bits, in
+hardware/adam_reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from infinity.core.errors import OptimizerTypeError, StateDictError
+from infinity.hardware.cpu_adam import SGD, Adam, Lion, Options
+from infinity.planning.parts import ADAM
+
+Group: TypeAlias = Mapping[str, Any]
+#: What a message recommends.
+EXPECTED: Final = "torch.optim.AdamW, Adam or SGD, or a Lion"
+EXAMPLE: Final = "torch.optim.AdamW(model.parameters(), ...)"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One class of optimizers.
+
+    Attributes:
+        kind: what a checkpoint calls it. Optimizers of one kind can load each other's state.
+        moments: names in `optimizer.state` of what it keeps of a parameter, in the kernel's order.
+        needs: options that a param group must have, beside lr and weight_decay.
+        options: returns what the kernel takes of a param group, beside lr and weight_decay.
+        refused: options that are not supported unless they are false.
+        counts: whether the state of a parameter counts its updates, as ``step``.
+    """
+
+    kind: str
+    moments: tuple[str, ...]
+    needs: tuple[str, ...]
+    options: Callable[[Group], Options]
+    refused: tuple[str, ...] = ()
+    counts: bool = False
+
+    def check(self, group: Group, found: str) -> None:
+        """Raise `OptimizerTypeError` for an option that is not supported; `found`: where it is."""
+        for option in (*_REFUSED, *self.refused):
+            if group.get(option):
+                raise OptimizerTypeError(
+                    f"the option {option!r} is not supported",
+                    expected=f"{option}=False" if group[option] is True else f"{option}=0",
+                    found=f"{option}={group[option]!r} in {found}",
+                    cure=f"leave {option} out",
+                )
+        if group.get("momentum") and not self.moments:
+            raise OptimizerTypeError(
+                "a param group got a momentum after `wrap`, which made no room for momentum_buffer",
+                expected="momentum=0, as in all groups at `wrap`",
+                found=f"momentum={group['momentum']!r} in {found}",
+                cure="set a momentum in one of the groups before `wrap`; it may change afterwards",
+            )
+
+    def check_state(self, state: Group, whose: str) -> None:
+        """Raise `OptimizerTypeError` if there is state of a parameter that lacks what `wrap` takes over."""
+        kept = (*(("step",) if self.counts else ()), *self.moments)
+        if state and (lacking := [name for name in kept if name not in state]):
+            raise OptimizerTypeError(
+                f"the optimizer's state of {whose} is not complete",
+                expected=f"{', '.join(kept)}; or no state, as before the first step",
+                found=f"{', '.join(state)}, and no {', '.join(lacking)}",
+                cure="call `optimizer.state.clear()` before `wrap`, so that the moments begin at zero; or "
+                "load a whole state dict into the optimizer",
+            )
+
+    def check_saved(self, group: Group, saved: str) -> None:
+        """Raise `StateDictError` for options that this rule does not have; `saved` is what has them."""
+        lacks = [name for name in ("lr", "weight_decay", *self.needs) if name not in group]
+        if lacks:
+            raise StateDictError(
+                f"{saved} was saved by another optimizer",
+                expected=f"param groups with {', '.join(lacks)}",
+                found=f"a param group with {', '.join(k for k in group if k != 'params')}",
+                cure=f"load a state dict of a {self.kind}",
+            )
+        for option in (*_REFUSED, *self.refused):
+            if group.get(option):
+                raise StateDictError(
+                    f"{saved} was saved with {option}={group[option]!r}",
+                    expected=f"{option}=False" if group[option] is True else f"{option}=0",
+                    found=f"{option}={group[option]!r}",
+                    cure=f"load a state dict of a plain {self.kind}",
+                )
+
+    def steps(self, state: Group) -> int:
+        """Return the number of updates that saved state of a parameter has behind it. Some optimizers do not
+        count them: then what matters is whether there was one."""
+        begun = any(state.get(name) is not None for name in self.moments)
+        return int(state.get("step", begun))
+
+
+def _adam(*, decoupled: bool) -> Rule:
+    def options(group: Group) -> Adam:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        wanted = bool(group.get("decoupled_weight_decay", decoupled))
+        return Adam(beta1, beta2, float(group["eps"]), wanted)
+
+    return Rule("Adam", ADAM, ("betas", "eps"), options, counts=True)
+
+
+def _sgd(group: Group) -> SGD:
+    return SGD(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
+
+
+def _lion(group: Group) -> Lion:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return Lion(beta1, beta2)
+
+
+_REFUSED: Final = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
+_LION: Final = Rule("Lion", ("exp_avg",), ("betas",), _lion, ("caution", "corrected_weight_decay"))
+_RULES: Final[Mapping[type, Rule]] = {
+    torch.optim.AdamW: _adam(decoupled=True),
+    torch.optim.Adam: _adam(decoupled=False),
+    torch.optim.SGD: Rule("SGD", ("momentum_buffer",), ("momentum", "dampening", "nesterov"), _sgd),
+}
+#: Packages with a class `Lion` of its paper's arithmetic (arXiv 2302.06675, algorithm 2).
+_HAVE_LION: Final = ("infinity", "bitsandbytes", "lion_pytorch", "timm")
+#: What any rule keeps.
+_ALL: Final = frozenset(name for rule in (*_RULES.values(), _LION) for name in rule.moments)
+
+
+def rule_of(optimizer: object) -> Rule:
+    """Return the rule of an optimizer.
+
+    Raises:
+        OptimizerTypeError: the engine does not run it, an option is not supported, or it has a state that
+            `wrap` cannot take over.
+    """
+    if isinstance(optimizer, (list, tuple, dict, set)):
+        raise OptimizerTypeError(
+            "wrap takes one optimizer",
+            expected=f"one of {EXPECTED}, over all trainable parameters",
+            found=f"a {type(optimizer).__name__} of {len(optimizer)}",
+            cure="one optimizer with a param group for each, which may have options of its own: "
+            'torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}])',
+        )
+    kind = type(optimizer)
+    rule = _RULES.get(kind)
+    if rule is None and kind.__name__ == "Lion" and kind.__module__.partition(".")[0] in _HAVE_LION:
+        rule = _LION
+    if rule is None or not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerTypeError(
+            "this optimizer cannot be offloaded",
+            expected=EXPECTED,
+            found=f"{kind.__module__}.{kind.__qualname__}",
+            cure=EXAMPLE,
+        )
+    groups = optimizer.param_groups
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    if getattr(optimizer, "decoupled_wd", False) or bits != 32:
+        raise OptimizerTypeError(
+            f"this {kind.__name__} of {kind.__module__.partition('.')[0]} cannot be offloaded",
+            expected="decoupled_weight_decay=False, optim_bits=32",
+            found=f"optim_bits={bits}" if bits != 32 else "decoupled_weight_decay=True",
+            cure="leave them out; weight_decay ÷ lr is lion_pytorch's decoupled one, and "
+            'Config(optimizer_state_dtype="bf16") keeps less',
+        )
+    if kind is torch.optim.SGD and not any(group["momentum"] for group in groups):
+        rule = replace(rule, moments=())
+    for index, group in enumerate(groups):
+        rule.check(group, f"param group {index}")
+        for number, param in enumerate(group["params"]):
+            if param.requires_grad and (state := optimizer.state.get(param)) is not None:
+                rule.check_state(state, f"parameter {number} of param group {index}")
+    return rule
+
+
+def foreign(state: Group, rule: Rule) -> list[str]:
+    """Return what saved state of a parameter has that only other rules keep."""
+    of_kind = next((r.moments for r in (*_RULES.values(), _LION) if r.kind == rule.kind), ())
+    return sorted(k for k in _ALL.difference(of_kind).intersection(state) if state[k] is not None)

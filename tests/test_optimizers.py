@@ -1,0 +1,293 @@
+"""The optimizers that the engine runs, and the dtypes of their moments: bits, state dicts, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.core.errors import OptimizerTypeError, StateDictError
+
+from .models import case
+from .offloaded import ON_HOST, config_for
+from .quick import quick
+from .whole import OPTIMIZERS, Make, train_whole
+
+STEPS = 6
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {**ON_HOST, "update": "sync"},
+    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "nvme": {"update_depth": 1, "read_ahead_memory": 0},
+    "backward": {"update": "backward", "accumulation": 1},
+    "split": {
+        "parameters": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        "optimizer_state": {"host": 0.5, "nvme": 0.5},
+        "gradients": {"device": 0.2, "host": 0.3, "nvme": 0.5},
+        "chunk_elements": 131072,
+    },
+}
+State = dict[str, dict[str, torch.Tensor]]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    batches = case("gpt").batches
+    return case("gpt").loss(model, batches[step % len(batches)])
+
+
+def state_of(model: nn.Module) -> State:
+    """Return the masters and the moments of a wrapped model, by name."""
+    engine = engine_of(model)
+    found: State = {}
+    for name, param in model.named_parameters():
+        sharded = engine.params[param]
+        state = engine.states.read([sharded])[sharded]
+        state.pop("step")
+        value = state.pop("master", None)
+        found[name] = {
+            "value": engine.states.copies_of([sharded])[sharded] if value is None else value,
+            **state,
+        }
+    return found
+
+
+def wrapped(make: Make, folder: Path, **settings: Any) -> tuple[nn.Module, Any]:
+    model = case("gpt").model
+    folder.mkdir(exist_ok=True)
+    return infinity.wrap(model, make(model.parameters()), config_for(folder, **settings))
+
+
+def go_on(model: nn.Module, optimizer: Any, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(make: Make, folder: Path, steps: int = STEPS, **settings: Any) -> State:
+    model, optimizer = wrapped(make, folder, **settings)
+    try:
+        go_on(model, optimizer, 0, steps)
+        return state_of(model)
+    finally:
+        infinity.close(optimizer)
+
+
+def assert_equal(found: State, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, kinds in wanted.items():
+        assert found[name].keys() == kinds.keys(), name
+        for kind, value in kinds.items():
+            assert torch.equal(found[name][kind], value), (name, kind)
+
+
+def assert_near(found: State, plain: nn.Module) -> None:
+    """Where a gradient is zero but for rounding, as that of a key's bias, Adam and Lion amplify it: so one
+    element in a hundred may move by some steps of its own."""
+    differing = 0
+    for name, param in plain.named_parameters():
+        value, wanted = found[name]["value"], param.detach()
+        apart = (value - wanted).abs() > 1e-4 * wanted.abs() + 1e-5 * wanted.abs().max()
+        differing += int(apart.sum())
+        torch.testing.assert_close(value, wanted, rtol=1e-2, atol=1e-2)
+    assert differing <= sum(p.numel() for p in plain.parameters()) / 100
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"], ["momentum", "sgd"]))
+def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    wanted = train_whole(case("gpt").model, make, loss_of, steps=STEPS, dtype=DTYPES[dtype])
+    for place, settings in PLACES.items():
+        assert_equal(trained(make, tmp_path / place, optimizer_state_dtype=dtype, **settings), wanted)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"], ["lion"]))
+def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    model = case("gpt").model
+    plain = make(model.parameters())
+    go_on(model, plain, 0, 3)
+    found = trained(make, tmp_path, steps=3)
+    assert_near(found, model)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"], ["momentum", "lion"]))
+def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: Path) -> None:
+    settings = {"update": "delayed", "delay_warmup_steps": 2, "optimizer_state_dtype": "bf16"}
+    make = OPTIMIZERS[name]
+    wanted = trained(make, tmp_path / "host", **ON_HOST, **settings)
+    assert_equal(trained(make, tmp_path / "nvme", **settings), wanted)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["lion", "sgd"]))
+def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = wrapped(make, tmp_path / "a")
+    go_on(model, optimizer, 0, 3)
+    values, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    infinity.close(optimizer)
+
+    plain = case("gpt").model
+    plain.load_state_dict(values)
+    theirs = make(plain.parameters())
+    theirs.load_state_dict(copy.deepcopy({k: saved[k] for k in ("state", "param_groups")}))
+    go_on(plain, theirs, 3, 5)
+
+    model, optimizer = wrapped(make, tmp_path / "b")
+    model.load_state_dict(values)
+    optimizer.load_state_dict(saved)
+    go_on(model, optimizer, 3, 5)
+    assert_near(state_of(model), plain)
+    infinity.close(optimizer)
+
+    model, optimizer = wrapped(make, tmp_path / "c")  # torch's own state, also where it counts no steps
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    go_on(plain, theirs, 5, 6)
+    go_on(model, optimizer, 5, 6)
+    assert_near(state_of(model), plain)
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"], ["lion", "adamw"]))
+def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    model = case("gpt").model
+    plain = make(model.parameters())
+    go_on(model, plain, 0, 2)
+    other, theirs = copy.deepcopy((model, plain))
+    model, optimizer = infinity.wrap(model, plain, config_for(tmp_path))
+    go_on(model, optimizer, 2, 4)
+    go_on(other, theirs, 2, 4)
+    found = state_of(model)
+    infinity.close(optimizer)
+    assert_near(found, other)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"], ["momentum", "sgd"]))
+@pytest.mark.parametrize("dtype", ["bf16"])
+def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    wanted = trained(make, tmp_path / "whole", optimizer_state_dtype=dtype, **ON_HOST)
+    model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=dtype)
+    go_on(model, optimizer, 0, 3)
+    infinity.save(optimizer, tmp_path / "saved")
+    infinity.close(optimizer)
+    model, optimizer = wrapped(
+        make, tmp_path / "b", optimizer_state_dtype=dtype, chunk_elements=131072, **ON_HOST
+    )
+    infinity.load(optimizer, tmp_path / "saved")
+    go_on(model, optimizer, 3, STEPS)
+    assert_equal(state_of(model), wanted)
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    make = OPTIMIZERS["adamw"]
+    model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=first)
+    go_on(model, optimizer, 0, 3)
+    infinity.save(optimizer, tmp_path / "saved")
+    before, saved = state_of(model), optimizer.state_dict()
+    infinity.close(optimizer)
+    wanted = {
+        name: {k: v if k == "value" else v.to(DTYPES[second]).float() for k, v in kinds.items()}
+        for name, kinds in before.items()
+    }
+    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second)
+    infinity.load(optimizer, tmp_path / "saved")
+    assert_equal(state_of(model), wanted)
+    go_on(model, optimizer, 3, 4)
+    infinity.load(optimizer, tmp_path / "saved")
+    optimizer.load_state_dict(saved)
+    assert_equal(state_of(model), wanted)
+    infinity.close(optimizer)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_lends_its_values(tmp_path: Path) -> None:
+    model, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path / "a")
+    go_on(model, optimizer, 0, 2)
+    infinity.save(optimizer, tmp_path / "saved")
+    values, saved = state_of(model), optimizer.state_dict()
+    infinity.close(optimizer)
+    model, optimizer = wrapped(OPTIMIZERS["lion"], tmp_path / "b")
+    before = state_of(model)
+    with pytest.raises(StateDictError, match="of another optimizer"):
+        infinity.load(optimizer, tmp_path / "saved")
+    with pytest.raises(StateDictError, match="another optimizer than Lion"):
+        optimizer.load_state_dict(saved)
+    assert_equal(state_of(model), before)
+    infinity.load(optimizer, tmp_path / "saved", strict=False)
+    for name, kinds in state_of(model).items():
+        assert torch.equal(kinds["value"], values[name]["value"])
+        assert not kinds["exp_avg"].any()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert "eps" not in optimizer.param_groups[0]
+    infinity.close(optimizer)
+
+
+def test_a_state_dict_that_lacks_an_option_is_refused(tmp_path: Path) -> None:
+    _, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path)
+    plain = OPTIMIZERS["sgd"](case("gpt").model.parameters())
+    with pytest.raises(StateDictError, match="betas"):
+        optimizer.load_state_dict(plain.state_dict())
+    infinity.close(optimizer)
+
+
+def test_a_momentum_that_comes_after_wrap_is_refused(tmp_path: Path) -> None:
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], tmp_path)
+    loss_of(model, 0).backward()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(OptimizerTypeError, match="momentum"):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    infinity.close(optimizer)
+
+
+def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
+    """An fp16 step that overflows leaves moments and their random numbers as they are."""
+
+    def run(folder: Path, overflow: bool) -> State:
+        model, optimizer = wrapped(OPTIMIZERS["adamw"], folder, dtype="fp16", optimizer_state_dtype="bf16")
+        for step in range(3):
+            loss = loss_of(model, step)
+            if overflow and step == 1:
+                optimizer.scale(loss * float("inf")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.load_state_dict({**optimizer.state_dict()})
+                assert optimizer.skipped_steps == 1
+                loss = loss_of(model, step)
+            # The scale halves after an overflow; a power of two changes no bits of what is unscaled.
+            optimizer.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = state_of(model)
+        infinity.close(optimizer)
+        return state
+
+    assert_equal(run(tmp_path / "a", True), run(tmp_path / "b", False))
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "torch.optim"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable"),
+    ],
+)
+def test_what_is_not_supported_is_refused(make: Make, found: str, tmp_path: Path) -> None:
+    with pytest.raises(OptimizerTypeError, match=found):
+        wrapped(make, tmp_path)

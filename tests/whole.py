@@ -1,0 +1,88 @@
+"""What the engine's optimizers must come to: each rule on whole parameters, in plain torch.
+
+`Whole` calls the reference of the kernels, which other tests compare with torch's optimizers. With moments in
+bf16 it has the bits of the stochastic rounding too, so that a run must equal it wherever its state is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.hardware import adam_reference, cpu_adam
+from infinity.optim.lion import Lion
+from infinity.optim.rules import rule_of
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+#: Optimizers of every rule, with the options that change what a rule does.
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+    "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+}
+
+
+class Whole:
+    """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says.
+
+    Attributes:
+        moments: of each parameter, by name, in `dtype`.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, dtype: torch.dtype
+    ) -> None:
+        self._params, self._optimizer, self._rule = params, optimizer, rule_of(optimizer)
+        self._steps = dict.fromkeys(params, 0)
+        self.moments = {
+            name: {moment: torch.zeros(p.numel(), dtype=dtype) for moment in self._rule.moments}
+            for name, p in params.items()
+        }
+
+    def step(self) -> None:
+        """Update what has a gradient."""
+        groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        for name, param in self._params.items():
+            if param.grad is None:
+                continue
+            self._steps[name] += 1
+            step, group = self._steps[name], groups[param]
+            segment = cpu_adam.Segment(
+                *(0, param.numel(), 0, cpu_adam.rounding_key(name, step), step),
+                *(float(group["lr"]), float(group["weight_decay"]), 1.0, bool(group.get("maximize"))),
+                self._rule.options(group),
+            )
+            master, grad = param.data.view(-1), param.grad.reshape(-1)
+            moments = [*self.moments[name].values()]
+            adam_reference.reference_segments(master, moments, grad, None, [segment])
+
+
+def train_whole(
+    model: nn.Module,
+    make: Make,
+    loss_of: Callable[[nn.Module, int], torch.Tensor],
+    *,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Train a plain model; return its values and moments (in fp32), by name."""
+    named = dict(model.named_parameters())
+    whole = Whole(named, make(model.parameters()), dtype)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        whole.step()
+        model.zero_grad()
+    return {
+        name: {
+            "value": param.detach().clone(),
+            **{kind: m.float().view(param.shape) for kind, m in whole.moments[name].items()},
+        }
+        for name, param in named.items()
+    }
