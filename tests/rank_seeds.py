@@ -69,7 +69,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     alone(random.Random(f"alone {seed}"), made, world)
     rules = random.Random(f"rules {seed}")
     if rules.random() < 0.4:
-        made["optimizer"] = rules.choice(("momentum", "lion", "sgd"))
+        made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
     config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "bf16"))
     return made
 

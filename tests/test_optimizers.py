@@ -101,7 +101,9 @@ def assert_near(found: State, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"], ["momentum", "sgd"]))
+@pytest.mark.parametrize(
+    "name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"], ["momentum", "adagrad", "sgd"])
+)
 def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     wanted = train_whole(case("gpt").model, make, loss_of, steps=STEPS, dtype=DTYPES[dtype])
@@ -109,7 +111,7 @@ def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tm
         assert_equal(trained(make, tmp_path / place, optimizer_state_dtype=dtype, **settings), wanted)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"], ["lion"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"], ["adagrad", "lion"]))
 def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model = case("gpt").model
@@ -127,7 +129,7 @@ def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: P
     assert_equal(trained(make, tmp_path / "nvme", **settings), wanted)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["lion", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["adagrad", "lion", "sgd"]))
 def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model, optimizer = wrapped(make, tmp_path / "a")
@@ -157,7 +159,7 @@ def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> No
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"], ["lion", "adamw"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"], ["adagrad", "lion", "adamw"]))
 def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model = case("gpt").model
@@ -172,7 +174,7 @@ def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     assert_near(found, other)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"], ["momentum", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"], ["momentum", "adagrad", "sgd"]))
 @pytest.mark.parametrize("dtype", ["bf16"])
 def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
@@ -284,6 +286,7 @@ def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
     ("make", "found"),
     [
         (lambda p: torch.optim.RMSprop(p), "torch.optim"),
+        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable"),
     ],

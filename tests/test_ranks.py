@@ -93,6 +93,13 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         {"optimizer": "lion", "config": {"optimizer_state_dtype": "bf16", "zero_stage": 1}},
     ),
     "gpt, SGD": (2, "gpt", "split", "bf16", {"optimizer": "momentum"}),
+    "gpt, Adagrad, stage 0": (
+        2,
+        "gpt",
+        "device",
+        "fp32",
+        {"optimizer": "adagrad", "config": {"zero_stage": 0}},
+    ),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ParameterError
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import RULES, SGD, Adam, Lion, Options, Segment, rounding_key
+from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Options, Segment, rounding_key
 from infinity.optim.rules import rule_of
 
 from .test_cpu_adam import same, values
@@ -27,6 +27,7 @@ RULE_OPTIONS: list[tuple[Options, int]] = [
     (SGD(0.0, 0.0, False), 1),
     (SGD(0.9, 0.5, False), 1),
     (SGD(0.9, 0.0, True), 1),
+    (Adagrad(0.1, 1e-10), 1),
     (Lion(0.9, 0.99), 1),
 ]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -203,7 +204,7 @@ def test_moments_that_are_not_those_of_the_rule_are_refused(call: Any) -> None:
     wrong: list[tuple[list[torch.Tensor], list[Options], str]] = [
         ([torch.zeros(n)], [Adam(0.9, 0.99, 1e-8)], "Adam has other moments"),
         ([], [Lion(0.9, 0.99)], "Lion has other moments"),
-        ([torch.zeros(n)], [Lion(0.9, 0.99), SGD(0.9, 0.0, False)], "one rule"),
+        ([torch.zeros(n)], [Lion(0.9, 0.99), Adagrad(0.0, 1e-8)], "one rule"),
         (both, [Adam(0.9, 0.99, 1e-8)], "wrong dtype"),
         ([torch.zeros(n, dtype=torch.float16)], [Lion(0.9, 0.99)], "wrong dtype"),
     ]
@@ -211,4 +212,4 @@ def test_moments_that_are_not_those_of_the_rule_are_refused(call: Any) -> None:
         cuts = [segment(1, each, 1, at) for at, each in enumerate(options)]
         with pytest.raises(ParameterError, match=message):
             call(master, moments, grad, None, cuts)
-    assert set(RULES) == {Adam, SGD, Lion}
+    assert set(RULES) == {Adam, SGD, Adagrad, Lion}

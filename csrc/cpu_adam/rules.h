@@ -17,7 +17,8 @@
   X(adam, AdamRule)         \
   X(plain, PlainRule)       \
   X(momentum, MomentumRule) \
-  X(lion, LionRule)
+  X(lion, LionRule)         \
+  X(adagrad, AdagradRule)
 
 namespace infinity {
 
@@ -110,6 +111,22 @@ struct LionRule {
     typename L::F u = L::add(L::mul(m[0], c.x[1]), L::mul(g, c.x[2]));
     p = L::add(p, L::sign(u, c.x[0]));
     m[0] = L::add(L::mul(m[0], c.x[3]), L::mul(g, c.x[4]));
+  }
+};
+
+// torch.optim.Adagrad. Options: lr_decay, eps.
+struct AdagradRule {
+  static constexpr int moments = 1;
+  static bool is_valid(const Segment&) { return true; }
+  static bool is_decoupled(const Segment&) { return false; }
+  static void derive(const Segment& s, Scalars& r) {
+    r.x[0] = static_cast<float>(-(s.lr / (1.0 + (static_cast<double>(s.step) - 1.0) * s.a)));
+    r.x[1] = static_cast<float>(s.b);
+  }
+  template <class L, class C>
+  static inline void apply(typename L::F& p, typename L::F* m, typename L::F g, const C& c) {
+    m[0] = L::add(m[0], L::mul(g, g));
+    p = L::add(p, L::div(L::mul(g, c.x[0]), L::add(L::sqrt(m[0]), c.x[1])));
   }
 };
 

@@ -35,7 +35,7 @@ def wrap(
 
     Args:
         model: any `nn.Module` with dense floating-point parameters.
-        optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, or a Lion (`infinity.optim.Lion`, or that of
+        optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad`, or a Lion (`infinity.optim.Lion`, or that of
             timm, bitsandbytes or lion_pytorch), over its trainable parameters.
         config: budgets and placements.
         mesh: the ranks that train the model together, in one dimension. None: the ranks of the default

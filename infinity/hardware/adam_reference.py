@@ -287,8 +287,20 @@ def _lion(
     moments[0].mul_(beta2).add_(g * rest2)
 
 
+def _adagrad(
+    p: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    step_size: float,
+    eps: float,
+    *_: float,
+) -> None:
+    total = moments[0].add_(g * g)
+    p.add_((g * step_size).div_(_sqrt(total).add_(eps)))
+
+
 _Rule: TypeAlias = Callable[..., None]
-_RULES: Final[Sequence[_Rule]] = (_adam, _plain, _momentum, _lion)
+_RULES: Final[Sequence[_Rule]] = (_adam, _plain, _momentum, _lion, _adagrad)
 
 
 def _sqrt(v: torch.Tensor) -> torch.Tensor:

@@ -66,18 +66,27 @@ class Lion(NamedTuple):
     beta2: float
 
 
-Options: TypeAlias = Adam | SGD | Lion
+class Adagrad(NamedTuple):
+    """The options of `torch.optim.Adagrad`. Moment: sum."""
+
+    lr_decay: float
+    eps: float
+
+
+Options: TypeAlias = Adam | SGD | Lion | Adagrad
 #: Of each rule, its number in the kernel by the count of its moments.
 RULES: Final[Mapping[type, Mapping[int, int]]] = {
     Adam: {2: 0},
     SGD: {0: 1, 1: 2},
     Lion: {1: 3},
+    Adagrad: {1: 4},
 }
 _Numbers: TypeAlias = tuple[float, float, float, bool]
 _NUMBERS: Final[Mapping[type, Callable[[Any], _Numbers]]] = {
     Adam: lambda of: (of.beta1, of.beta2, of.eps, of.decoupled),
     SGD: lambda of: (of.momentum, of.dampening, 0.0, of.nesterov),
     Lion: lambda of: (of.beta1, of.beta2, 0.0, False),
+    Adagrad: lambda of: (of.lr_decay, of.eps, 0.0, False),
 }
 
 

@@ -13,12 +13,12 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from infinity.core.errors import OptimizerTypeError, StateDictError
-from infinity.hardware.cpu_adam import SGD, Adam, Lion, Options
+from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion, Options
 from infinity.planning.parts import ADAM
 
 Group: TypeAlias = Mapping[str, Any]
 #: What a message recommends.
-EXPECTED: Final = "torch.optim.AdamW, Adam or SGD, or a Lion"
+EXPECTED: Final = "torch.optim.AdamW, Adam, SGD or Adagrad, or a Lion"
 EXAMPLE: Final = "torch.optim.AdamW(model.parameters(), ...)"
 
 
@@ -111,6 +111,10 @@ def _sgd(group: Group) -> SGD:
     return SGD(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
 
 
+def _adagrad(group: Group) -> Adagrad:
+    return Adagrad(float(group["lr_decay"]), float(group["eps"]))
+
+
 def _lion(group: Group) -> Lion:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     return Lion(beta1, beta2)
@@ -122,6 +126,9 @@ _RULES: Final[Mapping[type, Rule]] = {
     torch.optim.AdamW: _adam(decoupled=True),
     torch.optim.Adam: _adam(decoupled=False),
     torch.optim.SGD: Rule("SGD", ("momentum_buffer",), ("momentum", "dampening", "nesterov"), _sgd),
+    torch.optim.Adagrad: Rule(
+        "Adagrad", ("sum",), ("lr_decay", "eps"), _adagrad, ("initial_accumulator_value",), counts=True
+    ),
 }
 #: Packages with a class `Lion` of its paper's arithmetic (arXiv 2302.06675, algorithm 2).
 _HAVE_LION: Final = ("infinity", "bitsandbytes", "lion_pytorch", "timm")

@@ -72,7 +72,7 @@ def generate(seed: int) -> Json:
         config["update"] = "backward"
     rules = Random(f"rules {seed}")
     if rules.random() < 0.3:
-        config["optimizer"] = rules.choice(("SGD", "momentum", "Lion"))
+        config["optimizer"] = rules.choice(("SGD", "momentum", "Adagrad", "Lion"))
     config["state_dtype"] = rules.choices(("fp32", "bf16"), (3, 1))[0]
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 

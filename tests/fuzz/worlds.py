@@ -41,6 +41,7 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "Adam": partial(torch.optim.Adam, foreach=False),
         "SGD": torch.optim.SGD,
         "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+        "Adagrad": torch.optim.Adagrad,
         "Lion": Lion,
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)

@@ -151,7 +151,7 @@ void writes_past_the_caches_end_where_they_should() {
 void every_rule_and_dtype_of_moments_gives_the_same_bits() {
   const char* names[3];
   int count = available_isas(names);
-  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::lion})
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
     for (Dtype m : {Dtype::f32, Dtype::bf16})
       for (Dtype o : {Dtype::none, Dtype::bf16})
         for (int64_t n : {1, 33, 1000, (1 << 20) + 13}) {
