@@ -2,7 +2,8 @@
 
 Whatever depends on them derives from here: budgets and quotas (footprint.py), the layout of arenas
 (storage/layout.py), where a part lies in an update's lease (optim/chunk_io.py), what a step moves (`Moved`).
-A new kind of state is a section of ``state``, or a part of its own, in `_parts_of` and nowhere else.
+A moment of an optimizer is a section of ``state``. A part of its own takes an entry in `_parts_of`, its bytes
+in that function's lease and in `_with_update`, a name in `PURPOSES`, and its reads and writes in `ChunkIO`.
 
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;

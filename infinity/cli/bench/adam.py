@@ -107,7 +107,7 @@ class AdamWork:
                 self.update()
                 updates, seconds = updates + 1, time.perf_counter() - start
 
-        with ThreadPoolExecutor(1, "infinity-adam") as pool:
+        with ThreadPoolExecutor(1, "infinity-bench-adam") as pool:
             running = pool.submit(run)
             try:
                 yield lambda: updates * self.numel / seconds if seconds else 0.0
