@@ -59,15 +59,18 @@ WANTED: dict[tuple[str, str], dict[str, float]] = {
 def race(mode: str, folder: str, rates: Rates, args: argparse.Namespace) -> dict[str, Any]:
     """Have all contestants of a mode take turns; return medians, peaks, bounds, ratios and every sample."""
     model = common.model_of(args)
-    names = [*(f"infinity-{update}" for update in args.update), *PEERS]
+    forms = ["" if dtype == "fp32" else f"-{dtype}" for dtype in args.state_dtypes]
+    names = [*(f"infinity-{update}{form}" for update in args.update for form in forms), *PEERS]
     if not args.deepspeed_python:
         names.remove("deepspeed")
     names = [name for name in names if name.partition("-")[0] in args.contestants]
 
     def settings(name: str) -> dict[str, Any]:
-        kind, _, update = name.partition("-")
+        kind, _, rest = name.partition("-")
         if kind == "infinity":
-            return settings_of(mode, update, model.largest_unit) | json.loads(args.config)
+            update, _, form = rest.partition("-")
+            of_form = {"optimizer_state_dtype": form} if form else {}
+            return settings_of(mode, update, model.largest_unit) | of_form | json.loads(args.config)
         state, parameters = DEEPSPEED.get(mode, ("cpu", "device"))
         return {"state": state, "parameters": parameters} if kind == "deepspeed" else {}
 
@@ -106,14 +109,20 @@ def race(mode: str, folder: str, rates: Rates, args: argparse.Namespace) -> dict
     }
     times = {name: [steady(each) for each in runs] for name, runs in samples.items()}
     ours = [name for name in table if name not in PEERS]
-    for name in ours if "torch" in table else ():
+    exact = [name for name in ours if name.count("-") == 1]  # `rates` has the kernel's for fp32 moments
+    for name in exact if "torch" in table else ():
         told = {"settings": settings(name), "dtype": args.dtype, "params": model.parameters}
         table[name] |= beside(table[name], table["torch"], found, **told)
     return {
         "placement": PLACEMENTS[mode]._asdict(),
         "table": table,
         "speedups": {
-            n: {f"of_{p}": common.paired(times[n], times[p]) for p in PEERS if p in times} for n in ours
+            n: {
+                f"of_{p}": common.paired(times[n], times[p])
+                for p in (*PEERS, *(each for each in exact if n.startswith(f"{each}-")))
+                if p in times
+            }
+            for n in ours
         },
         "wanted": {f"infinity-{u}": WANTED[mode, u] for u in args.update if (mode, u) in WANTED},
         "rates": found,
@@ -152,6 +161,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda (or lagging: devices.py)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", nargs="+", choices=UPDATES, default=["sync"], help="of infinity's Config")
+    parser.add_argument(
+        "--state-dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of the moments"
+    )
     parser.add_argument("--burst", type=int, help="steps of a turn; 1 with --update sync, else 4")
     args = parser.parse_args()
     args.burst = args.burst or (1 if set(args.update) == {"sync"} else 4)
