@@ -330,7 +330,8 @@ class Training(Run):
         self.validation = record.get("eval_loss", math.nan)
         lost = self.report.step(record)
         figures = {name: value for name, value in record.items() if name != "step"}
-        self.log(**figures, **({"output_lost": lost} if lost else {}))
+        # Not by `log`: the figures of a command are those of all ranks, in place of the run's own.
+        self._figures.update(figures, **({"output_lost": lost} if lost else {}))
 
     def _is_evaluated(self, steps: int) -> bool:
         """Return whether the step that is over after `steps` steps is."""
