@@ -32,6 +32,7 @@ from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
+from .ending import steps_begin
 from .flops import most_tokens, peak_flops
 from .job import Job
 from .measure import Peak
@@ -276,6 +277,7 @@ class Training(Run):
         began = time.perf_counter()
         try:
             with self:
+                steps_begin()
                 for step in self.steps(self.train.steps):
                     self._make(step)
         except KeyboardInterrupt:
