@@ -153,7 +153,7 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: st
     """Return a path as a string.
 
     Raises:
-        ConfigError: the path is empty, or is none.
+        ConfigError: the path is empty, or is not a path.
     """
     try:
         name = os.fsdecode(path)

@@ -290,7 +290,7 @@ class Run:
                 errno=errno.ENOENT,
                 path=root,
                 expected="the directory of an earlier run, with whole checkpoints step-<n>",
-                found=", ".join(names[:8]) + " …" * (len(names) > 8) or "an empty directory",
+                found=", ".join(names[:8]) + " …" * (len(names) > 8) or "nothing",
                 cure="resume=None, which begins a run where there is none; or the path of that earlier run",
             )
         if there and self._resume is False:

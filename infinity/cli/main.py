@@ -131,9 +131,8 @@ def main() -> None:
     leave_signals()
     if not let_go_of_streams():
         code = code or _lost("its file or device took no more")
-    if (
-        code > 128 or ended() is not None
-    ):  # who ends a command does not wait until Python has taken torch's modules apart
+    # Who ends a command does not wait until Python has taken torch's modules apart.
+    if code > 128 or ended() is not None:
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
