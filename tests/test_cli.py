@@ -484,7 +484,13 @@ def test_learning_rates() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100] == pytest.approx(0.1)
+    assert rates[99] == rates[100] == 0.1, "the last step has exactly the least rate"
+    assert rates[98] > 0.1
+    for steps, warmup in ((1, 0), (8, 0), (8, 7)):
+        short = TrainSettings(steps=steps, warmup=warmup, min_lr=0.3)
+        assert short.lr_factor(steps - 1) == 0.3
+    whole = TrainSettings(steps=8, warmup=8)
+    assert whole.lr_factor(7) == 1.0, "where all is warm-up, nothing falls"
     constant = TrainSettings(steps=100, warmup=0, schedule="constant")
     assert {constant.lr_factor(s) for s in range(100)} == {1.0}
 
@@ -493,12 +499,18 @@ def test_a_rate_that_is_stable_and_then_decays() -> None:
     wsd = TrainSettings(steps=100, warmup=10, schedule="wsd", decay_fraction=0.2, min_lr=0.1)
     rates = [wsd.lr_factor(s) for s in range(101)]
     assert rates[:10] == pytest.approx([s / 10 for s in range(1, 11)])
-    assert set(rates[9:81]) == {1.0}
-    assert rates[80:] == pytest.approx([1 - 0.9 * s / 20 for s in range(21)])
+    assert set(rates[9:80]) == {1.0}
+    assert rates[79:100] == pytest.approx([1 - 0.9 * s / 20 for s in range(21)])
+    assert rates[99] == rates[100] == 0.1, "the last step has exactly the least rate"
     longer = TrainSettings(steps=200, warmup=10, schedule="wsd", decay_fraction=0.2)
-    assert rates[:81] == [longer.lr_factor(s) for s in range(81)]
+    assert rates[:80] == [longer.lr_factor(s) for s in range(80)]
     whole = TrainSettings(steps=100, warmup=10, schedule="wsd", decay_fraction=1)
-    assert [whole.lr_factor(s) for s in (9, 10)] == [1.0, 1.0]
-    assert whole.lr_factor(55) == pytest.approx(0.55)
+    rates = [whole.lr_factor(s) for s in range(9, 100)]
+    assert rates == pytest.approx([1 - 0.9 * s / 90 for s in range(91)]), "a long decay is shortened"
+    for steps, fraction, falls in ((8, 0.1, 1), (20, 0.25, 5), (8, 0.01, 1), (1, 0.1, 1)):
+        short = TrainSettings(steps=steps, warmup=0, schedule="wsd", decay_fraction=fraction, min_lr=0.1)
+        rates = [short.lr_factor(s) for s in range(steps)]
+        assert rates[-1] == 0.1
+        assert sum(rate < 1 for rate in rates) == falls
     none = TrainSettings(steps=100, warmup=0, schedule="wsd", decay_fraction=0)
     assert {none.lr_factor(s) for s in range(100)} == {1.0}

@@ -161,6 +161,8 @@ def test_a_held_out_text_that_changes_is_told(
         (["--eval-data", "/not/here"], "there is no data at", "check --eval-data"),
         (["--eval-data", ""], "the data has no name", "--eval-data"),
         (["--eval-data", "{short}"], "too short for its validation part", "a longer --eval-data"),
+        (["--eval-data", "{short}"], "the evaluation text, '{short}', is", "a longer --eval-data"),
+        (["--eval-data", "{empty}"], "the evaluation text, '{empty}', is", "a longer --eval-data"),
         (["--eval-data", "{log}", "--json-log", "{log}", "--overwrite"], "--json-log", "name another file"),
         (["--peak-tflops", "0"], "peak_tflops", "--peak-tflops"),
         (["--decay-fraction", "1.5"], "decay_fraction", "--decay-fraction"),
@@ -178,10 +180,12 @@ def test_what_cannot_be_used_is_said(
     paths = {"short": str(tmp_path / "short.txt"), "log": str(tmp_path / "log.jsonl")}
     for path in paths.values():
         Path(path).write_text("too short")
+    paths["empty"] = str(tmp_path / "empty.txt")
+    Path(paths["empty"]).touch()
     more = [word.format(**paths) for word in given]
     assert run(["train", "--json", *words(text, nvme), *more]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert what in error["what"]
+    assert what.format(**paths) in error["what"]
     assert cure in error["cure"]
     assert error["expected"]
     assert Path(paths["log"]).read_text() == "too short"

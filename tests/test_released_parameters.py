@@ -44,6 +44,15 @@ def test_a_released_parameter_never_reaches_a_kernel(wrapped: Wrapped) -> None:
         assert not re.search("DistributedDataParallel|FSDP|fully_shard|wrapper", str(caught.value.cure))
 
 
+def test_a_trainer_that_copies_adapters_comes_before_wrap(wrapped: Wrapped) -> None:
+    """GRPOTrainer copies them into those of its reference, as it is built."""
+    weight = wrapped[0].blocks[0].up.weight
+    with pytest.raises(ReleasedParameterError) as caught:
+        torch.empty(weight.shape).copy_(weight.data)
+    assert "GRPOTrainer" in str(caught.value.cure)
+    assert "then `wrap` the trainer's model" in str(caught.value.cure)
+
+
 def test_metadata_of_a_released_parameter_stays_readable(wrapped: Wrapped) -> None:
     weight = wrapped[0].blocks[0].up.weight
     assert weight.shape == (4 * WIDTH, WIDTH)

@@ -133,6 +133,32 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
     assert all(line["seconds"] > 0 for line in ours)
 
 
+@pytest.mark.parametrize("moment", ["in the load", "before the first step"])
+def test_a_signal_before_the_first_step_saves_that_step(moment: str, tmp_path: Path) -> None:
+    """The kernel's own handling would kill the process as the block begins."""
+    made(*program(tmp_path, 3))
+    sends = "os.kill(os.getpid(), signal.SIGTERM)"
+    _, text, *more = program(tmp_path, 9)
+    if moment == "in the load":
+        loads = "load = type(scheduler).load_state_dict\n"
+        loads += f"type(scheduler).load_state_dict = lambda *given: ({sends}, load(*given))\n"
+        signalled = text.replace("with infinity.Run", f"{loads}with infinity.Run")
+    else:
+        signalled = text.replace("    for step in run.steps", f"    {sends}\n    for step in run.steps")
+    assert signalled != text
+    out, err = made("-c", signalled, *more, code=75)
+    assert (out, err) == ("begins 3\nmade 4\nends 4\n", "SIGTERM: ended after 4 of 9 steps\n")
+    assert find(str(tmp_path)).step == 4
+
+
+def test_a_signal_in_a_block_without_steps_is_not_lost(tmp_path: Path) -> None:
+    _, text, *more = program(tmp_path, 9)
+    begins, rest = text.split("    for step in run.steps")
+    _, after = rest.split('print("after"')
+    signalled = f'{begins}    os.kill(os.getpid(), signal.SIGTERM)\nprint("after"{after}'
+    made("-c", signalled, *more, code=-signal.SIGTERM)
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     """Its log has steps that no checkpoint has, and a part of a line."""
     log = tmp_path / "log"
@@ -495,11 +521,58 @@ def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, 
         assert run.begin == 4
     with pytest.raises(ConfigError, match="another run"):
         infinity.Run(optimizer, tmp_path, resume=False).__enter__()
-    with pytest.raises(DirectoryError, match="no checkpoint"):
+    with pytest.raises(DirectoryError, match="no checkpoint") as caught:
         infinity.Run(optimizer, tmp_path / "other", resume=True).__enter__()
+    assert ".run.lock" not in str(caught.value)
+    assert "infinity.save" not in str(caught.value)
+    assert "resume=None" in (caught.value.cure or "")
     with pytest.raises(DirectoryError, match="and cannot contain other checkpoints"):
         infinity.Run(optimizer, tmp_path / "step-4").__enter__()
     assert sorted(os.listdir(tmp_path)) == ["step-4"]
+
+
+def test_a_run_works_inside_of_its_one_block(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    """Elsewhere it would save without having resumed, and without the lock of its directory."""
+
+    def refused(run: infinity.Run, found: str) -> None:
+        for call in (lambda: run.steps(3), lambda: run.log(loss=1.0), run.save):
+            with pytest.raises(ConfigError, match="works only inside the `with` block") as caught:
+                call()
+            assert caught.value.found == f"a run whose block {found}"
+
+    run = infinity.Run(optimizer, tmp_path)
+    refused(run, "has not begun")
+    with run:
+        for _ in run.steps(2):
+            step_of(optimizer)
+        with pytest.raises(ConfigError, match="has had it"), run:
+            pass
+        late = run.steps(3)
+    refused(run, "has ended")
+    with pytest.raises(ConfigError, match="works only inside"):
+        next(late)
+    with pytest.raises(ConfigError, match="has had it"):
+        run.__enter__()
+    with infinity.Run(optimizer, tmp_path) as run:
+        late = run.steps(3)
+        assert next(late) == 2
+    with pytest.raises(ConfigError, match="works only inside"):
+        next(late)
+    assert find(str(tmp_path)).step == 2
+    run = infinity.Run(optimizer, tmp_path / "step-2")
+    for _ in range(2):  # a block that has not begun may be tried again
+        with pytest.raises(DirectoryError, match="and cannot contain other checkpoints"):
+            run.__enter__()
+
+
+def test_a_second_run_of_this_process_is_told_so(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    with infinity.Run(optimizer, tmp_path):
+        with pytest.raises(DirectoryError, match="is under way") as caught:
+            infinity.Run(optimizer, tmp_path).__enter__()
+        assert "of this process" in str(caught.value.found)
+        assert caught.value.cure == "end the block of that run first, or use a separate directory for each"
+    with infinity.Run(optimizer, tmp_path):
+        pass
 
 
 def test_a_damaged_checkpoint_says_how_the_run_goes_on(
@@ -520,7 +593,10 @@ def test_a_damaged_checkpoint_says_how_the_run_goes_on(
 
 @pytest.mark.parametrize(
     "more",
-    [{"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}, {"resume": "yes"}],
+    [
+        *({"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}),
+        *({"resume": "yes"}, {"resume": 0}, {"resume": 1}, {"resume": torch.tensor(True)}),
+    ],
     ids=str,
 )
 def test_arguments_that_are_not_valid(
@@ -528,6 +604,14 @@ def test_arguments_that_are_not_valid(
 ) -> None:
     with pytest.raises(ConfigError, match="is not valid"):
         infinity.Run(optimizer, tmp_path, **more)
+
+
+def test_paths_that_are_none(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+    number: Any = 3
+    with pytest.raises(ConfigError, match="the path of the log file is not a path"):
+        infinity.Run(optimizer, tmp_path, log=number)
+    with pytest.raises(ConfigError, match="the path of the checkpoints directory is not a path"):
+        infinity.Run(optimizer, number)
 
 
 @pytest.mark.parametrize("total", [2.5, -1, True, "9"])
@@ -553,8 +637,14 @@ def test_what_cannot_be_saved_or_logged_is_refused_at_once(
     with infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "log") as run:
         with pytest.raises(TypeError):
             run.log(model=_model)
-        with pytest.raises(ConfigError, match="cannot take a figure named 'step'"):
-            run.log(step=4)
+        for name in ("step", "time", "run", "seconds", "grad_norm", "loss_scale", "skipped"):
+            with pytest.raises(ConfigError, match=f"cannot take a figure named '{name}'"):
+                run.log(**{name: 4})
+        with pytest.raises(ConfigError, match="cannot take a figure named 'tokens_per_second'"):
+            run.log(tokens_per_second=4)
+        for tokens in (None, "a", True, -1, float("nan")):
+            with pytest.raises(ConfigError, match=r"run.log\(tokens=.*\) is not valid"):
+                run.log(tokens=tokens)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="a pipe that nobody reads"):
         infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "pipe").__enter__()

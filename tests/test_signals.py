@@ -17,6 +17,7 @@ import pytest
 from infinity.storage.checkpoints import find
 
 from .command_line import started, wait_for_line, words
+from .ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -99,11 +100,60 @@ def test_a_signal_at_any_moment_leaves_nothing(text: str, nvme: str) -> None:
         with started("-m", "infinity", "train", *command) as child:
             time.sleep(seconds)
             child.send_signal(signal.SIGTERM)
-            _, err = child.communicate(timeout=60)
+            out, err = child.communicate(timeout=60)
         # Before Python has come to us it ends as any process does.
-        assert child.returncode in (143, -signal.SIGTERM), err
+        assert child.returncode in (75, 143, -signal.SIGTERM), err
+        assert (child.returncode == 143) == ("step 1/" in out), "steps are lost"
         assert "Traceback" not in err
         assert [path for path in Path(nvme).rglob("*") if not path.is_dir()] == []
+
+
+#: Sends a signal to itself as the module `sys.argv[1]` is imported, or as that class is made.
+_AT_THE_START = """
+import os, sys
+from infinity.__main__ import main
+
+class Sends:
+    def find_spec(self, name, *_):
+        if name == moment:
+            os.kill(os.getpid(), number)
+
+moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
+if moment == "torch.optim.AdamW":
+    import torch
+    torch.optim.AdamW.__init__ = lambda *_, **__: os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Sends())
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["infinity.cli.main", "infinity.cli.training", "torch.optim.AdamW"])
+def test_a_signal_before_the_first_step_has_the_run_begin_again(
+    moment: str, number: signal.Signals, text: str, nvme: str, tmp_path: Path
+) -> None:
+    """Nothing is lost then, and what restarts a run on its exit code does so."""
+    root = tmp_path / "out"
+    command = ["train", *words(text, nvme, "--steps", "2", "--output", str(root))]
+    with started("-c", _AT_THE_START, moment, str(int(number)), *command) as child:
+        out, err = child.communicate(timeout=100)
+    assert child.returncode == 75, (out, err)
+    assert err.endswith(
+        f"ended by {number.name} before the first step; nothing is lost, and the same command begins or "
+        "resumes the run\n"
+    )
+    assert "Traceback" not in err
+    assert not root.exists()
+    assert [path for path in Path(nvme).rglob("*") if not path.is_dir()] == []
+
+
+def test_ranks_that_are_ended_before_the_first_step_begin_again(text: str, nvme: str, tmp_path: Path) -> None:
+    """SLURM signals all of them, and takes the largest exit code for that of the step."""
+    given = words(text, nvme, "--steps", "2", "--threads", "1", "--output", str(tmp_path / "out"))
+    moment = ["torch.optim.AdamW", str(int(signal.SIGTERM))]
+    results = run_ranks(2, _AT_THE_START, *moment, "train", *given, seconds=100)
+    assert [code for code, *_ in results] == [75, 75], results
+    assert "".join(err for *_, err in results).count("before the first step") == 1
 
 
 def test_a_run_under_nohup_outlives_its_terminal(text: str, nvme: str) -> None:

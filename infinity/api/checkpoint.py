@@ -147,16 +147,24 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
     )
 
 
-def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
+def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: str = "directory") -> str:
     """Return a path as a string.
 
     Raises:
-        ConfigError: the path is empty.
+        ConfigError: the path is empty, or is not a path.
     """
-    name = os.fsdecode(path)
+    try:
+        name = os.fsdecode(path)
+    except TypeError as error:
+        raise ConfigError(
+            f"the path of the {example} {kind} is not a path",
+            expected="a str, or a pathlib.Path",
+            found=repr(path),
+            cure=f'"{example}"',
+        ) from error
     if not name:
         raise ConfigError(
-            f"the path of the {example} directory is empty",
+            f"the path of the {example} {kind} is empty",
             expected="a path",
             found=repr(path),
             cure=f'"{example}"',

@@ -27,7 +27,7 @@ from infinity.core.errors import (
 )
 from infinity.core.signals import ENDING, SAVED, Ended
 from infinity.core.system_errors import cure, reason
-from infinity.storage.checkpoints import check_root, find, list_checkpoints
+from infinity.storage.checkpoints import check_root, list_checkpoints
 from infinity.storage.step_log import StepLog
 
 from .checkpoint import path_of
@@ -40,7 +40,10 @@ from .user_state import check_named, encode, is_tokenizer
 from .wanted import Wanted
 
 _OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
-_OF_RUN: Final = frozenset({"step", "time", "run"})  #: figures of the log that nobody replaces
+#: Figures of the log that the run itself writes.
+_OF_RUN: Final = frozenset(
+    {"step", "time", "run", "seconds", "grad_norm", "loss_scale", "skipped", "tokens_per_second"}
+)
 _TURN: Final = 1.0  # seconds from one look at a lock to the next
 
 
@@ -63,8 +66,9 @@ class Run:
     These events end a run:
 
     - SIGTERM, or SIGHUP when a terminal is lost: the run finishes and saves the current step and leaves the
-      loop. The end of the block raises SystemExit(75), "try again later". After the last step, these signals
-      do what they do without a run.
+      loop. The end of the block raises SystemExit(75), "try again later". While the block begins or before
+      the first step, the run makes that step first. After the last step, these signals do what they do
+      without a run.
     - A second SIGTERM, a second later or more, or Ctrl-C: the run ends now, by SystemExit(143) or
       KeyboardInterrupt (exit code 130).
     - An exception: the run does not save the step that raised, and the exception propagates.
@@ -101,6 +105,8 @@ class Run:
     A step is one body of the loop; it may be a part of an optimizer's step (gradient accumulation). The run
     counts bodies. A checkpoint's name, step-<n>, has the number of the optimizer's steps.
 
+    A run has one block. `steps`, `log` and `save` work inside of it only.
+
     Attributes:
         begin: number of completed steps when the block began; step: of steps completed now; kept: of saved
             steps.
@@ -115,10 +121,11 @@ class Run:
     the block raises its error, of a class that `save` raises; it says how many steps are lost.
 
     Raises:
-        ConfigError: an argument is not valid, or there is a checkpoint with ``resume=False``.
+        ConfigError: an argument is not valid, there is a checkpoint with ``resume=False``, or the run has had
+            its block.
         StateDictError: `save` does not support `state`, or the checkpoint does not fit.
-        DirectoryError: another active run uses the directory; or the directory is not writable, is itself a
-            checkpoint, or has no checkpoint with ``resume=True``.
+        DirectoryError: another active run, perhaps of this process, uses the directory; or the directory is
+            not writable, is itself a checkpoint, or has no checkpoint with ``resume=True``.
         CorruptionError: the newest checkpoint is damaged; `cure` has the command that moves it aside.
         DataError: the log is not writable, or is a file of another kind.
     """
@@ -151,11 +158,12 @@ class Run:
                     expected=f"None, or {'an integer' if least else 'a number'} ≥ {least}",
                     cure=f"{name}=2",
                 )
-        if resume not in (None, True, False):
+        if resume is not None and type(resume) is not bool:  # 0 and 1 are equal to these
             raise ConfigError(
                 f"resume={resume!r} is not valid", expected="None, True or False", cure="resume=None"
             )
         check_named(state)
+        log_path = None if log is None else path_of(log, "log", "file")
         self.engine = engine_of(optimizer)
         self.optimizer = optimizer
         self.root = None if path is None else os.path.abspath(path_of(path))
@@ -170,10 +178,11 @@ class Run:
         self._given: MutableMapping[str, Any] = {} if state is None else state
         self._every, self._keep_last = save_every, keep_last
         self._resume = resume
-        self._log_path = None if log is None or not self.first else os.fspath(log)
+        self._log_path = log_path if self.first else None
         self._log: StepLog | None = None
         self._asked = Wanted(self.engine, save_minutes)
         self._stack = contextlib.ExitStack()
+        self._block = "has not begun"  # what became of the block; "": it is under way
         self._total = 0
         self._figures: dict[str, Any] = {}
         self._inside = False  # whether the body of the loop runs
@@ -188,15 +197,34 @@ class Run:
     # -- the block --------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        if self._block != "has not begun":
+            raise ConfigError(
+                "an infinity.Run has one `with` block, and this one has had it",
+                expected="a new Run for each block",
+                found=f"a run whose block {self._block or 'is under way'}",
+                cure="with infinity.Run(…) as run, which resumes from the newest checkpoint in its directory",
+            )
         with contextlib.ExitStack() as stack:
+            if self.root is not None:  # a load may take minutes, in which a signal would kill the process
+                stack.callback(self._asked.give_back)
+                self._asked.take()
             self._take(stack)
             together(self.engine.comm, "the log of a run", self._open_log)
             stack.callback(self._end_log)
-            stack.callback(self._asked.give_back)
-            if self.root is not None:
-                self._asked.take()
+            stack.callback(setattr, self, "_block", "has ended")
+            self._block = ""
             self._stack = stack.pop_all()
         return self
+
+    def _check_inside(self, call: str) -> None:
+        """Raise `ConfigError` outside of the block, where nothing is resumed or locked."""
+        if self._block:
+            raise ConfigError(
+                f"{call} works only inside the `with` block of its run",
+                expected="the block, which resumes the run and locks its directory",
+                found=f"a run whose block {self._block}",
+                cure=f"with infinity.Run(…) as run, and {call} in the block",
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -214,6 +242,7 @@ class Run:
             raise self.lost
         if self._asked.end:
             raise SystemExit(SAVED)
+        self._asked.pass_on()  # of a signal after which the block has made no step
 
     def _leave(self, error: BaseException | None) -> None:
         """End what the block has open; save what a loop that was left has made."""
@@ -253,9 +282,17 @@ class Run:
     def _find(self, root: str) -> str:
         """Return the checkpoint that the run goes on from; "": it begins."""
         with going_on(root):
-            if self._resume:
-                return find(root).path
             there = list_checkpoints(root)
+        if not there and self._resume:
+            names = sorted(name for name in os.listdir(root) if not name.startswith("."))
+            raise DirectoryError(
+                f"there is no checkpoint in {root}, and resume=True requires one",
+                errno=errno.ENOENT,
+                path=root,
+                expected="the directory of an earlier run, with whole checkpoints step-<n>",
+                found=", ".join(names[:8]) + " …" * (len(names) > 8) or "nothing",
+                cure="resume=None, which begins a run where there is none; or the path of that earlier run",
+            )
         if there and self._resume is False:
             raise ConfigError(
                 f"{root} has the checkpoints of another run",
@@ -273,13 +310,15 @@ class Run:
         step is complete: the run logs it, and saves if a checkpoint is due.
 
         Raises:
-            ConfigError: `total` is not an integer ≥ 0.
+            ConfigError: `total` is not an integer ≥ 0; or the block of the run is not under way.
         """
+        self._check_inside("run.steps(…)")
         if type(total) is not int or total < 0:
             raise ConfigError(f"steps({total!r}) is not valid", expected="an integer ≥ 0", cure="steps(1000)")
         return self._go_through(total)
 
     def _go_through(self, total: int) -> Iterator[int]:
+        self._check_inside("run.steps(…)")
         self._total = total
         if self.root is not None:
             self._asked.take()
@@ -294,6 +333,7 @@ class Run:
                 yield self.step
             finally:  # something may have left the loop
                 self._inside = False
+            self._check_inside("run.steps(…)")
             self._end_step(last=self.step + 1 >= total)
         if not self.stopped:
             self._asked.give_back(ENDING)
@@ -305,8 +345,11 @@ class Run:
 
         Raises:
             TypeError: JSON does not support a value.
-            ConfigError: the run itself writes a figure of that name.
+            ConfigError: the run itself writes a figure of that name (``step``, ``time``, ``run``,
+                ``seconds``, ``grad_norm``, ``loss_scale``, ``skipped``, ``tokens_per_second``); `tokens` is
+                not a number ≥ 0; or the block of the run is not under way.
         """
+        self._check_inside("run.log(…)")
         if taken := _OF_RUN.intersection(figures):
             raise ConfigError(
                 f"run.log cannot take a figure named {min(taken)!r}",
@@ -319,10 +362,21 @@ class Run:
         except (ValueError, RuntimeError) as error:  # of numpy, and of torch
             raise TypeError(f"run.log has a value of more than one element: {error}") from error
         json.dumps(values)
+        tokens = values.get("tokens", 0)
+        number = isinstance(tokens, (int, float)) and type(tokens) is not bool
+        if not number or not 0 <= tokens <= sys.float_info.max:
+            raise ConfigError(
+                f"run.log(tokens={tokens!r}) is not valid",
+                expected="the number of tokens in this step, which the run divides by its seconds",
+                found=type(tokens).__name__,
+                cure="run.log(tokens=batch.numel()), or leave tokens out",
+            )
         self._figures.update(values)
 
     def save(self) -> None:
-        """Save now; inside of a step, when it is over. Raises as `infinity.save`."""
+        """Save now; inside of a step, when it is over. Raises as `infinity.save`, and ConfigError outside of
+        the block of the run."""
+        self._check_inside("run.save()")
         if self.root is None or self._inside:
             self._asked.save = True
             return

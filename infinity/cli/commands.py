@@ -53,7 +53,7 @@ def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
     after the step under way; a second SIGTERM, like Ctrl-C, ends at once; SIGUSR1 saves, and the run goes on.
     Exit code 1 when it was trained but the log, the trace, what it prints or a checkpoint, on the way or at
     the end, is not complete (then it says how many steps are lost, and which checkpoint is whole), 75 when
-    SIGTERM or SIGHUP has ended it and all is saved.
+    SIGTERM or SIGHUP has ended it and nothing is lost: all is saved, or the first step had not begun.
     """
     refuse(config_file, given)
     return int(_imported("infinity.cli.train").train_command(config_file, as_json, given))

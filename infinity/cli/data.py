@@ -267,8 +267,13 @@ class Corpus:
         for name, (source, begin, end) in self._parts.items():
             if end - begin < sequence + 1:
                 own = "more --data, a shorter --sequence, or another --validation (0: none)"
+                what = f"the text is too short for its {name} part"
+                if source is held_out:
+                    more = len(held_out.files) - 1
+                    names = f"{str(held_out.files[0])!r}" + f" and {more} more files" * (more > 0)
+                    what = f"the evaluation text, {names}, is too short for its {name} part"
                 raise DataError(
-                    f"the text is too short for its {name} part",
+                    what,
                     expected=f"at least {sequence + 1} tokens (a sequence and the token after it)",
                     found=f"{end - begin} of {source.length} tokens",
                     cure=own if source is stream else "a longer --eval-data, or a shorter --sequence",

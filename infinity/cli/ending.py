@@ -11,10 +11,11 @@ import threading
 from types import FrameType
 from typing import Any, Final
 
-from infinity.core.signals import ENDING, Ended, end, ignore
+from infinity.core.signals import ENDING, SAVED, Ended, end, ignore
 
 #: Seconds until a signal whose exception was lost is sent again: a finalizer has ended by then.
 _AGAIN: Final = 0.05
+_begun: list[bool] = []
 
 
 class Quiet(Exception):
@@ -76,14 +77,34 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(say_ended(Ended(number) if number in ENDING else None))
 
 
+def steps_begin() -> None:
+    """From now on the end of `infinity train` by a signal may lose steps."""
+    _begun.append(True)
+
+
+def _loses_nothing(error: BaseException | None) -> bool:
+    """Return whether a signal has ended `infinity train` before its first step. Services start again what
+    ends with `SAVED`. The verb is that of the process: its module may not be imported yet."""
+    return isinstance(error, Ended) and sys.argv[1:2] == ["train"] and not _begun
+
+
+def code_of(error: BaseException | None) -> int:
+    """Return the exit code of a command that an interrupt or a signal has ended: 128 + the signal's number,
+    or `SAVED` where that loses nothing."""
+    if _loses_nothing(error):
+        return SAVED
+    return 128 + (error.number if isinstance(error, Ended) else signal.SIGINT)
+
+
 def say_ended(error: BaseException | None) -> int:
-    """Say on stderr what ended the command; return its exit code: 128 + the signal's number."""
-    number = error.number if isinstance(error, Ended) else signal.SIGINT
-    text = f"ended by {signal.Signals(number).name}" if isinstance(error, Ended) else "interrupted"
+    """Say on stderr what ended the command; return its exit code."""
+    text = f"ended by {signal.Signals(error.number).name}" if isinstance(error, Ended) else "interrupted"
+    if _loses_nothing(error):
+        text += " before the first step; nothing is lost, and the same command begins or resumes the run"
     with contextlib.suppress(OSError):  # a terminal that has hung up hears nothing
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-    return 128 + number
+    return code_of(error)
 
 
 def leave_signals() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -21,12 +20,11 @@ import torch
 from infinity.api.together import agree
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, InfinityError
-from infinity.core.signals import Ended
 from infinity.hardware.comm import Alone, Comm, Ranks, connect
 from infinity.hardware.launch import RankPlace
 from infinity.hardware.ranks import PATIENCE
 
-from .ending import Quiet, ignore_signals
+from .ending import Quiet, code_of, ignore_signals
 from .settings import read_values
 
 _PATIENCE: Final = 10.0  # seconds in which ranks come without a word
@@ -58,8 +56,7 @@ class Job:
             comm.close()
             ignore_signals()  # of torchrun, that ends the ranks which are left
             if teller != self.at.rank:
-                number = error.number if isinstance(error, Ended) else signal.SIGINT
-                raise Quiet(128 + number if isinstance(error, KeyboardInterrupt) else 2) from error
+                raise Quiet(code_of(error) if isinstance(error, KeyboardInterrupt) else 2) from error
             if isinstance(error, InfinityError):
                 if not re.match(r"rank \d+: ", error.what):  # what `together` has told names its rank
                     error.what = f"rank {self.at.rank}: {error.what}"

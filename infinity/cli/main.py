@@ -84,7 +84,7 @@ def cli() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
-    number for a signal.
+    number for a signal; 75 for a signal that ends `train` before its first step.
 
     An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
     """
@@ -131,7 +131,8 @@ def main() -> None:
     leave_signals()
     if not let_go_of_streams():
         code = code or _lost("its file or device took no more")
-    if code > 128:  # who ends a command does not wait until Python has taken torch's modules apart
+    # Who ends a command does not wait until Python has taken torch's modules apart.
+    if code > 128 or ended() is not None:
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)

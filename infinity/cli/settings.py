@@ -184,14 +184,17 @@ class TrainSettings:
 
     def lr_factor(self, step: int) -> float:
         """Return what the learning rate is multiplied with in step `step` (from 0)."""
-        begin = self.warmup_steps
+        begin, last = self.warmup_steps, self.steps - 1
         if step < begin:
             return (step + 1) / begin
         if self.schedule == "wsd":
-            begin = max(begin, self.steps - round(self.decay_fraction * self.steps))
-        if self.schedule == "constant" or step < begin:
+            if not self.decay_fraction:
+                return 1.0
+            # The last step with the whole rate; a long decay is shortened to what the warm-up leaves.
+            begin = max(begin, self.steps - max(1, round(self.decay_fraction * self.steps))) - 1
+        if self.schedule == "constant" or step <= begin < last:
             return 1.0
-        done = min(1.0, (step - begin) / max(1, self.steps - begin))
+        done = min(1.0, (step - begin) / (last - begin)) if begin < last else 1.0
         left = 1 - done if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
         return self.min_lr + (1 - self.min_lr) * left
 

@@ -32,6 +32,7 @@ from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
 
 from .data import Corpus
+from .ending import steps_begin
 from .flops import most_tokens, peak_flops
 from .job import Job
 from .measure import Peak
@@ -276,6 +277,7 @@ class Training(Run):
         began = time.perf_counter()
         try:
             with self:
+                steps_begin()
                 for step in self.steps(self.train.steps):
                     self._make(step)
         except KeyboardInterrupt:
@@ -330,7 +332,8 @@ class Training(Run):
         self.validation = record.get("eval_loss", math.nan)
         lost = self.report.step(record)
         figures = {name: value for name, value in record.items() if name != "step"}
-        self.log(**figures, **({"output_lost": lost} if lost else {}))
+        # Not by `log`: the figures of a command are those of all ranks, in place of the run's own.
+        self._figures.update(figures, **({"output_lost": lost} if lost else {}))
 
     def _is_evaluated(self, steps: int) -> bool:
         """Return whether the step that is over after `steps` steps is."""

@@ -73,7 +73,8 @@ _METADATA: set[Any] = {
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
 _CURE = (
     "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it or merge "
-    "adapters into it after `infinity.unwrap(model)`"
+    "adapters into it after `infinity.unwrap(model)`; build a trainer that copies adapters, as TRL's "
+    "GRPOTrainer does with beta > 0, with the plain model, and then `wrap` the trainer's model"
 )
 
 
