@@ -41,7 +41,7 @@ CHUNKS = ["--chunk-elements", "65536"]
 def drives(*sizes: int) -> Iterator[list[str]]:
     """Directories on file systems of so many bytes."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(mounted("tmpfs", f"size={size}")) for size in sizes]
+        yield [stack.enter_context(mounted("-t", "tmpfs", "-o", f"size={size}", "none")) for size in sizes]
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

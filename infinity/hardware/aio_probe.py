@@ -23,7 +23,7 @@ import logging
 import mmap
 import os
 import tempfile
-from pathlib import Path
+import threading
 from typing import Any, Final
 
 from infinity.core.errors import BackendError, DirectoryError
@@ -115,20 +115,22 @@ def _describe(error: int) -> str:
     return _REASONS.get(-error, os.strerror(-error))
 
 
-def _has_contexts() -> bool:
-    """Return whether the kernel has contexts of libaio left: then something else was refused."""
+def _starts_threads() -> bool:
+    """Return whether a thread can be started: then a ring lacks something else."""
+    thread = threading.Thread(target=bool)
     try:
-        there, most = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
-    except (OSError, ValueError):
+        thread.start()
+    except RuntimeError:
         return False
-    return there < most // 2
+    thread.join()
+    return True
 
 
 def _try(backend: str, file: DirectFile | None) -> str:
     """Return "ok", or why this backend does not work (in this file's directory)."""
     out = ffi.new("aio_ring **")
     error = lib.aio_ring_open(backend.encode(), ring_options(ALIGNMENT, 2, 1, 10.0, 0), out)
-    if error == -numbers.EAGAIN and (backend in ("uring", "threads") or _has_contexts()):
+    if error == -numbers.EAGAIN and (backend in ("uring", "threads") or not _starts_threads()):
         return "no thread can be started (ulimit -v, ulimit -u)"
     if error < 0:
         return _describe(error)

@@ -440,7 +440,7 @@ def _kernels(patch: pytest.MonkeyPatch, here: World) -> None:
 
             def spans(places: tuple[int, ...]) -> list[tuple[int, int]]:
                 given = [args[at] for at in places if at < len(args) and args[at] is not None]
-                tensors = [t for each in given for t in (each if isinstance(each, tuple) else (each,))]
+                tensors = [t for each in given for t in (each if isinstance(each, tuple | list) else (each,))]
                 if any(operators.is_device(tensor) for tensor in tensors):
                     refuse(name)
                 return [operators.span_of(tensor) for tensor in tensors]
