@@ -110,17 +110,25 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+_INSIDE = "INFINITY_INSIDE_OF_A_TEST"
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of the test begins to count
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that is marked `serial` runs while no other worker runs one."""
+    """A test that is marked `serial` runs while no other worker runs one. Tests that a test starts have its
+    place: a turn of their own would come after one that waits for that test."""
+    if os.environ.get(_INSIDE):
+        return (yield)
     serial = item.get_closest_marker("serial") is not None
     with open(__file__) as machine, Path(__file__).with_name("__init__.py").open() as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # those that begin now come after one that waits for the machine
         fcntl.flock(machine, fcntl.LOCK_EX if serial else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)
+        os.environ[_INSIDE] = "yes"
         try:
             return (yield)
         finally:
+            del os.environ[_INSIDE]
             fcntl.flock(machine, fcntl.LOCK_UN)  # closing it does not, if a child has it too
 
 
