@@ -8,6 +8,7 @@ import torch
 
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
+from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Segment, rounding_key
 
 from .test_cpu_adam import DTYPES, OPTIONS, SIZES, VARIANTS, adam_segment, any_bits, same, state, values
 
@@ -51,6 +52,32 @@ def segments(device: str) -> list[str]:
     return [] if all(same_all) else ["Adam by segments"]
 
 
+def rules(device: str, dtype: torch.dtype) -> list[str]:
+    """Three updates by each rule, with moments in `dtype`; the upper half of an index changes in each."""
+    n, differ = 100_003, []
+    every = (
+        Adam(0.9, 0.999, 1e-8),
+        SGD(0.9, 0.5, True),
+        SGD(0.0, 0.0, False),
+        Lion(0.9, 0.99),
+        Adagrad(0.1, 1e-9),
+    )
+    for options in every:
+        for count in RULES[type(options)]:
+            here = state(n)[0], [m.to(dtype) for m in state(n)[1:][:count]]
+            there = here[0].to(device), [m.to(device) for m in here[1]]
+            there = there[0].clone(), [m.clone() for m in there[1]]
+            for step in (1, 2, 3):
+                key, grad = rounding_key("w", step), values(n, 9 + step).bfloat16()
+                cut = Segment(3, n - 3, (1 << 32) - 77, key, step, 1e-3, 0.1, 0.7, False, options)
+                cpu_adam.update_segments(*here, grad, None, [cut])
+                adam_reference.reference_segments(*there, grad.to(device), None, [cut])
+            pairs = zip([there[0], *there[1]], [here[0], *here[1]], strict=True)
+            if not all(same(found.cpu(), wanted) for found, wanted in pairs):
+                differ.append(f"{options}, {count} moments in {dtype}")
+    return differ
+
+
 def norms(device: str, dtype: torch.dtype) -> list[str]:
     """Sums of squares."""
     differ = []
@@ -79,6 +106,7 @@ CHECKS: dict[str, Callable[[str], list[str]]] = {
         for out in (None, *DTYPES)
     },
     "segments": segments,
+    **{f"rules {d}": lambda device, d=d: rules(device, d) for d in (torch.float32, torch.bfloat16)},
     **{f"norms {dtype}": lambda device, dtype=dtype: norms(device, dtype) for dtype in DTYPES},
     **{
         f"rounding {dtype}": lambda device, dtype=dtype: rounding(device, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import OptimizerTypeError, StateDictError
+from infinity.optim.lion import Lion
 
 from .models import case
 from .offloaded import ON_HOST, config_for
@@ -282,9 +284,31 @@ def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
     assert_equal(run(tmp_path / "a", True), run(tmp_path / "b", False))
 
 
+def lion_of(module: str, **attributes: Any) -> Make:
+    """Return a Lion as another library has it: by its place, and what it keeps beside the groups."""
+    kind = type("Lion", (Lion,), {"__module__": module, **attributes})
+    return lambda params: kind(params, lr=1e-3, weight_decay=0.1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lion_of("lion_pytorch.lion_pytorch", decoupled_wd=False),
+        lion_of("bitsandbytes.optim.lion", args=SimpleNamespace(optim_bits=32)),
+        lion_of("timm.optim.lion"),
+    ],
+)
+def test_a_lion_of_another_library_is_one(make: Make, tmp_path: Path) -> None:
+    wanted = train_whole(case("gpt").model, OPTIMIZERS["lion"], loss_of, steps=2)
+    assert_equal(trained(make, tmp_path, steps=2), wanted)
+
+
 @pytest.mark.parametrize(
     ("make", "found"),
     [
+        (lion_of("lion_pytorch.lion_pytorch", decoupled_wd=True), "decoupled_weight_decay"),
+        (lion_of("bitsandbytes.optim.lion", args=SimpleNamespace(optim_bits=8)), "optim_bits"),
+        (lion_of("somebody.lion"), "cannot be offloaded"),
         (lambda p: torch.optim.RMSprop(p), "torch.optim"),
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),

@@ -40,9 +40,9 @@ struct Scalars {
   float decay;       // 1 - lr * weight_decay where it is decoupled, or 1
   float l2;          // weight_decay where it is not, or 0
   float x[6];        // of the rule, as rules.h says
-  bool flag, rests;
-  uint32_t key;    // of stochastic rounding: for the upper halves of the indices below
-  uint32_t first;  // of the first element, the lower half of its index within the parameter
+  bool flag;
+  uint32_t key;           // of stochastic rounding
+  uint32_t upper, first;  // halves of the index of the first element within the parameter; upper: of all
 };
 
 struct Buffers {

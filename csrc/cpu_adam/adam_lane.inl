@@ -180,17 +180,17 @@ struct Constants {
   typename L::F grad_scale, decay, x[6];
   typename L::D l2;
   typename L::U key;
-  uint32_t offset;  // from an index within the chunk to one within the parameter
-  bool with_l2, flag, rests;
+  uint32_t offset;            // from an index within the chunk to one within the parameter
+  bool with_l2, flag, moves;  // moves: of SGD, whether it has a momentum
   Constants(const Scalars& s, int64_t begin)
       : grad_scale(L::set(s.grad_scale)),
         decay(L::set(s.decay)),
         l2(L::dset(static_cast<double>(s.l2))),
-        key(L::uset(s.key)),
+        key(L::uset(s.key ^ hashed<One>(s.upper))),
         offset(s.first - static_cast<uint32_t>(begin)),
         with_l2(s.l2 != 0.0f),
         flag(s.flag),
-        rests(s.rests) {
+        moves(s.x[1] != 0.0f) {
     for (int k = 0; k < 6; ++k) x[k] = L::set(s.x[k]);
   }
 };

@@ -63,13 +63,6 @@ void in_shares(int64_t numel, Each&& each) {
   });
 }
 
-// What the upper half of an index adds to the key: [Note: stochastic rounding].
-uint32_t mixed(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
 bool past_caches(const Buffers& b, int64_t numel) {
   if (b.out_dtype == Dtype::none || numel < kMiB) return false;
   uintptr_t element = b.out_dtype == Dtype::f32 ? 4 : 2;
@@ -186,7 +179,7 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
         const uint64_t index = static_cast<uint64_t>(s.first + begin - s.start);
         const int64_t same = (int64_t{1} << 32) - static_cast<int64_t>(index & 0xffffffffu);
         const int64_t next = end - begin < same ? end : begin + same;  // where the upper half changes
-        scalars.key = s.key ^ mixed(static_cast<uint32_t>(index >> 32));
+        scalars.upper = static_cast<uint32_t>(index >> 32);
         scalars.first = static_cast<uint32_t>(index);
         k.update(b, begin, next, scalars, stream);
         begin = next;

@@ -81,12 +81,10 @@ struct MomentumRule {
     r.x[0] = static_cast<float>(-s.lr);
     r.x[1] = static_cast<float>(s.a);
     r.x[2] = static_cast<float>(s.step == 1 ? 1.0 : 1.0 - s.b);  // torch's first step is not dampened
-    r.x[3] = s.a != 0.0;
-    r.rests = s.a == 0.0;
   }
   template <class L, class C>
   static inline void apply(typename L::F& p, typename L::F* m, typename L::F g, const C& c) {
-    if (!c.rests) {
+    if (c.moves) {
       m[0] = L::add(L::mul(m[0], c.x[1]), L::mul(g, c.x[2]));
       g = c.flag ? L::add(g, L::mul(m[0], c.x[1])) : m[0];
     }

@@ -262,10 +262,9 @@ def _momentum(
     step_size: float,
     momentum: float,
     undamped: float,
-    has_momentum: float,
     *rest: float,
 ) -> None:
-    if has_momentum:
+    if momentum:
         m = moments[0].mul_(momentum).add_(g * undamped)
         nesterov = rest[-1]
         g = g + m * momentum if nesterov else m

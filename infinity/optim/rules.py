@@ -6,7 +6,7 @@ hardware/adam_reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -44,14 +44,13 @@ class Rule:
 
     def check(self, group: Group, found: str) -> None:
         """Raise `OptimizerTypeError` for an option that is not supported; `found`: where it is."""
-        for option in (*_REFUSED, *self.refused):
-            if group.get(option):
-                raise OptimizerTypeError(
-                    f"the option {option!r} is not supported",
-                    expected=f"{option}=False" if group[option] is True else f"{option}=0",
-                    found=f"{option}={group[option]!r} in {found}",
-                    cure=f"leave {option} out",
-                )
+        for option, expected in self._unsupported(group):
+            raise OptimizerTypeError(
+                f"the option {option!r} is not supported",
+                expected=expected,
+                found=f"{option}={group[option]!r} in {found}",
+                cure=f"leave {option} out",
+            )
         if group.get("momentum") and not self.moments:
             raise OptimizerTypeError(
                 "a param group got a momentum after `wrap`, which made no room for momentum_buffer",
@@ -59,6 +58,12 @@ class Rule:
                 found=f"momentum={group['momentum']!r} in {found}",
                 cure="set a momentum in one of the groups before `wrap`; it may change afterwards",
             )
+
+    def _unsupported(self, group: Group) -> Iterator[tuple[str, str]]:
+        """Yield each option that is set and not supported, and what it has to be."""
+        for option in (*_REFUSED, *self.refused):
+            if group.get(option):
+                yield option, f"{option}=False" if group[option] is True else f"{option}=0"
 
     def check_state(self, state: Group, whose: str) -> None:
         """Raise `OptimizerTypeError` if there is state of a parameter that lacks what `wrap` takes over."""
@@ -82,14 +87,13 @@ class Rule:
                 found=f"a param group with {', '.join(k for k in group if k != 'params')}",
                 cure=f"load a state dict of a {self.kind}",
             )
-        for option in (*_REFUSED, *self.refused):
-            if group.get(option):
-                raise StateDictError(
-                    f"{saved} was saved with {option}={group[option]!r}",
-                    expected=f"{option}=False" if group[option] is True else f"{option}=0",
-                    found=f"{option}={group[option]!r}",
-                    cure=f"load a state dict of a plain {self.kind}",
-                )
+        for option, expected in self._unsupported(group):
+            raise StateDictError(
+                f"{saved} was saved with {option}={group[option]!r}",
+                expected=expected,
+                found=f"{option}={group[option]!r}",
+                cure=f"load a state dict of a plain {self.kind}",
+            )
 
     def steps(self, state: Group) -> int:
         """Return the number of updates that saved state of a parameter has behind it. Some optimizers do not
@@ -163,14 +167,20 @@ def rule_of(optimizer: object) -> Rule:
             cure=EXAMPLE,
         )
     groups = optimizer.param_groups
-    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    if getattr(optimizer, "decoupled_wd", False) or bits != 32:
+    if getattr(optimizer, "decoupled_wd", False):  # of lion_pytorch, in no group
         raise OptimizerTypeError(
-            f"this {kind.__name__} of {kind.__module__.partition('.')[0]} cannot be offloaded",
-            expected="decoupled_weight_decay=False, optim_bits=32",
-            found=f"optim_bits={bits}" if bits != 32 else "decoupled_weight_decay=True",
-            cure="leave them out; weight_decay ÷ lr is lion_pytorch's decoupled one, and "
-            'Config(optimizer_state_dtype="bf16") keeps less',
+            "the option 'decoupled_weight_decay' of this Lion is not supported",
+            expected="decoupled_weight_decay=False",
+            found="decoupled_weight_decay=True",
+            cure="leave it out, and divide weight_decay by lr",
+        )
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)  # of bitsandbytes
+    if bits != 32:
+        raise OptimizerTypeError(
+            "the option 'optim_bits' of this Lion is not supported",
+            expected="optim_bits=32",
+            found=f"optim_bits={bits}",
+            cure='leave it out; Config(optimizer_state_dtype="bf16") keeps half of 32',
         )
     if kind is torch.optim.SGD and not any(group["momentum"] for group in groups):
         rule = replace(rule, moments=())

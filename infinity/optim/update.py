@@ -530,8 +530,8 @@ def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
     params, segments = tiers.units[update.chunk.unit].params, []
     for segment in update.chunk.segments:
         if (of := update.params.get(segment.param)) is not None:
-            name = plain_name(params[segment.param].name)
-            key = cpu_adam.rounding_key(name, of.step) if rounds else 0
+            name = params[segment.param].name
+            key = cpu_adam.rounding_key(plain_name(name), of.step) if rounds else 0
             place = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
             segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))

@@ -23,9 +23,10 @@ import torch
 from infinity.cli.console import finish, table_of, wide_console
 from infinity.cli.options import json_option, words_option
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import MiB, ceil_to, format_size
+from infinity.core.sizes import MiB, ceil_to, dtype_name, format_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.probe import available_host_memory
+from infinity.planning.parts import ADAM, Moment, update_nbytes
 from infinity.storage.memory import HostMapping
 
 #: Dtypes of the moments.
@@ -59,7 +60,8 @@ class AdamWork:
 
     def __init__(self, numel: int, moments: torch.dtype = torch.float32) -> None:
         held = 4 + 2 * moments.itemsize + 4
-        self.moved = 2 * (4 + 2 * moments.itemsize) + 4
+        kept = [Moment(name, dtype_name(moments)) for name in ADAM]
+        self.moved = update_nbytes(kept, 2, 2)
         nbytes, free = numel * held, available_host_memory() * 9 // 10
         check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // held}")
         self.numel = numel
