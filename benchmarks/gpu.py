@@ -228,7 +228,7 @@ def _driver() -> str | None:
 def _placements(stage: Stage, found: dict[str, Any]) -> bool:
     from placements import cases, compare
 
-    chosen = cases()[:2] if stage.smoke else cases()
+    chosen = list({case.update: case for case in cases()}.values()) if stage.smoke else cases()
     found |= {"cases": len(chosen), "verdicts": {}, "rows": []}
     for row in compare(chosen, stage.args.device, stage.args.directory, left=lambda: stage.left() - 10):
         found["rows"].append(row)
@@ -267,6 +267,55 @@ def bits(args: argparse.Namespace) -> dict[str, Any]:
         differ = {name: CHECKS[name](args.device)[:5] for name in names}
     wrong = {name: found for name, found in differ.items() if found}
     return {"passed": not wrong, "checks": len(differ), "differ": wrong}
+
+
+def update(args: argparse.Namespace) -> dict[str, Any]:
+    """Updates of state on the device: the engine's kernel, plain torch, and torch's fused AdamW."""
+    import torch
+
+    from infinity.hardware import adam_reference, cpu_adam
+
+    smoke = args.device == LAGGING
+    numel, rounds = (5000, 1) if smoke else (1 << 26, 20)
+    rows = []
+    with opened(args.device):
+
+        def timed(name: str, nbytes: int, call: Callable[[], object]) -> None:
+            for times in (3, rounds):  # the first compile
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(times):
+                    call()
+                torch.cuda.synchronize()
+            seconds = (time.perf_counter() - began) / rounds
+            rows.append({"name": name, "ms": seconds * 1e3, "bytes_per_second": nbytes * numel / seconds})
+
+        parameter = torch.nn.Parameter(torch.randn(numel, device=args.device))
+        parameter.grad = torch.randn(numel, device=args.device)
+        adamw = torch.optim.AdamW([parameter], fused=not smoke)
+        timed("torch's AdamW, fp32 gradients", 28, adamw.step)
+        del adamw, parameter
+        master, grad = (torch.randn(numel, device=args.device) for _ in range(2))
+        adam, lion = cpu_adam.Adam(0.9, 0.999, 1e-8), cpu_adam.Lion(0.9, 0.99)
+        for options, count, kept in (
+            (adam, 2, torch.float32),
+            (adam, 2, torch.bfloat16),
+            (lion, 1, torch.float32),
+        ):
+            moments = [torch.zeros(numel, dtype=kept, device=args.device) for _ in range(count)]
+            segment = cpu_adam.Segment(0, numel, 0, 1, 1, 1e-3, 0.01, 1.0, False, options)
+            nbytes = 12 + 2 * count * kept.itemsize
+            name = f"{type(options).__name__}, {count} moments in {kept}"
+            for kernel in ("kernel", "plain torch"):
+                adam_reference._FUSED_ON = {"cuda"} if kernel == "kernel" else set()
+                timed(
+                    f"{name}: {kernel}",
+                    nbytes,
+                    lambda moments=moments, segment=segment: adam_reference.reference_segments(
+                        master, moments, grad, None, [segment]
+                    ),
+                )
+    return {"passed": True, "elements": numel, "rows": rows}
 
 
 # -- tests ------------------------------------------------------------------------------------
@@ -373,6 +422,7 @@ def speed(stage: Stage) -> None:
     """1.4 B and 2.7 B beside torch in memory, sizes of chunks, where the time of a step goes."""
     # All modes of the smaller one take turns in one run; of the larger one host memory holds one at a time.
     modes = ["overlap", "delayed"] if stage.smoke else ["sync", "overlap", "delayed"]
+    stage.part("update", 20, stage.task("update", 60))
     stage.part("1.4b", 90, _steps(stage, "1.4b", "1.4b", modes, "state-on-host", 200))
     stage.part("profile", 60, stage.task("profile", 100))
     stage.part("chunks", 60, _chunks(stage))
@@ -521,7 +571,7 @@ def _drive(stage: Stage, found: dict[str, Any]) -> bool:
 
 
 STAGES: Final = {call.__name__: call for call in (facts, tests, speed, nvme)}
-TASKS: Final = {call.__name__: call for call in (link, bits, memory, profile)}
+TASKS: Final = {call.__name__: call for call in (link, bits, update, memory, profile)}
 
 
 def _interrupted(*_: object) -> None:

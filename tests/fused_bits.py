@@ -1,10 +1,14 @@
-"""Compares Triton's kernel of Adam, in Triton's interpreter on the CPU, with the native one.
+"""Compares Triton's kernel of the rules, in Triton's interpreter on the CPU, with the native one; and
+compiles it for a GPU, which needs none.
 
 TRITON_INTERPRET=1 python -m tests.fused_bits       (on the path: a triton that torch need not know)
+python -m tests.fused_bits
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import warnings
 from typing import Any
@@ -31,7 +35,7 @@ def any_values() -> list[str]:
 def main() -> int:
     """Print what differs; fail if something does, or if the kernel was not what ran."""
     warnings.filterwarnings("ignore", "(overflow|invalid|divide)", RuntimeWarning)  # numpy's
-    warnings.filterwarnings("error", "Adam on", RuntimeWarning)
+    warnings.filterwarnings("error", "the optimizer on", RuntimeWarning)
     adam_reference._FUSED_ON.add("cpu")
     inner, ran = adam_fused.update, 0
 
@@ -41,11 +45,36 @@ def main() -> int:
         inner(*given)
 
     adam_fused.update = update
-    checks = [check for name, check in CHECKS.items() if name.startswith(("adam", "segments"))]
+    checks = [check for name, check in CHECKS.items() if name.startswith(("adam", "segments", "rules"))]
     differ = [text for check in checks for text in check("cpu")] + any_values()
     sys.stdout.write("\n".join([*differ, f"{len(checks) + 1} checks\n"]))
     return 1 if differ or ran < len(checks) else 0
 
 
+def compile_all() -> int:
+    """Compile each kind of kernel; fail if something is contracted, approximated or flushed to zero: each
+    operation is rounded once."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, options = adam_fused._update, {"enable_fp_fusion": False}
+    kinds = itertools.product((80, 90), ("bf16", "fp16", "fp32"), range(5), *3 * [(False, True)])
+    compiled, wrong = 0, []
+    for capability, grad, rule, rounds, has_l2, flag in kinds:
+        moment = "*i16" if rounds else "*fp32"
+        fixed = {"flag": flag, "rule": rule, "has_l2": has_l2, "rounds": rounds, "block": 1024}
+        signature = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(fixed, "constexpr")
+        signature |= {"master": "*fp32", "first_moment": moment, "second_moment": moment, "grad": f"*{grad}"}
+        signature |= {"first": "i32", "last": "i32", "place": "i64", "key": "i32"}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        compiled += 1
+        words = [word for word in ("fma.", ".ftz", ".approx", "div.full") if word in ptx]
+        wrong += [f"{capability}, {grad}, {fixed}: {words}"] if words else []
+    sys.stdout.write("\n".join([*wrong, f"{compiled} kernels\n"]))
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() if os.environ.get("TRITON_INTERPRET") else compile_all())

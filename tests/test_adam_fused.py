@@ -1,5 +1,5 @@
-"""Adam in one launch (adam_fused.py): its bits, as far as Triton's interpreter shows them on a CPU, and when
-it is what runs. A module that takes its place shows that without Triton."""
+"""The rules in one launch (adam_fused.py): its bits, as far as Triton's interpreter shows them on a CPU, that
+it compiles for a GPU, and when it is what runs. A module that takes its place shows that without Triton."""
 
 from __future__ import annotations
 
@@ -24,14 +24,25 @@ SEGMENTS = [
 ]
 
 
-@pytest.mark.processes
-@pytest.mark.ecosystem
-def test_the_kernel_gives_the_bits_of_the_cpu() -> None:
+def fused_bits(**env: str) -> tuple[int, str]:
     heads = Path(sys.prefix) / "heads"  # torch must not see triton anywhere else
     if not heads.is_dir() and not os.environ.get("CI"):
         pytest.skip("needs triton: `make test-all` installs it")
-    done = python("-m", "tests.fused_bits", env={"PYTHONPATH": str(heads), "TRITON_INTERPRET": "1"})
-    assert (done.returncode, done.stdout) == (0, "14 checks\n"), done.stderr[-4000:]
+    done = python("-m", "tests.fused_bits", env={"PYTHONPATH": str(heads), **env})
+    return done.returncode, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.processes
+@pytest.mark.ecosystem
+def test_the_kernel_gives_the_bits_of_the_cpu() -> None:
+    assert fused_bits(TRITON_INTERPRET="1") == (0, "16 checks\n")
+
+
+@pytest.mark.processes
+@pytest.mark.ecosystem
+def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """Its parser refuses what its interpreter does not see."""
+    assert fused_bits(TRITON_CACHE_DIR=str(tmp_path)) == (0, "240 kernels\n")
 
 
 @pytest.fixture
@@ -77,15 +88,12 @@ def _fails(*_: Any) -> None:
     raise RuntimeError("no C compiler")
 
 
-def _right(p: Any, m: Any, v: Any, grad: Any, first: int, last: int, scalars: Any) -> None:
-    part = slice(first, last)
-    moments = m[part], v[part]
-    adam_reference._reference_slice(adam_reference._adam, p[part], moments, grad[part], None, *scalars)
+_right = adam_reference._in_torch
 
 
 def _on(change: Callable[[int, int], tuple[int, int]]) -> Callable[..., None]:
     """Return a kernel that updates other elements than it is asked for."""
-    return lambda p, m, v, grad, first, last, scalars: _right(p, m, v, grad, *change(first, last), scalars)
+    return lambda *given: _right(*given[:4], *change(*given[4:6]), *given[6:])
 
 
 def _fails_late(*given: Any) -> None:
@@ -108,7 +116,7 @@ WRONG = {
 @pytest.mark.parametrize(("kernel", "said"), WRONG.values(), ids=WRONG)
 def test_another_one_is_told_and_plain_torch_runs(serve: Any, kernel: Any, said: str) -> None:
     serve(kernel)
-    with pytest.warns(RuntimeWarning, match=f"Adam on cpu runs in plain torch.*{said}"):
+    with pytest.warns(RuntimeWarning, match=f"the optimizer on cpu runs in plain torch.*{said}"):
         assert updates_as_the_cpu_does()
 
 
@@ -140,5 +148,5 @@ def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(adam_reference, "_FUSED_ON", {"cpu"})
     adam_reference._fused.cache_clear()
     assert updates_as_the_cpu_does()
-    assert adam_reference._fused(torch.device("cpu"), torch.bfloat16, False, False) is None
+    assert adam_reference._fused(torch.device("cpu"), torch.bfloat16, 0, False, False, False) is None
     adam_reference._fused.cache_clear()

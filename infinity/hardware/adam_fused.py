@@ -1,15 +1,16 @@
-"""AdamW and Adam in one launch of a kernel for a GPU: the bits of the CPU's kernel.
+"""The optimizers' rules in one launch of a kernel for a GPU: the bits of the CPU's kernel.
 
 It needs Triton, which torch's builds for CUDA bring along; without it adam_reference.py does the same in
 plain torch, in some tens of launches.
 
 Every operation is rounded once: [Note: one rounding per operation] in csrc/cpu_adam/adam_lane.inl. So nothing
 is contracted (`enable_fp_fusion=False`), and divisions and square roots are those of IEEE 754 (`div_rn`,
-`sqrt_rn`). Triton's interpreter gives these bits on a CPU; no GPU has run it yet.
+`sqrt_rn`). Triton's interpreter gives these bits on a CPU, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -21,72 +22,148 @@ from .cpu_adam import Scalars
 _BLOCK: Final = 1024
 
 
+# Without annotations: Triton would look up what they name.
+@triton.jit
+def _bf16(bits):  # type: ignore[no-untyped-def]
+    """Return numbers of bf16, given as int16. Triton's interpreter converts subnormals to other numbers."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _hashed(x):  # type: ignore[no-untyped-def]
+    """Return lowbias32 of each number (uint32)."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _update(
-    master: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    grad: Any,
-    first: Any,
-    last: Any,
-    grad_scale: Any,
-    decay: Any,
-    l2: Any,
-    lerp: Any,
-    beta2: Any,
-    square: Any,
-    inverse_root: Any,
-    eps: Any,
-    step_size: Any,
-    from_grad: tl.constexpr,
+def _load(moment, at, inside, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(moment + at, inside)
+    return _bf16(x) if rounds else x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(moment, at, inside, x, number: tl.constexpr, index, key, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the moment of this number. [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
+    if rounds:
+        low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+        random = _hashed(low ^ key.to(tl.uint32, bitcast=True) ^ _hashed(high))
+        below = random >> 16 if number else random & 0xFFFF
+        bits = (x.to(tl.uint32, bitcast=True) + below) >> 16
+        tl.store(moment + at, tl.where(x == x, bits, 0xFFFF).to(tl.int16), inside)
+    else:
+        tl.store(moment + at, x, inside)
+
+
+@triton.jit(do_not_specialize=["place", "key"])  # type: ignore[untyped-decorator]
+def _update(  # type: ignore[no-untyped-def]
+    master,
+    first_moment,
+    second_moment,
+    grad,
+    first,
+    last,
+    place,
+    key,
+    grad_scale,
+    decay,
+    l2,
+    x0,
+    x1,
+    x2,
+    x3,
+    x4,
+    x5,
+    flag: tl.constexpr,
+    rule: tl.constexpr,
     has_l2: tl.constexpr,
+    rounds: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
+    """One program for each block. `rule` and `flag`, and x0 to x5: as in csrc/cpu_adam/rules.h."""
     at = first + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < last
     p = tl.load(master + at, inside)
-    m = tl.load(exp_avg + at, inside)
-    v = tl.load(exp_avg_sq + at, inside)
     g = tl.load(grad + at, inside)
-    if grad.dtype.element_ty == tl.bfloat16:  # Triton's interpreter converts subnormals to other numbers
-        g = (g.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if grad.dtype.element_ty == tl.bfloat16:
+        g = _bf16(g.to(tl.int16, bitcast=True))
     g = g.to(tl.float32) * grad_scale
     if has_l2:  # rounded once: the product is exact
         g = (p.to(tl.float64) * l2 + g.to(tl.float64)).to(tl.float32)
     p = p * decay
-    way = (g - m) * lerp
-    m = (g if from_grad else m) + way
-    v = v * beta2
-    v = v + (g * square) * g
-    d = tl.sqrt_rn(v) * inverse_root + eps
-    p = p + tl.div_rn(m * step_size, d)
+    index = at - first + place
+    if rule == 0:  # Adam
+        m = _load(first_moment, at, inside, rounds)
+        v = _load(second_moment, at, inside, rounds)
+        way = (g - m) * x0
+        m = (g if flag else m) + way
+        v = v * x1
+        v = v + (g * x2) * g
+        d = tl.sqrt_rn(v) * x3 + x4
+        p = p + tl.div_rn(m * x5, d)
+        _store(first_moment, at, inside, m, 0, index, key, rounds)
+        _store(second_moment, at, inside, v, 1, index, key, rounds)
+    elif rule == 1:  # SGD without a buffer
+        p = p + g * x0
+    elif rule == 2:  # SGD with one
+        m = _load(first_moment, at, inside, rounds)
+        moved = m * x1 + g * x2
+        m = tl.where(x1 != 0, moved, m)
+        g = tl.where(x1 != 0, g + moved * x1 if flag else moved, g)
+        p = p + g * x0
+        _store(first_moment, at, inside, m, 0, index, key, rounds)
+    elif rule == 3:  # Lion
+        m = _load(first_moment, at, inside, rounds)
+        u = m * x1 + g * x2
+        p = p + tl.where(u > 0, x0, tl.where(u < 0, -x0, 0.0))
+        m = m * x3 + g * x4
+        _store(first_moment, at, inside, m, 0, index, key, rounds)
+    else:  # Adagrad
+        tl.static_assert(rule == 4)
+        m = _load(first_moment, at, inside, rounds)
+        m = m + g * g
+        p = p + tl.div_rn(g * x0, tl.sqrt_rn(m) + x1)
+        _store(first_moment, at, inside, m, 0, index, key, rounds)
     tl.store(master + at, p, inside)
-    tl.store(exp_avg + at, m, inside)
-    tl.store(exp_avg_sq + at, v, inside)
 
 
 def update(
+    rule: int,
     master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     first: int,
     last: int,
     scalars: Scalars,
+    place: int,
+    key: int,
 ) -> None:
-    """Update elements from `first` on, before `last`, of a flat float32 state by gradients of any dtype."""
-    *numbers, from_grad = scalars
-    if first < last:
-        _update[(triton.cdiv(last - first, _BLOCK),)](
-            master,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            first,
-            last,
-            *numbers,
-            from_grad=from_grad,
-            has_l2=numbers[2] != 0.0,
-            block=_BLOCK,
-            enable_fp_fusion=False,
-        )
+    """Update elements from `first` on, before `last`, of a flat state by gradients of any dtype.
+
+    Args:
+        rule: its number in the kernel, of `RULES`.
+        moments: those of the rule, all float32 or all bfloat16, which is rounded stochastically: by `place`,
+            the index within the parameter of the element `first`, and `key`, that of `rounding_key`.
+    """
+    if first >= last:
+        return
+    rounds = bool(moments) and moments[0].dtype is not torch.float32
+    each: list[Any] = [moment.view(torch.int16) if rounds else moment for moment in moments]
+    *numbers, flag = scalars
+    _update[(triton.cdiv(last - first, _BLOCK),)](
+        master,
+        *(each + 2 * [master])[:2],  # a rule without such a moment does not touch it
+        grad,
+        first,
+        last,
+        place,
+        key - ((key >> 31) << 32),  # the same 32 bits, so that it always is an int32
+        *numbers,
+        flag=flag,
+        rule=rule,
+        has_l2=numbers[2] != 0.0,
+        rounds=rounds,
+        block=_BLOCK,
+        enable_fp_fusion=False,
+    )

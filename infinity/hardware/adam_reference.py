@@ -20,6 +20,8 @@ from infinity.core.sizes import NORM_BLOCK
 
 from .cpu_adam import (
     _CODES,
+    RULES,
+    Adagrad,
     Adam,
     Pieces,
     Scalars,
@@ -105,22 +107,34 @@ def reference_segments(
         if runs and not rounds and runs[-1][1:3] == (start, scalars):
             start = runs.pop().first
         runs.append(_Run(start, end, scalars, segment.first, segment.key))
-    fuses = rule == 0 and not rounds and master.device.type in _FUSED_ON
-    kinds = [(master.device, grad.dtype, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
-    kernels = [_fused(*kind) if fuses else None for kind in kinds]
-    for run, fused in zip(runs, kernels, strict=True):
-        if fused is not None:
-            fused(master, *moments, grad, run.first, run.last, run.scalars)
-            if out is not None:
-                out[run.first : run.last].copy_(master[run.first : run.last])
-            continue
-        for start in range(run.first, run.last, _SLICE):
-            part = slice(start, min(start + _SLICE, run.last))
-            wide = [moment[part].float() for moment in moments]  # the moment itself, if it is fp32
-            flat = master[part], wide, grad[part], None if out is None else out[part]
-            _reference_slice(_RULES[rule], *flat, *run.scalars)
-            if rounds:
-                _round([m[part] for m in moments], wide, run.place + start - run.first, run.key)
+    fuses = master.device.type in _FUSED_ON
+    common = master.device, grad.dtype, rule, rounds
+    kinds = [(*common, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
+    kernels = [(fuses and _fused(*kind)) or _in_torch for kind in kinds]
+    for run, kernel in zip(runs, kernels, strict=True):
+        kernel(rule, master, moments, grad, *run)
+        if out is not None:
+            out[run.first : run.last].copy_(master[run.first : run.last])
+
+
+def _in_torch(
+    rule: int,
+    master: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    first: int,
+    last: int,
+    scalars: Scalars,
+    place: int,
+    key: int,
+) -> None:
+    """What `update` of adam_fused.py does, in plain torch."""
+    for start in range(first, last, _SLICE):
+        part = slice(start, min(start + _SLICE, last))
+        wide = [moment[part].float() for moment in moments]  # the moment itself, if it is fp32
+        _reference_slice(_RULES[rule], master[part], wide, grad[part], *scalars)
+        if moments and moments[0].dtype is not torch.float32:
+            _round([m[part] for m in moments], wide, place + start - first, key)
 
 
 def _round(moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int) -> None:
@@ -152,7 +166,7 @@ _FUSED_ON = {"cuda"}  # types of devices that Triton compiles for
 
 @functools.cache
 def _fused(
-    device: torch.device, dtype: torch.dtype, has_l2: bool, from_grad: bool
+    device: torch.device, dtype: torch.dtype, rule: int, rounds: bool, has_l2: bool, flag: bool
 ) -> Callable[..., None] | None:
     """Return `update` of adam_fused.py for gradients of `dtype`; None where there is no Triton, where it
     cannot compile (it needs a C compiler), or where the first use gives other bits than plain torch."""
@@ -168,29 +182,33 @@ def _fused(
     draw = torch.Generator().manual_seed(0)
     sizes = torch.empty(4, _PROBE).uniform_(-100, 20, generator=draw).exp_()
     p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
-    grad, ours, wanted = g.to(dtype), (p, m, v.square()), (p.clone(), m.clone(), v.square())
+    kept = torch.bfloat16 if rounds else torch.float32
+    kinds = [v.square()] if rule == RULES[Adagrad][1] else [m, v.square()]  # a sum of squares has a root
+    moments = [moment.to(kept) for moment in kinds[: _COUNTS[rule]]]
+    grad, ours, wanted = g.to(dtype), (p, moments), (p.clone(), [moment.clone() for moment in moments])
     l2 = 0.125 if has_l2 else 0.0  # fp32, as those of an update: plain torch multiplies it in fp64
-    scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, from_grad)
+    scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, flag)
     for first, last in () if wrong else _PROBED:
+        run = _Run(first, last, scalars, (1 << 32) - 500, 0x9E3779B9)
         try:
-            update(*ours, grad, first, last, scalars)
+            update(rule, ours[0], ours[1], grad, *run)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a compiler raises
             wrong = f"{type(error).__name__}: {error}"
             break
-        part = slice(first, last)
-        parts = [each[part] for each in wanted]
-        _reference_slice(_adam, parts[0], parts[1:], grad[part], None, *scalars)
-        pairs = [(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, wanted, strict=True)]
+        _in_torch(rule, wanted[0], wanted[1], grad, *run)
+        bits = torch.int16 if rounds else torch.int32
+        pairs = [(a.view(bits), b.view(bits)) for a, b in zip(ours[1], wanted[1], strict=True)]
+        pairs.append((ours[0].view(torch.int32), wanted[0].view(torch.int32)))
         if not all(torch.equal(a, b) for a, b in pairs):  # of all, also of what is not to be touched
             wrong = "other bits than torch"
             break
     if not wrong:
         return update
     warnings.warn(
-        f"Adam on {device} runs in plain torch, in tens of launches for a chunk: Triton's kernel gives "
-        f"{wrong}",
+        f"the optimizer on {device} runs in plain torch, in tens of launches for a chunk: Triton's kernel "
+        f"gives {wrong}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -202,7 +220,6 @@ def _reference_slice(
     p: torch.Tensor,
     moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
-    out: torch.Tensor | None,
     grad_scale: float,
     decay: float,
     l2: float,
@@ -218,8 +235,6 @@ def _reference_slice(
     if decay != 1.0:
         p.mul_(decay)
     rule(p, moments, g, *scalars)
-    if out is not None:
-        out.copy_(p)
 
 
 # The rules of csrc/cpu_adam/rules.h, by their numbers there: of p, the moments, and the scaled gradient.
@@ -300,6 +315,8 @@ def _adagrad(
 
 _Rule: TypeAlias = Callable[..., None]
 _RULES: Final[Sequence[_Rule]] = (_adam, _plain, _momentum, _lion, _adagrad)
+#: Of each, how many moments it has.
+_COUNTS: Final = {number: count for codes in RULES.values() for count, number in codes.items()}
 
 
 def _sqrt(v: torch.Tensor) -> torch.Tensor:
