@@ -115,13 +115,14 @@ def check(row: dict[str, Any], nbytes: float | None) -> None:
         assert nbytes <= row["bytes_per_parameter"] < 2 * nbytes + 1
 
 
-def test_a_case_beside_its_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moments", "nbytes"), [("fp32", 24), ("bf16", 16)])
+def test_a_case_beside_its_bound(moments: str, nbytes: int, tmp_path: Path) -> None:
     place = tmp_path / "d"
     place.mkdir()
     threads = torch.get_num_threads()
     code, result = run(
         *("--directory", str(place), "--placement", "state-on-nvme", "--update", "overlap"),
-        *("--steps", "2", "--warmup", "1", "--threads", "1"),
+        *("--steps", "2", "--warmup", "1", "--threads", "1", "--moments", moments),
     )
     assert code == 0
     assert torch.get_num_threads() == threads
@@ -129,7 +130,7 @@ def test_a_case_beside_its_bound(tmp_path: Path) -> None:
     assert set(group["table"]) == {"overlap"}
     assert group["errors"] == {}
     row = group["table"]["overlap"]
-    check(row, 24)
+    check(row, nbytes)
     assert row["read_bytes"] == row["written_bytes"]
     assert row["bound_of"]["nvme_rate"] == row["rates"]["nvme_mixed_bytes_per_second"]
     samples = group["samples"]["overlap"]

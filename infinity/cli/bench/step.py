@@ -32,8 +32,9 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.device import open_device
 from infinity.hardware.probe import available_host_memory, gpus
 from infinity.hardware.tuned import tuned
+from infinity.planning.parts import ADAM, moments_of
 
-from .adam import AdamWork, as_before, check_memory, rate
+from .adam import MOMENTS, AdamWork, as_before, check_memory, rate
 from .io_load import Job, Load, Settings, check_space, run_pass, usable_bytes
 from .step_run import PLACEMENTS, Measured, Stepper, bound, figures, in_memory, offloaded, settings_of
 
@@ -61,12 +62,12 @@ _SHAPE: Final = ("layers", "width", "heads", "vocab")
 class Rates:
     """What measures the kernel and, with a `load`, the drive."""
 
-    def __init__(self, load: Load | None, settings: Settings) -> None:
-        self._load, self._settings = load, settings
+    def __init__(self, load: Load | None, settings: Settings, moments: str = "fp32") -> None:
+        self._load, self._settings, self._moments = load, settings, moments
 
     @functools.cached_property
     def _work(self) -> AdamWork:
-        return AdamWork(_ADAM)
+        return AdamWork(_ADAM, MOMENTS[self._moments])
 
     def drive(self, job: Job = _MIXED) -> float | None:
         """Return the bytes per second of a pass, read and written together; None: there is no drive."""
@@ -100,8 +101,10 @@ def beside(
         rates: what `Rates.measure` returned.
         settings: of `infinity.Config`, as the run was given them.
     """
-    told = {k: v for k, v in settings.items() if k == "read_ahead_memory"}
-    ahead = min(int(Config(**told).read_ahead_memory), 12 * params)
+    told = {k: v for k, v in settings.items() if k in ("read_ahead_memory", "optimizer_state_dtype")}
+    config = Config(**told)
+    state = 4 + sum(moment.itemsize for moment in moments_of(ADAM, config))
+    ahead = min(int(config.read_ahead_memory), state * params)
     copies = params * parse_dtype(dtype).itemsize
     on_nvme = {name for name, value in settings.items() if value == "nvme"}
     in_torch = settings["optimizer_state"] == "device"
@@ -124,12 +127,13 @@ def beside(
 
 
 @contextlib.contextmanager
-def rates(directory: str | None) -> Iterator[Rates]:
+def rates(directory: str | None, moments: str = "fp32") -> Iterator[Rates]:
     """Lend what measures the rates; the drive's file is gone afterwards. The ring is opened as the
     store opens its own: as tuned, or with the defaults.
 
     Args:
         directory: on the drive to be measured; None: no drive.
+        moments: their dtype in the kernel.
 
     Raises:
         DirectoryError: the directory is unfit, or has not the room.
@@ -137,13 +141,13 @@ def rates(directory: str | None) -> Iterator[Rates]:
     found = None if directory is None else tuned(directory)
     settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH) if found is None else Settings(**found._asdict())
     if directory is None:
-        yield Rates(None, settings)
+        yield Rates(None, settings, moments)
         return
     window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
     nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
     with Load(directory, nbytes, grain=settings.block_bytes, window=window) as load:
         load.fill(settings)
-        yield Rates(load, settings)
+        yield Rates(load, settings, moments)
 
 
 def probe_bytes(directory: str) -> int:
@@ -166,6 +170,7 @@ class Request:
     tokens: int = 128
     batch: int = 1
     dtype: str = "fp32"
+    moments: str = "fp32"
     device: str = "cpu"
     placements: tuple[str, ...] = tuple(PLACEMENTS)
     updates: tuple[str, ...] = UPDATES
@@ -237,7 +242,8 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         cpu_adam.set_threads(request.threads)
         torch.set_num_threads(request.threads)
     groups: dict[str, Any] = {}
-    with scratch(request.directory) as folder, rates(folder if request.on_nvme else None) as measured:
+    drive, moments = request.on_nvme, request.moments
+    with scratch(request.directory) as folder, rates(folder if drive else None, moments) as measured:
         plain = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
         for placement in request.placements:
             group = groups[placement] = {"placement": PLACEMENTS[placement]._asdict()}
@@ -252,7 +258,7 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                 else:
                     group["table"][update], group["samples"][update] = row, samples
     sizes = (*_SHAPE, "parameters")
-    told = ("tokens", "batch", "dtype", "device", "steps", "threads")
+    told = ("tokens", "batch", "dtype", "moments", "device", "steps", "threads")
     return {
         "benchmark": "step",
         "model": {name: getattr(request, name) for name in sizes},
@@ -267,6 +273,7 @@ def _case(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures and the samples of one case, whose files are in `place`."""
     settings, params = settings_of(placement, update, request.largest_unit), request.parameters
+    settings["optimizer_state_dtype"] = request.moments
     random = torch.Generator().manual_seed(1)
     data = torch.randint(0, request.vocab, (request.batch, request.tokens), generator=random)
     data = data.to(request.device)
@@ -293,7 +300,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a table for a person: a line for each placement and update mode."""
     title = (
         f"{result['model']['parameters']:,} parameters, {result['batch']} × {result['tokens']} tokens, "
-        f"{result['dtype']}, {result['device']}; medians of {result['steps']} steps"
+        f"{result['dtype']}, {result['moments']} moments, {result['device']}; "
+        f"medians of {result['steps']} steps"
     )
     names = ("s/step", "read", "written", "B/param", "drive", "bound", "efficiency", "memory")
     table = table_of("placement", "update", *names, title=title, left=2)
@@ -323,6 +331,9 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="In a sequence.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
+@click.option(
+    "--moments", type=click.Choice([*MOMENTS]), default="fp32", show_default=True, help="Their dtype."
+)
 @device_option
 @click.option("--directory", default=".", metavar="DIR", help="On the drive to be measured. Default: here.")
 @words_option(
