@@ -77,6 +77,8 @@ class Race(contextlib.AbstractContextManager["Race"]):
         Args:
             ask: has it take a turn; returns the answer.
         """
+        if self._title is not None:
+            print(f"{self._title}: {name} starts", file=sys.stderr, flush=True)
         try:
             child = self._children[name] = start()
         except (ChildError, OSError) as error:

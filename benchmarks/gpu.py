@@ -419,10 +419,12 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speed(stage: Stage) -> None:
-    """1.4 B and 2.7 B beside torch in memory, sizes of chunks, where the time of a step goes."""
+    """0.2 B, 1.4 B and 2.7 B beside torch in memory, sizes of chunks, where the time of a step goes."""
     # All modes of the smaller one take turns in one run; of the larger one host memory holds one at a time.
     modes = ["overlap", "delayed"] if stage.smoke else ["sync", "overlap", "delayed"]
     stage.part("update", 20, stage.task("update", 60))
+    if not stage.smoke:  # the first part with another size
+        stage.part("0.2b", 40, _steps(stage, "0.2b", "0.2b", modes, "state-on-host", 100))
     stage.part("1.4b", 90, _steps(stage, "1.4b", "1.4b", modes, "state-on-host", 200))
     stage.part("profile", 60, stage.task("profile", 100))
     stage.part("chunks", 60, _chunks(stage))

@@ -14,6 +14,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -155,9 +156,11 @@ def serve(task: Task, device: str) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
+    began = time.perf_counter()
     who = contestant(task, device)
+    built = time.perf_counter() - began
     loss_of = task.model.loss_of(task.tokens, who.device)
-    tell({"threads": torch.get_num_threads(), "versions": versions(*PACKAGES)})
+    tell({"threads": torch.get_num_threads(), "built_seconds": built, "versions": versions(*PACKAGES)})
     forget_peak()  # not what building took, which is freed by now: what steps take
     for line in lines():
         tell({**who.turn(loss_of, int(line), apart=task.kind == "torch"), "peak_rss": peak_memory()})
