@@ -293,16 +293,16 @@ def all_injections(counts: Mapping[str, Mapping[str, int]]) -> list[Injection]:
 
 def thorough(injections: list[Injection], seed: int) -> list[Injection]:
     """Return for the store every fault at every operation on every backend, once or for good (with
-    the next seed the other way round); of the rest a tenth and a fifth."""
+    the next seed the other way round); of the rest one in many."""
     chosen = []
     for k, i in enumerate(injections):
         if i.means == "fuse" and i.run == "store":
             number = i.nth + BACKENDS.index(i.backend) + len(i.kind) + seed
             keep = i.repeat == ("once", "good")[number % 2] or i.op in _SETUP_OPS or _of_the_mark(i)
         elif i.means == "fuse":
-            keep = (k + seed) % 61 == 0
+            keep = (k + seed) % 121 == 0
         else:
-            keep = (k + seed) % (11 if i.run == "store" else 37) == 0
+            keep = (k + seed) % (11 if i.run == "store" else 73) == 0
         if keep:
             chosen.append(i)
     random.Random(seed).shuffle(chosen)
@@ -322,7 +322,7 @@ def sample(injections: list[Injection], count: int, random: random.Random) -> li
     for (run, means), share in parts.items():
         groups: dict[tuple[object, ...], list[Injection]] = {}
         for i in injections:
-            if (i.run, i.means) == (run, means):
+            if i.means == means and i.run.startswith(run):
                 groups.setdefault((i.backend, i.op, i.kind, i.value, i.repeat), []).append(i)
         for group in groups.values():
             random.shuffle(group)

@@ -6,6 +6,7 @@ way with a plain dict; a difference raises `SilentDamage`, which no run may ever
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -170,8 +171,9 @@ def _compare(lease: Lease, model: dict[tuple[int, str], bytes], chunk: int, name
     return found
 
 
-def training_run(directories: list[str], *, backend: str, deadline: float) -> str:
-    """Train a small GPT for `STEPS` steps with everything on NVMe."""
+def training_run(directories: list[str], *, backend: str, deadline: float, rounded: bool = False) -> str:
+    """Train a small GPT for `STEPS` steps with everything on NVMe: by AdamW, or, `rounded`, by Lion with its
+    moment in bf16."""
     torch.set_num_threads(1)
     begun = time.monotonic()
     case = models.case("gpt", seed=3, batches=STEPS, batch_size=2, width=32, layers=2, heads=2)
@@ -188,12 +190,14 @@ def training_run(directories: list[str], *, backend: str, deadline: float) -> st
         chunk_elements=65536,
         block_bytes="16KiB",
         max_grad_norm=1.0,
+        optimizer_state_dtype="bf16" if rounded else "fp32",
         aio_backend=backend,
         io_deadline=deadline,
         threads=1,
     )
     try:
-        model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+        kind: Any = infinity.optim.Lion if rounded else torch.optim.AdamW
+        model, optimizer = infinity.wrap(model, kind(model.parameters(), lr=1e-2), config)
     except InfinityError as error:
         raise Ended(error, time.monotonic() - begun, None, 0.0) from error
 
@@ -202,15 +206,19 @@ def training_run(directories: list[str], *, backend: str, deadline: float) -> st
         for batch in case.batches:
             loss = case.loss(model, batch)
             loss.backward()
-            adam.step()
-            adam.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             digest.update(repr(loss.item()).encode())
         with infinity.gathered(model):
             for name, param in model.named_parameters():
                 digest.update(name.encode() + param.detach().cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    return guarded(run, lambda: infinity.close(adam), begun)
+    return guarded(run, lambda: infinity.close(optimizer), begun)
 
 
-RUNS: dict[str, Callable[..., str]] = {"store": store_run, "training": training_run}
+RUNS: dict[str, Callable[..., str]] = {
+    "store": store_run,
+    "training": training_run,
+    "training-bf16": functools.partial(training_run, rounded=True),
+}

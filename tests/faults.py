@@ -430,7 +430,7 @@ def campaign(
     digests: dict[str, str] = {}
     counts: dict[str, dict[str, int]] = {}
     try:
-        for run in ("store", "training"):
+        for run in RUNS:
             for backend in BACKENDS:
                 outcome = server.run(Injection(run, backend))
                 if outcome.how != "ok" or outcome.digest != digests.setdefault(run, outcome.digest):
@@ -520,7 +520,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.lagging:
         options.only = "training"
-        RUNS["training"] = lagging_lane()(RUNS["training"])  # the decorator makes devices at each call
+        for name in RUNS.keys() - {"store"}:
+            RUNS[name] = lagging_lane()(RUNS[name])  # the decorator makes devices at each call
     with tempfile.TemporaryDirectory(prefix="infinity-faults-", ignore_cleanup_errors=True) as folder:
         injections, outcomes, digests = campaign(
             Path(folder),

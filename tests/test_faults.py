@@ -94,7 +94,7 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
     fired = [(i, o) for i, o in runs if o["fired"]]
     assert len(fired) >= 0.85 * len(runs)
     assert {i["backend"] for i, _ in fired} == {"libaio", "syscall", "uring", "threads"}
-    training = sum(i["run"] == "training" for i, _ in runs)
+    training = sum(i["run"] != "store" for i, _ in runs)
     assert 0.05 * len(runs) <= training <= 0.2 * len(runs)
     endings = collections.Counter(o["error"] or o["how"] for _, o in fired)
     assert {"ok", "TransferError", "DeadlineError", "CorruptionError", "ShortTransferError"} <= set(endings)
