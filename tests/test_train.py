@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import infinity
 from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
 from infinity.cli.main import run
 from infinity.cli.output import read_run
@@ -211,8 +212,18 @@ def test_a_run_from_text_to_sample(
     assert not list(Path(nvme).rglob("*arena*")), "the arena goes with the run"
 
 
-def test_planned_bytes_are_the_measured_ones(text: str, nvme: str) -> None:
-    result = train(read_run(None, settings(text, nvme, recompute=True)))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"optimizer": "lion", "lr": 1e-3, "optimizer_state_dtype": "bf16"}, marks=pytest.mark.later
+        ),
+    ],
+    ids=str,
+)
+def test_planned_bytes_are_the_measured_ones(changes: dict[str, Any], text: str, nvme: str) -> None:
+    result = train(read_run(None, settings(text, nvme, recompute=True, **changes)))
     rows = {r["what"]: r for r in result["planned_and_measured"]}
     assert rows["nvme: written per step"]["measured"] == rows["nvme: written per step"]["planned"]
     assert_on_disk(rows["nvme"])
@@ -282,10 +293,20 @@ def test_an_update_behind_the_backward_changes_no_loss(text: str, nvme: str, tmp
     assert logs[0] == logs[1]
 
 
-def test_the_loop_is_torchs(text: str, nvme: str, tmp_path: Path) -> None:
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95)),
+    "lion": lambda groups: infinity.optim.Lion(groups, lr=3e-3, betas=(0.9, 0.95)),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=3e-3, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=3e-3),
+}
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"]))
+def test_the_loop_is_torchs(name: str, text: str, nvme: str, tmp_path: Path) -> None:
     """The same model, batches and schedule in a plain torch loop give the same losses."""
     log = tmp_path / "steps.jsonl"
-    run_ = read_run(None, settings(text, nvme, steps=6, sample_tokens=0, json_log=str(log)))
+    told: Any = {"optimizer": name, "steps": 6, "sample_tokens": 0, "json_log": str(log)}
+    run_ = read_run(None, settings(text, nvme, **told))
     train(run_)
     ours = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
@@ -294,7 +315,7 @@ def test_the_loop_is_torchs(text: str, nvme: str, tmp_path: Path) -> None:
     workload = workload_of(run_)
     torch.manual_seed(run_.train.seed)
     model = workload.build(recompute=False)
-    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = OPTIMIZERS[name](param_groups(model, 0.1))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, run_.train.lr_factor)
     corpus = Corpus(open_stream(text), 32, seed=run_.train.seed)
     theirs = []

@@ -293,7 +293,8 @@ def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: 
     root = str(tmp_path / "out")
     train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
     there = {"resume": True, "output": root}
-    for change in ({"batch": 2}, {"width": 64}, {"seed": 3}, {"preset": "10m"}, {"warmup": 1}):
+    of_optimizer: tuple[dict[str, Any], ...] = ({"optimizer": "lion"}, {"warmup": 1})
+    for change in ({"batch": 2}, {"width": 64}, {"seed": 3}, {"preset": "10m"}, *of_optimizer):
         with pytest.raises(ConfigError, match="cannot change its"):
             read_run(None, {**there, "steps": 4, **change})
     with pytest.raises(ConfigError, match="at its end"):
@@ -383,7 +384,10 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
         read_run(None, {"resume": True, "output": str(tmp_path)})
 
 
-@pytest.mark.parametrize("changes", [{}, {"update": "delayed", "delay_warmup_steps": 0}, {"dtype": "bf16"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"update": "delayed", "delay_warmup_steps": 0}, {"dtype": "bf16"}, {"optimizer": "adagrad"}],
+)
 def test_the_planned_bytes_of_a_checkpoint(
     changes: dict[str, Any], text: str, nvme: str, tmp_path: Path
 ) -> None:

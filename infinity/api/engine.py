@@ -164,7 +164,7 @@ class Engine:
             )
         except BudgetError as error:
             if comm.world == 1:
-                add_cure(error, units, sets, config, device)
+                add_cure(error, units, sets, moments, config, device)
             raise
         pins = device if device.staged else None
         with contextlib.ExitStack() as undo:
@@ -196,7 +196,7 @@ class Engine:
                 store = make_store()
             except DirectoryError as error:
                 if comm.world == 1:
-                    add_cure(error, units, sets, config, device)
+                    add_cure(error, units, sets, moments, config, device)
                 raise
             undo.callback(store.close)
             self.deferral = Deferral(device.carry, staged=device.staged)

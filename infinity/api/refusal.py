@@ -13,6 +13,7 @@ from infinity.hardware.device import Device
 from infinity.planning.cures import DIRECTORY, Change, as_settings, cure, of_config
 from infinity.planning.machine import Drive
 from infinity.planning.partition import ParamSpec
+from infinity.planning.parts import Moment
 from infinity.planning.planner import Model, Plan, Planner
 
 from .this_machine import machine_here
@@ -22,6 +23,7 @@ def add_cure(
     error: BudgetError | DirectoryError,
     units: Sequence[tuple[str, Sequence[ParamSpec]]],
     working_sets: Sequence[Sequence[int]],
+    moments: Sequence[Moment],
     config: Config,
     device: Device,
 ) -> None:
@@ -33,7 +35,7 @@ def add_cure(
     if isinstance(error, DirectoryError) and error.errno != errno.ENOSPC:
         return
     machine = machine_here(config, device.memory_free() if device.staged else None)
-    planner = Planner(Model(units, working_sets))
+    planner = Planner(Model(units, working_sets, moments=[moment.name for moment in moments]))
 
     def tried(change: Change, free: int | None) -> Plan:
         new = config.replace(**change)

@@ -33,7 +33,7 @@ from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbyt
 
 from .machine import among, described, here
 from .output import drive_of, further, place_of
-from .settings import OPTIONS, RunSettings, TrainSettings
+from .settings import MOMENTS, OPTIONS, RunSettings, TrainSettings
 from .shape import Activations
 from .workload import workload_of
 
@@ -89,7 +89,9 @@ class Case:
             self.machine = dataclasses.replace(self.machine, output=drive_of(self.place, machine))
         # The job's first rank alone builds the model: on its machine.
         scratch = self.workload.scratch() if at.rank == at.local_rank else ()
-        self.planner = Planner(self.workload.planned(self.config), scratch)
+        model = self.workload.planned(self.config)
+        moments = MOMENTS[run.train.optimizer]
+        self.planner = Planner(dataclasses.replace(model, moments=moments), scratch)
 
     def _of_rank(self, config: Config) -> Config:
         """Return the settings of this rank.

@@ -41,7 +41,7 @@ _FIXED: Final = (
     *("batch", "sequence", "accumulation", "seed"),
     *("schedule", "warmup_steps", "decay_fraction", "min_lr"),
 )
-_OF_ADAM: Final = ("weight_decay", "beta1", "beta2")
+_OF_OPTIMIZER: Final = ("optimizer", "weight_decay", "beta1", "beta2")
 #: What belongs to one process.
 _OWN: Final = ("output", "resume", "trace", "overwrite")
 
@@ -266,7 +266,7 @@ def _check_goes_on(run: RunSettings, saved: RunSettings, found: Found) -> None:
         for ours, theirs, names in (
             (run.model, saved.model, _names(run.model)),
             (run.data, saved.data, ("validation", "tokenizer")),
-            (run.train, saved.train, (*_FIXED, *_OF_ADAM)),
+            (run.train, saved.train, (*_FIXED, *_OF_OPTIMIZER)),
         )
         for name in names
         if getattr(ours, name) != getattr(theirs, name)

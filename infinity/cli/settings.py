@@ -35,6 +35,7 @@ from infinity.core.config import Config, Directories, Size, Tiers, unknown_setti
 from infinity.core.errors import ConfigError, InfinityError
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
+from infinity.planning.parts import ADAM
 
 from .options import FIGURE, is_figure, removed_options
 
@@ -43,6 +44,14 @@ VALIDATION: Final = 0.05
 #: The dtype of a preset, unless a run says otherwise.
 PRESET_DTYPE: Final = "bf16"
 Schedule: TypeAlias = Literal["constant", "cosine", "wsd"]
+OptimizerName: TypeAlias = Literal["adamw", "lion", "sgd", "adagrad"]
+#: What each keeps of every element, by name.
+MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
+    "adamw": ADAM,
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "adagrad": ("sum",),
+}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -115,6 +124,7 @@ class TrainSettings:
     batch: int = _setting(8, "Sequences in one forward.", least=1)
     sequence: int = _setting(256, "Tokens in a sequence.", least=1)
     accumulation: int = _setting(1, "Forwards and backwards per step.", least=1)
+    optimizer: OptimizerName = _setting("adamw", "What updates the parameters.")
     lr: float = _setting(1e-3, "Highest learning rate.", least=0)
     schedule: Schedule = _setting(
         "cosine", "How the rate goes on behind the warmup; wsd: stable, then it decays."
@@ -125,8 +135,8 @@ class TrainSettings:
     decay_fraction: float = _setting(0.1, "wsd: share of the steps, at the end, in which the rate falls.")
     min_lr: float = _setting(0.1, "What cosine and wsd end at, as a share of --lr.", least=0)
     weight_decay: float = _setting(0.1, "Of matrices; vectors do not decay.", least=0)
-    beta1: float = _setting(0.9, "Of AdamW.", least=0, below=1)
-    beta2: float = _setting(0.95, "Of AdamW.", least=0, below=1)
+    beta1: float = _setting(0.9, "Of AdamW and Lion; the momentum of SGD.", least=0, below=1)
+    beta2: float = _setting(0.95, "Of AdamW and Lion.", least=0, below=1)
     seed: int = _setting(0, "Of the weights and of the batches.", least=0)
     recompute: bool = _setting(False, "Compute blocks again in the backward.")
     sample_tokens: int = _setting(160, "Tokens of text to generate at the end.", least=0)
@@ -167,6 +177,8 @@ class TrainSettings:
                 _wrong("train", name, "a run that saves (without --no-save)", getattr(self, name))
         if self.schedule not in get_args(Schedule):
             _unknown("schedule", self.schedule, get_args(Schedule))
+        if self.optimizer not in MOMENTS:
+            _unknown("optimizer", self.optimizer, tuple(MOMENTS))
         if not 0 <= self.decay_fraction <= 1:
             _wrong("train", "decay_fraction", "a share of the steps, from 0 to 1", self.decay_fraction)
         if self.peak_tflops is not None and not is_figure(self.peak_tflops):

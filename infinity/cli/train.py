@@ -16,13 +16,14 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import torch
 from torch import nn
+from torch.optim import SGD, Adagrad, AdamW
 
 from infinity.api.init import init
 from infinity.api.random_state import seed_generators
@@ -33,6 +34,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError, InfinityError
 from infinity.core.signals import SAVED
 from infinity.core.sizes import Tier, format_size
+from infinity.optim.lion import Lion
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
 from infinity.storage.step_log import finite
@@ -44,7 +46,7 @@ from .job import Job, joined
 from .measure import Peak, bytes_on_disk, give_back_freed_memory
 from .output import check_unused, read_run, taken
 from .progress import Reporter
-from .settings import RunSettings
+from .settings import RunSettings, TrainSettings
 from .shown import error_as_dict
 from .streams import going_on, lost
 from .training import PROCESS, Training
@@ -207,10 +209,16 @@ def _build(
     seed_generators(train.seed, rank)
     with init(config):
         model = workload.build(train.recompute)
-    optimizer = torch.optim.AdamW(
-        param_groups(model, train.weight_decay), lr=train.lr, betas=(train.beta1, train.beta2)
-    )
+    optimizer = _OPTIMIZERS[train.optimizer](train, param_groups(model, train.weight_decay))
     return wrap(model, optimizer, config)
+
+
+_OPTIMIZERS: Final[Mapping[str, Callable[[TrainSettings, Any], torch.optim.Optimizer]]] = {
+    "adamw": lambda train, groups: AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2)),
+    "lion": lambda train, groups: Lion(groups, lr=train.lr, betas=(train.beta1, train.beta2)),
+    "sgd": lambda train, groups: SGD(groups, lr=train.lr, momentum=train.beta1),
+    "adagrad": lambda train, groups: Adagrad(groups, lr=train.lr),
+}
 
 
 def _table(report: Reporter, rows: list[dict[str, Any]]) -> None:

@@ -34,12 +34,14 @@ class Model:
         working_sets: indices of the units that are needed at the same time.
         again: indices of units that further modules need, once for each (a tied head).
         idle: parameters that a token does not pass (of experts that are not chosen).
+        moments: names of what the optimizer keeps of each element.
     """
 
     units: Sequence[tuple[str, Sequence[ParamSpec]]]
     working_sets: Sequence[Sequence[int]]
     idle: int = 0
     again: Sequence[int] = ()
+    moments: Sequence[str] = ADAM
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -185,7 +187,7 @@ class Planner:
             plans = plan_chunks(
                 layouts,
                 assignment,
-                moments_of(ADAM, config),
+                moments_of(self.model.moments, config),
                 staged=machine.staged,
                 delayed=config.update == "delayed",
             )
@@ -278,7 +280,7 @@ class Planner:
                 wanted.read + further * wanted.again[0],
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
-                update_nbytes(moments_of(ADAM, config), 2, 2) * wanted.host_elements,
+                update_nbytes(moments_of(self.model.moments, config), 2, 2) * wanted.host_elements,
                 wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
@@ -302,7 +304,7 @@ def _standing(there: Standing, checkpoints: int) -> str:
 
 def checkpoint_nbytes(model: Model, config: Config) -> int:
     """Return the bytes of a checkpoint's parameters and moments, with both versions where there are two."""
-    saved = model.trainable * (4 + sum(moment.itemsize for moment in moments_of(ADAM, config)))
+    saved = model.trainable * (4 + sum(moment.itemsize for moment in moments_of(model.moments, config)))
     for param in (p for _, params in model.units for p in params):
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
