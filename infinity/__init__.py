@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from . import optim as optim
     from .api.callbacks import lightning_callback, trainer_callback
     from .api.copies import copy_to
     from .api.export import export
@@ -70,6 +71,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module(".optim", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -17,6 +17,7 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import OptimizerTypeError, StateDictError
 from infinity.optim.lion import Lion
 
+from .command_line import python
 from .models import case
 from .offloaded import ON_HOST, config_for
 from .quick import quick
@@ -282,6 +283,12 @@ def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
         return state
 
     assert_equal(run(tmp_path / "a", True), run(tmp_path / "b", False))
+
+
+@pytest.mark.processes
+def test_our_optimizers_are_found_without_an_import_of_their_own() -> None:
+    done = python("-c", "import infinity; print(infinity.optim.Lion.__name__)")
+    assert done.stdout == "Lion\n", done.stderr
 
 
 def lion_of(module: str, **attributes: Any) -> Make:
