@@ -220,8 +220,10 @@ def as_kept(kind: str, value: torch.Tensor, dtype: str) -> torch.Tensor:
     ],
 )
 def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
-    first: str, second: str, tmp_path: Path
+    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("infinity.api.load._AT_ONCE", 512)  # so that one segment takes several
+    monkeypatch.setattr("infinity.optim.pieces._SLICE", 512)
     make = OPTIMIZERS["adamw"]
     model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=first)
     go_on(model, optimizer, 0, 3)
@@ -232,7 +234,7 @@ def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
         name: {k: v if k == "value" else as_kept(k, v, second) for k, v in kinds.items()}
         for name, kinds in before.items()
     }
-    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second)
+    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second, chunk_elements=65536)
     infinity.load(optimizer, tmp_path / "saved")
     assert_equal(state_of(model), wanted)
     go_on(model, optimizer, 3, 4)
