@@ -1,6 +1,7 @@
 """The native CPU Adam: addresses and counts. Use `infinity.hardware.cpu_adam`, which checks.
 
-Dtypes are numbers: 0 fp32, 1 bf16, 2 fp16, 3 none. Addresses and counts are not checked here.
+Dtypes are numbers: 0 fp32, 1 bf16, 2 fp16, 3 none, 4 codes of 8 bits. Addresses and counts are not checked
+here.
 """
 
 SEGMENT_NBYTES: int
@@ -20,6 +21,8 @@ def update(
     master: int,
     first: int,
     second: int,
+    first_scales: int,
+    second_scales: int,
     moment_dtype: int,
     grad: int,
     grad_dtype: int,

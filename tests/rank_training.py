@@ -37,8 +37,10 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import GradientError, RankError
-from infinity.hardware import adam_reference, cpu_adam
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import adam_reference, cpu_adam, log_codes
 from infinity.optim.rules import rule_of
+from infinity.planning.parts import SQUARES
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
@@ -47,6 +49,14 @@ from .whole import OPTIMIZERS
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = dict[str, Any]
+
+
+def wide_of(kind: str, moments: list[torch.Tensor], number: int) -> torch.Tensor:
+    """Return a moment in fp32; in 8 bits `moments` are the codes of all, then the scales of all."""
+    if moments[0].dtype is not torch.uint8:
+        return moments[number].float()
+    scales = moments[len(moments) // 2 + number]
+    return log_codes.decode(moments[number], scales, squares=kind in SQUARES)
 
 
 def program(settings: dict[str, Any]) -> list[Step]:
@@ -337,7 +347,8 @@ def reference(
                 param.register_post_accumulate_grad_hook(take)
     groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
     adam = optimizer_of(settings, groups)
-    rule, kept = rule_of(adam), DTYPES[settings["config"].get("optimizer_state_dtype", "fp32")]
+    rule, form = rule_of(adam), settings["config"].get("optimizer_state_dtype", "fp32")
+    kept = torch.uint8 if form == "8bit" else DTYPES[form]
     names = {p: n for n, p in made.model.named_parameters()}
     scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
     moments: dict[str, list[torch.Tensor]] = {}
@@ -359,6 +370,8 @@ def reference(
             group, steps[name] = scalars[name], steps[name] + 1
             if name not in moments:
                 moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
+                blocks = -(-grad.numel() // MOMENT_BLOCK)
+                moments[name] += [torch.zeros(blocks) for _ in rule.moments if form == "8bit"]
             segment = cpu_adam.Segment(
                 *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
                 *(group["lr"], group["weight_decay"], 1.0 / scale * clip),
@@ -423,8 +436,8 @@ def reference(
         n: {
             "step": torch.tensor(float(steps[n])),
             **{
-                kind: moment.float().view(masters[n].shape)
-                for kind, moment in zip(rule.moments, of_one, strict=True)
+                kind: wide_of(kind, of_one, number).view(masters[n].shape)
+                for number, kind in enumerate(rule.moments)
             },
         }
         for n, of_one in moments.items()

@@ -15,7 +15,10 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import OptimizerTypeError, StateDictError
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import log_codes
 from infinity.optim.lion import Lion
+from infinity.planning.parts import SQUARES
 
 from .command_line import python
 from .models import case
@@ -37,7 +40,7 @@ PLACES: dict[str, dict[str, Any]] = {
     },
 }
 State = dict[str, dict[str, torch.Tensor]]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -103,7 +106,7 @@ def assert_near(found: State, plain: nn.Module) -> None:
     assert differing <= sum(p.numel() for p in plain.parameters()) / 100
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"], ["momentum", "adagrad", "sgd"])
 )
@@ -124,9 +127,10 @@ def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
     assert_near(found, model)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "8bit"])
 @pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"], ["momentum", "lion"]))
-def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: Path) -> None:
-    settings = {"update": "delayed", "delay_warmup_steps": 2, "optimizer_state_dtype": "bf16"}
+def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, dtype: str, tmp_path: Path) -> None:
+    settings = {"update": "delayed", "delay_warmup_steps": 2, "optimizer_state_dtype": dtype}
     make = OPTIMIZERS[name]
     wanted = trained(make, tmp_path / "host", **ON_HOST, **settings)
     assert_equal(trained(make, tmp_path / "nvme", **settings), wanted)
@@ -178,7 +182,7 @@ def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"], ["momentum", "adagrad", "sgd"]))
-@pytest.mark.parametrize("dtype", ["bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", "8bit"])
 def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     wanted = trained(make, tmp_path / "whole", optimizer_state_dtype=dtype, **ON_HOST)
@@ -195,10 +199,32 @@ def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path)
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def as_kept(kind: str, value: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a moment in fp32, as `dtype` keeps it."""
+    if dtype != "8bit":
+        return value.to(DTYPES[dtype]).float()
+    codes = torch.zeros(value.numel(), dtype=torch.uint8)
+    scales, squares = torch.zeros(-(-value.numel() // MOMENT_BLOCK)), kind in SQUARES
+    log_codes.encode(value.reshape(-1), codes, scales, squares=squares)
+    return log_codes.decode(codes, scales, squares=squares).view(value.shape)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("bf16", "fp32"),
+        ("fp32", "bf16"),
+        ("8bit", "fp32"),
+        ("fp32", "8bit"),
+        ("bf16", "8bit"),
+        ("8bit", "8bit"),
+    ],
+)
 def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
-    first: str, second: str, tmp_path: Path
+    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("infinity.api.load._AT_ONCE", 512)  # so that one segment takes several
+    monkeypatch.setattr("infinity.optim.pieces._SLICE", 512)
     make = OPTIMIZERS["adamw"]
     model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=first)
     go_on(model, optimizer, 0, 3)
@@ -206,10 +232,10 @@ def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
     before, saved = state_of(model), optimizer.state_dict()
     infinity.close(optimizer)
     wanted = {
-        name: {k: v if k == "value" else v.to(DTYPES[second]).float() for k, v in kinds.items()}
+        name: {k: v if k == "value" else as_kept(k, v, second) for k, v in kinds.items()}
         for name, kinds in before.items()
     }
-    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second)
+    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second, chunk_elements=65536)
     infinity.load(optimizer, tmp_path / "saved")
     assert_equal(state_of(model), wanted)
     go_on(model, optimizer, 3, 4)

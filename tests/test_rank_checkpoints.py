@@ -47,29 +47,37 @@ def ranks(world: int, *jobs: Any) -> list[dict[str, Any]]:
     return first
 
 
-@pytest.mark.parametrize("dtype", quick(["bf16", "fp32"], ["bf16"]))
-def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    quick([("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "8bit")], [("bf16", "fp32"), ("bf16", "8bit")]),
+)
+def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, moments: str, tmp_path: Path) -> None:
     """One rank → four, on NVMe → one, two and three, elsewhere; and the files are the same ones."""
+
+    def one_of(*args: Any, **more: Any) -> Any:
+        config, rest = job(*args, **more)
+        return {**config, "optimizer_state_dtype": moments}, rest
+
     one, four, two, three = (tmp_path / name for name in ("one", "four", "two", "three"))
-    wanted = alone(job(tmp_path, "host", dtype, before=2, save=one))
-    (found,) = ranks(4, job(tmp_path, "nvme", dtype, load=one, save=four))
+    wanted = alone(one_of(tmp_path, "host", dtype, before=2, save=one))
+    (found,) = ranks(4, one_of(tmp_path, "nvme", dtype, load=one, save=four))
     assert found == wanted
-    assert alone(job(tmp_path, "state on nvme", dtype, load=four)) == wanted
+    assert alone(one_of(tmp_path, "state on nvme", dtype, load=four)) == wanted
     assert (
         ranks(
             2,
-            job(tmp_path, "device", dtype, load=four, save=two, stage=2),
-            job(tmp_path, "host", dtype, load=two),
-            job(tmp_path, "state on nvme", dtype, load=four, save=tmp_path / "stage 1", stage=1),
-            job(tmp_path, "device", dtype, load=tmp_path / "stage 1", save=tmp_path / "stage 0", stage=0),
-            job(tmp_path, "nvme", dtype, load=tmp_path / "stage 0"),
+            one_of(tmp_path, "device", dtype, load=four, save=two, stage=2),
+            one_of(tmp_path, "host", dtype, load=two),
+            one_of(tmp_path, "state on nvme", dtype, load=four, save=tmp_path / "stage 1", stage=1),
+            one_of(tmp_path, "device", dtype, load=tmp_path / "stage 1", save=tmp_path / "stage 0", stage=0),
+            one_of(tmp_path, "nvme", dtype, load=tmp_path / "stage 0"),
         )
         == [wanted] * 5
     )
     first, second = ranks(
         3,
-        job(tmp_path, "split", dtype, load=four, save=three),
-        job(tmp_path, "state on nvme", dtype, load=two, stage=2),
+        one_of(tmp_path, "split", dtype, load=four, save=three),
+        one_of(tmp_path, "state on nvme", dtype, load=two, stage=2),
     )
     assert first == second
     for other in (four, two, three, tmp_path / "stage 1", tmp_path / "stage 0"):

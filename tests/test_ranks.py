@@ -88,6 +88,14 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(3, "gpt", "nvme", "bf16"),
         {"clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "bf16"}},
     ),
+    "gpt, 8-bit moments": (
+        *(3, "gpt", "nvme", "bf16"),
+        {"clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "8bit"}},
+    ),
+    "gpt, 8-bit moments, stage 1": (
+        *(2, "gpt", "state on nvme", "fp32"),
+        {"config": {"optimizer_state_dtype": "8bit", "zero_stage": 1}},
+    ),
     "gpt, Lion, bf16 moments, stage 1": (
         *(2, "gpt", "state on nvme", "fp32"),
         {"optimizer": "lion", "config": {"optimizer_state_dtype": "bf16", "zero_stage": 1}},

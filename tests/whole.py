@@ -1,7 +1,8 @@
 """What the engine's optimizers must come to: each rule on whole parameters, in plain torch.
 
 `Whole` calls the reference of the kernels, which other tests compare with torch's optimizers. With moments in
-bf16 it has the bits of the stochastic rounding too, so that a run must equal it wherever its state is.
+bf16 or 8 bits (uint8) it has the bits of the stochastic rounding too, so that a run must equal it wherever
+its state is.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.hardware import adam_reference, cpu_adam
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import adam_reference, cpu_adam, log_codes
 from infinity.optim.lion import Lion
 from infinity.optim.rules import rule_of
+from infinity.planning.parts import SQUARES
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -46,6 +49,12 @@ class Whole:
             name: {moment: torch.zeros(p.numel(), dtype=dtype) for moment in self._rule.moments}
             for name, p in params.items()
         }
+        #: Of moments in 8 bits (uint8).
+        self.scales = {
+            name: {kind: torch.zeros(-(-m.numel() // MOMENT_BLOCK)) for kind, m in moments.items()}
+            for name, moments in self.moments.items()
+            if dtype is torch.uint8
+        }
 
     def step(self) -> None:
         """Update what has a gradient."""
@@ -61,8 +70,15 @@ class Whole:
                 self._rule.options(group),
             )
             master, grad = param.data.view(-1), param.grad.reshape(-1)
-            moments = [*self.moments[name].values()]
+            moments = [*self.moments[name].values(), *self.scales.get(name, {}).values()]
             adam_reference.reference_segments(master, moments, grad, None, [segment])
+
+    def values(self, name: str, kind: str) -> torch.Tensor:
+        """Return a moment in fp32, flat."""
+        moment = self.moments[name][kind]
+        if name not in self.scales:
+            return moment.float()
+        return log_codes.decode(moment, self.scales[name][kind], squares=kind in SQUARES)
 
 
 def train_whole(
@@ -83,7 +99,7 @@ def train_whole(
     return {
         name: {
             "value": param.detach().clone(),
-            **{kind: m.float().view(param.shape) for kind, m in whole.moments[name].items()},
+            **{kind: whole.values(name, kind).view(param.shape) for kind in whole.moments[name]},
         }
         for name, param in named.items()
     }

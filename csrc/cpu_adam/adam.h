@@ -9,10 +9,11 @@
 
 namespace infinity {
 
-enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2, none = 3 };
+enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2, none = 3, log8 = 4 };
 enum class Rule : int32_t;  // rules.h
 
 constexpr int64_t kSpan = 65536;  // elements of one sum of squares
+constexpr int64_t kBlock = 256;   // elements that share a scale, of moments in 8 bits
 
 // One parameter's part of a chunk and the scalars of its update, as the caller has them.
 // Python packs this struct (struct format "<qqqqddddddI??2x"), so its layout is fixed.
@@ -50,8 +51,9 @@ struct Buffers {
   void* moments[2];  // null where the rule has fewer
   const void* grad;
   void* out;                                  // null with Dtype::none
-  Dtype moment_dtype, grad_dtype, out_dtype;  // of moments, f32 or bf16
+  Dtype moment_dtype, grad_dtype, out_dtype;  // of moments, f32, bf16 or log8
   Rule rule;
+  uint32_t* scales[2];  // of moments in log8, one of each block of the chunk
 };
 
 // One instruction set's functions. Each works on elements [begin, end) on the calling thread.

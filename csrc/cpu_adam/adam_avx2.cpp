@@ -62,7 +62,29 @@ struct Vector {
   static U down(U a) {
     return _mm256_srli_epi32(a, n);
   }
+  template <int n>
+  static U up(U a) {
+    return _mm256_slli_epi32(a, n);
+  }
   static U low16(U a) { return _mm256_and_si256(a, _mm256_set1_epi32(0xffff)); }
+  static U uand(U a, U b) { return _mm256_and_si256(a, b); }
+  static U uor(U a, U b) { return _mm256_or_si256(a, b); }
+  static U usub(U a, U b) { return _mm256_sub_epi32(a, b); }
+  static U imin(U a, U b) { return _mm256_min_epi32(a, b); }
+  static U imax(U a, U b) { return _mm256_max_epi32(a, b); }
+  static U where_not_zero(U a, U b) {
+    return _mm256_andnot_si256(_mm256_cmpeq_epi32(a, _mm256_setzero_si256()), b);
+  }
+  static U bits(F x) { return _mm256_castps_si256(x); }
+  static F floats(U a) { return _mm256_castsi256_ps(a); }
+  static void ustore(uint32_t* p, U a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+  static U load_codes(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_codes(uint8_t* p, U a) {
+    __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(half, half));
+  }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     __m256i sum = _mm256_add_epi32(_mm256_castps_si256(x), below);

@@ -69,7 +69,26 @@ struct Vector {
   static U down(U a) {
     return _mm512_srli_epi32(a, n);
   }
+  template <int n>
+  static U up(U a) {
+    return _mm512_slli_epi32(a, n);
+  }
   static U low16(U a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xffff)); }
+  static U uand(U a, U b) { return _mm512_and_si512(a, b); }
+  static U uor(U a, U b) { return _mm512_or_si512(a, b); }
+  static U usub(U a, U b) { return _mm512_sub_epi32(a, b); }
+  static U imin(U a, U b) { return _mm512_min_epi32(a, b); }
+  static U imax(U a, U b) { return _mm512_max_epi32(a, b); }
+  static U where_not_zero(U a, U b) { return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(a, a), b); }
+  static U bits(F x) { return _mm512_castps_si512(x); }
+  static F floats(U a) { return _mm512_castsi512_ps(a); }
+  static void ustore(uint32_t* p, U a) { _mm512_storeu_si512(p, a); }
+  static U load_codes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_codes(uint8_t* p, U a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     __m512i sum = _mm512_add_epi32(_mm512_castps_si512(x), below);

@@ -39,6 +39,9 @@ struct Bf16 {
 struct F16 {
   uint16_t bits;
 };
+struct Log8 {  // [Note: moments in 8 bits]
+  uint8_t code;
+};
 
 // ---- one element: the tail of every vector loop, and the whole of the scalar kernel ----
 
@@ -139,7 +142,23 @@ struct One {
   static U down(U a) {
     return a >> n;
   }
+  template <int n>
+  static U up(U a) {
+    return a << n;
+  }
   static U low16(U a) { return a & 0xffffu; }
+  static U uand(U a, U b) { return a & b; }
+  static U uor(U a, U b) { return a | b; }
+  static U usub(U a, U b) { return a - b; }
+  // Of numbers with a sign.
+  static U imin(U a, U b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+  static U imax(U a, U b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static U where_not_zero(U a, U b) { return a ? b : 0u; }
+  static U bits(F x) { return as_bits(x); }
+  static F floats(U a) { return as_float(a); }
+  static void ustore(uint32_t* p, U a) { *p = a; }
+  static U load_codes(const uint8_t* p) { return *p; }
+  static void store_codes(uint8_t* p, U a) { *p = static_cast<uint8_t>(a); }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     uint32_t bits = as_bits(x);
@@ -206,22 +225,91 @@ static inline typename L::F add_l2(typename L::F g, typename L::F p, typename L:
 
 // [Note: one rounding per operation]. A multiplication by exactly 1 changes nothing, so `decay`
 // and `grad_scale` need no branch; `l2` does (0 * Inf is NaN).
-template <class L, class R, class Moment, class Grad>
-static inline typename L::F step(float* master, Moment* const* moments, const Grad* grad, int64_t i,
-                                 const Constants<L>& c) {
-  typename L::F p = L::load(master + i), m[R::moments + 1];
-  for (int k = 0; k < R::moments; ++k) m[k] = L::load(moments[k] + i);
+template <class L, class R, class Grad>
+static inline typename L::F step_of(float* master, typename L::F* m, const Grad* grad, int64_t i,
+                                    const Constants<L>& c) {
+  typename L::F p = L::load(master + i);
   typename L::F g = L::mul(L::load(grad + i), c.grad_scale);
   if (c.with_l2) g = add_l2<L>(g, p, c.l2);
   p = L::mul(p, c.decay);
   R::template apply<L>(p, m, g, c);
   L::store(master + i, p);
+  return p;
+}
+
+template <class L>
+static inline typename L::U random_at(int64_t i, const Constants<L>& c) {
+  return hashed<L>(L::uxor(L::uadd(L::uset(c.offset + static_cast<uint32_t>(i)), L::count()), c.key));
+}
+
+template <class L, class R, class Moment, class Grad>
+static inline typename L::F step(float* master, Moment* const* moments, const Grad* grad, int64_t i,
+                                 const Constants<L>& c) {
+  typename L::F m[R::moments + 1];
+  for (int k = 0; k < R::moments; ++k) m[k] = L::load(moments[k] + i);
+  typename L::F p = step_of<L, R>(master, m, grad, i, c);
   typename L::U random{};
-  if constexpr (!Same<Moment, float>::value && R::moments > 0)
-    random = hashed<L>(L::uxor(L::uadd(L::uset(c.offset + static_cast<uint32_t>(i)), L::count()), c.key));
+  if constexpr (!Same<Moment, float>::value && R::moments > 0) random = random_at<L>(i, c);
   if constexpr (R::moments > 0) L::store_rounded(moments[0] + i, m[0], L::low16(random));
   if constexpr (R::moments > 1) L::store_rounded(moments[1] + i, m[1], L::template down<16>(random));
   return p;
+}
+
+// [Note: moments in 8 bits] A code is the upper bits of a float: its exponent and three bits of its fraction,
+// counted from the scale of the block, a float of such bits alone, so that the largest of a block has one of
+// the last codes. So it is a logarithm, eight codes for a factor of two. A block is kBlock elements of one
+// parameter. Code 0 is the value 0. A sign takes the upper bit of a code, and leaves a range of 2^16 below
+// the largest; sums of squares have none, and a range of 2^32, of which a root makes the same. Each block is
+// read, updated and coded anew from its new largest, with stochastic rounding: 16 random bits are added below
+// the last place. What is below the range becomes 0; but a sum of squares that is not 0 becomes code 1 at
+// least, because a quotient by its root would explode. What overflows becomes Inf, and one Inf or NaN takes
+// the others of its block out of the range.
+constexpr uint32_t kNaN = 0x7fc00000u;
+constexpr int kCodeAt = 20;  // the place of a code in the bits of a float
+
+template <class L, bool squares>
+static inline typename L::F decoded(const uint8_t* codes, uint32_t scale) {
+  typename L::U code = L::load_codes(codes), size = squares ? code : L::uand(code, L::uset(127u));
+  typename L::U bits = L::where_not_zero(size, L::uadd(L::template up<kCodeAt>(size), L::uset(scale)));
+  if (!squares) bits = L::uor(bits, L::template up<24>(L::uand(code, L::uset(128u))));
+  return L::floats(bits);
+}
+
+template <class L>
+static inline typename L::U magnitude(typename L::F x) {
+  return L::imin(L::uand(L::bits(x), L::uset(0x7fffffffu)), L::uset(kNaN));
+}
+
+template <class L, bool squares>
+static inline typename L::U encoded(typename L::F x, typename L::U random, uint32_t scale) {
+  typename L::U size = magnitude<L>(x);
+  typename L::U code = L::template down<kCodeAt>(L::uadd(size, L::template up<kCodeAt - 16>(random)));
+  code = L::imax(L::usub(code, L::uset(scale >> kCodeAt)), L::uset(0u));
+  if (squares) return L::imax(code, L::imin(size, L::uset(1u)));
+  return L::uor(code, L::uand(L::template down<24>(L::bits(x)), L::uset(128u)));
+}
+
+// Calls each(lane, k) for the elements of a block, of which there are `numel`: whole lanes, then single ones.
+template <class Each>
+static inline void in_block(int64_t numel, Each each) {
+  int64_t k = 0;
+  for (; k + Vector::width <= numel; k += Vector::width) each(Vector(), k);
+  for (; k < numel; ++k) each(One(), k);
+}
+
+template <bool squares>
+static inline uint32_t scale_of(const float* values, int64_t numel) {
+  typename Vector::U most = Vector::uset(0u);
+  uint32_t largest = 0, lanes[Vector::width];
+  in_block(numel, [&](auto lane, int64_t k) {
+    using L = decltype(lane);
+    if constexpr (L::width == Vector::width) most = L::imax(most, magnitude<L>(L::load(values + k)));
+    else largest = L::imax(largest, magnitude<L>(L::load(values + k)));
+  });
+  Vector::ustore(lanes, most);
+  for (uint32_t each : lanes) largest = One::imax(largest, each);
+  const uint32_t top = (largest + (1u << kCodeAt) - 1) >> kCodeAt, codes = squares ? 255 : 127;
+  return top > codes ? (top - codes) << kCodeAt : 0u;
 }
 
 // What `measure` does instead: nothing is computed, values change places so that no store is dead.
@@ -269,7 +357,6 @@ static inline void sweep(const Buffers& b, Moment* const* moments, int64_t begin
         typename Vector::F x = each(Vector(), grad, i), y = each(Vector(), grad, i + Vector::width);
         Vector::stream(out + i, x, y);
       }
-      Vector::fence();
     }
   }
   for (; i + Vector::width <= end; i += Vector::width) {
@@ -282,17 +369,65 @@ static inline void sweep(const Buffers& b, Moment* const* moments, int64_t begin
   }
 }
 
+// The constants for one element, or for a vector.
+struct BothConstants {
+  const Constants<Vector> wide;
+  const Constants<One> narrow;
+  BothConstants(const Scalars& s, int64_t begin) : wide(s, begin), narrow(s, begin) {}
+  template <class L>
+  const Constants<L>& of() const {
+    if constexpr (L::width == 1) return narrow;
+    else return wide;
+  }
+};
+
+// [Note: moments in 8 bits]. `begin` is the first element of a block.
+template <class R, class Grad, class Out>
+static void update_coded(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+  const BothConstants c(s, begin);
+  uint8_t* const codes[2] = {static_cast<uint8_t*>(b.moments[0]), static_cast<uint8_t*>(b.moments[1])};
+  float values[2][kBlock];
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t next = at + kBlock < end ? at + kBlock : end, block = at / kBlock;
+    uint32_t scales[2] = {};
+    for (int k = 0; k < R::moments; ++k) {
+      scales[k] = b.scales[k][block];
+      prefetch<kBlock>(codes[k], at + 2 * kAhead);
+    }
+    sweep<0, uint8_t, Grad, Out>(b, codes, at, next, stream, [&](auto lane, const Grad* grad, int64_t i) {
+      using L = decltype(lane);
+      typename L::F m[R::moments + 1];
+      if constexpr (R::moments > 0) m[0] = decoded<L, R::squares[0]>(codes[0] + i, scales[0]);
+      if constexpr (R::moments > 1) m[1] = decoded<L, R::squares[1]>(codes[1] + i, scales[1]);
+      typename L::F p = step_of<L, R>(b.master, m, grad, i, c.of<L>());
+      for (int k = 0; k < R::moments; ++k) L::store(values[k] + (i - at), m[k]);
+      return p;
+    });
+    if constexpr (R::moments > 0)
+      b.scales[0][block] = scales[0] = scale_of<R::squares[0]>(values[0], next - at);
+    if constexpr (R::moments > 1)
+      b.scales[1][block] = scales[1] = scale_of<R::squares[1]>(values[1], next - at);
+    in_block(R::moments ? next - at : 0, [&](auto lane, int64_t k) {
+      using L = decltype(lane);
+      typename L::U random = random_at<L>(at + k, c.of<L>());
+      if constexpr (R::moments > 0)
+        L::store_codes(codes[0] + at + k,
+                       encoded<L, R::squares[0]>(L::load(values[0] + k), L::low16(random), scales[0]));
+      if constexpr (R::moments > 1)
+        L::store_codes(codes[1] + at + k, encoded<L, R::squares[1]>(L::load(values[1] + k),
+                                                                    L::template down<16>(random), scales[1]));
+    });
+  }
+}
+
 template <class R, class Moment, class Grad, class Out>
 static void update_typed(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
-  const Constants<Vector> wide(s, begin);
-  const Constants<One> narrow(s, begin);
+  const BothConstants c(s, begin);
   Moment* const moments[2] = {static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1])};
   sweep<R::moments, Moment, Grad, Out>(b, moments, begin, end, stream,
                                        [&](auto lane, const Grad* grad, int64_t i) {
                                          using L = decltype(lane);
-                                         if constexpr (L::width == 1)
-                                           return step<L, R>(b.master, moments, grad, i, narrow);
-                                         else return step<L, R>(b.master, moments, grad, i, wide);
+                                         return step<L, R>(b.master, moments, grad, i, c.of<L>());
                                        });
 }
 
@@ -393,6 +528,7 @@ static inline void with_type(Dtype dtype, const void* p, Each each) {
     case Dtype::f16:
       return each(static_cast<const F16*>(p));
     case Dtype::none:
+    case Dtype::log8:
       return;
   }
 }
@@ -409,7 +545,8 @@ template <class Each>
 static inline void with_buffers(const Buffers& b, Each each) {
   with_type(b.grad_dtype, b.grad, [&](auto* grad) {
     auto with_out = [&](auto* out) {
-      if (b.moment_dtype == Dtype::bf16) each(static_cast<const Bf16*>(nullptr), grad, out);
+      if (b.moment_dtype == Dtype::log8) each(static_cast<const Log8*>(nullptr), grad, out);
+      else if (b.moment_dtype == Dtype::bf16) each(static_cast<const Bf16*>(nullptr), grad, out);
       else each(static_cast<const float*>(nullptr), grad, out);
     };
     if (b.out_dtype == Dtype::none) return with_out(static_cast<const Nothing*>(nullptr));
@@ -420,9 +557,13 @@ static inline void with_buffers(const Buffers& b, Each each) {
 template <class R>
 static void update_by(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
   with_buffers(b, [&](auto* moment, auto* grad, auto* out) {
-    update_typed<R, typename Pointee<decltype(moment)>::type, typename Pointee<decltype(grad)>::type,
-                 typename Pointee<decltype(out)>::type>(b, begin, end, s, stream);
+    using Moment = typename Pointee<decltype(moment)>::type;
+    using Grad = typename Pointee<decltype(grad)>::type;
+    using Out = typename Pointee<decltype(out)>::type;
+    if constexpr (Same<Moment, Log8>::value) update_coded<R, Grad, Out>(b, begin, end, s, stream);
+    else update_typed<R, Moment, Grad, Out>(b, begin, end, s, stream);
   });
+  if (stream) Vector::fence();
 }
 
 static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
@@ -437,9 +578,12 @@ static void update_any(const Buffers& b, int64_t begin, int64_t end, const Scala
 
 static void traffic_any(const Buffers& b, int64_t begin, int64_t end, bool stream) {
   with_buffers(b, [&](auto* moment, auto* grad, auto* out) {
-    traffic_typed<typename Pointee<decltype(moment)>::type, typename Pointee<decltype(grad)>::type,
-                  typename Pointee<decltype(out)>::type>(b, begin, end, stream);
+    using Moment = typename Pointee<decltype(moment)>::type;
+    if constexpr (!Same<Moment, Log8>::value)  // nobody measures these
+      traffic_typed<Moment, typename Pointee<decltype(grad)>::type, typename Pointee<decltype(out)>::type>(
+          b, begin, end, stream);
   });
+  if (stream) Vector::fence();
 }
 
 static double sum_any(const void* source, Dtype dtype, int64_t begin, int64_t numel) {

@@ -42,7 +42,7 @@ int usable(const Kernels* found[3]) {
 std::atomic<const Kernels*> chosen{nullptr};
 
 constexpr int64_t kMiB = 1 << 20;
-constexpr int64_t kGrain = 64;  // elements; a task's share is a multiple: its lines are its own
+constexpr int64_t kGrain = kBlock;  // elements; a task's share is a multiple: its lines are its own
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -148,9 +148,12 @@ const char* check(Rule rule, const Segment* segments, int64_t count, int64_t num
 void update(const Buffers& b, const Segment* segments, int64_t count) {
   // Tasks are equal cuts of the elements that are updated, wherever these are, so many tiny
   // segments balance as one large one does. The cuts keep to multiples of a grain in the chunk
-  // where a segment begins at one.
+  // where a segment begins at one. Moments in 8 bits are cut between blocks, so each segment counts whole
+  // ones.
+  const int64_t block = b.moment_dtype == Dtype::log8 ? kBlock : 1;
+  auto length = [&](const Segment& s) { return ceil_div(s.numel, block) * block; };
   int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i) total += segments[i].numel;
+  for (int64_t i = 0; i < count; ++i) total += length(segments[i]);
   if (total == 0) return;
   const Kernels& k = kernels();
   const bool stream = past_caches(b, total);
@@ -162,20 +165,21 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
   Cut* cuts = new Cut[static_cast<size_t>(tasks)];
   int64_t passed = 0, next = 0;
   for (int64_t i = 0; i < count; ++i) {
-    for (; next < tasks && next * size < passed + segments[i].numel; ++next)
+    for (; next < tasks && next * size < passed + length(segments[i]); ++next)
       cuts[next] = {i, next * size - passed};
-    passed += segments[i].numel;
+    passed += length(segments[i]);
   }
   parallel(tasks, [&](int64_t task) {
     int64_t left = size;
     int64_t i = cuts[task].segment, skip = cuts[task].skip;
     for (; left > 0 && i < count; ++i, skip = 0) {
       const Segment& s = segments[i];
-      int64_t n = s.numel - skip;
+      int64_t n = length(s) - skip;
       if (n > left) n = left;
       if (n <= 0) continue;
       Scalars scalars = derive(b.rule, s);
-      for (int64_t begin = s.start + skip, end = begin + n; begin < end;) {
+      const int64_t last = s.start + (skip + n < s.numel ? skip + n : s.numel);
+      for (int64_t begin = s.start + skip, end = last; begin < end;) {
         const uint64_t index = static_cast<uint64_t>(s.first + begin - s.start);
         const int64_t same = (int64_t{1} << 32) - static_cast<int64_t>(index & 0xffffffffu);
         const int64_t next = end - begin < same ? end : begin + same;  // where the upper half changes

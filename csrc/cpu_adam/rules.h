@@ -1,10 +1,10 @@
 // The optimizers: one struct each. A new one is a struct and a line of INFINITY_RULES.
 //
-// A rule has the number of its moments; `derive`, which makes its constants of a segment's options (doubles,
-// rounded to float once: `Scalars::x`); and `apply`, the arithmetic of one vector of elements: p, the moments
-// m and the gradient g. Before `apply`, `step` (adam_lane.inl) has scaled g, added weight decay that is not
-// decoupled, and multiplied p by `decay`. [Note: one rounding per operation] holds here, and the references
-// in hardware/adam_reference.py are the same sequences.
+// A rule has the number of its moments, and which are sums of `squares`; `derive`, which makes its constants
+// of a segment's options (doubles, rounded to float once: `Scalars::x`); and `apply`, the arithmetic of one
+// vector of elements: p, the moments m and the gradient g. Before `apply`, `step` (adam_lane.inl) has scaled
+// g, added weight decay that is not decoupled, and multiplied p by `decay`. [Note: one rounding per
+// operation] holds here, and the references in hardware/adam_reference.py are the same sequences.
 //
 // Everything is in an unnamed namespace: each file that includes this has its own, for its instruction set.
 
@@ -35,6 +35,7 @@ inline bool is_beta(double x) { return x >= 0.0 && x < 1.0; }
 // torch.optim.AdamW and Adam. Options: beta1, beta2, eps; flag: decoupled weight decay.
 struct AdamRule {
   static constexpr int moments = 2;
+  static constexpr bool squares[2] = {false, true};
   static bool is_valid(const Segment& s) { return is_beta(s.a) && is_beta(s.b); }
   static bool is_decoupled(const Segment& s) { return s.flag; }
   static void derive(const Segment& s, Scalars& r) {
@@ -61,6 +62,7 @@ struct AdamRule {
 // torch.optim.SGD without a buffer. Options: as of SGD; they have no momentum.
 struct PlainRule {
   static constexpr int moments = 0;
+  static constexpr bool squares[2] = {};
   static bool is_valid(const Segment&) { return true; }
   static bool is_decoupled(const Segment&) { return false; }
   static void derive(const Segment& s, Scalars& r) { r.x[0] = static_cast<float>(-s.lr); }
@@ -74,6 +76,7 @@ struct PlainRule {
 // as it is.
 struct MomentumRule {
   static constexpr int moments = 1;
+  static constexpr bool squares[2] = {};
   static bool is_valid(const Segment&) { return true; }
   static bool is_decoupled(const Segment&) { return false; }
   static void derive(const Segment& s, Scalars& r) {
@@ -95,6 +98,7 @@ struct MomentumRule {
 // Lion (arXiv 2302.06675, algorithm 2). Options: beta1, beta2.
 struct LionRule {
   static constexpr int moments = 1;
+  static constexpr bool squares[2] = {};
   static bool is_valid(const Segment& s) { return is_beta(s.a) && is_beta(s.b); }
   static bool is_decoupled(const Segment&) { return true; }
   static void derive(const Segment& s, Scalars& r) {
@@ -115,6 +119,7 @@ struct LionRule {
 // torch.optim.Adagrad. Options: lr_decay, eps.
 struct AdagradRule {
   static constexpr int moments = 1;
+  static constexpr bool squares[2] = {true};
   static bool is_valid(const Segment&) { return true; }
   static bool is_decoupled(const Segment&) { return false; }
   static void derive(const Segment& s, Scalars& r) {

@@ -2,9 +2,10 @@
 
 A checkpoint has these safetensors files: ``parameters`` (fp32 masters; for frozen parameters the values in
 the compute dtype), one for each moment of the optimizer (``exp_avg`` and ``exp_avg_sq`` of AdamW), in the
-dtype in which the run keeps them, ``front`` (with delayed updates: the values that
-the next forward uses, if they are not the newest), ``buffers``, and ``values``, the tensors of state that is
-JSON otherwise. It also has an index. It does not depend on the run's chunks, placement and compute dtype.
+dtype in which the run keeps them (in 8 bits the codes, and files such as ``exp_avg_scales``), ``front`` (with
+delayed updates: the values that the next forward uses, if they are not the newest), ``buffers``, and
+``values``, the tensors of state that is JSON otherwise. It also has an index. It does not depend on the run's
+chunks, placement and compute dtype.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from infinity.params.updates import Updates
 from infinity.params.uses import Uses
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import Moment, moments_of, plan_chunks
+from infinity.planning.parts import Moment, alignment_of, moments_of, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
 from infinity.storage.in_place import find_places
@@ -139,7 +139,8 @@ class Engine:
         if config.independent_replicas:
             claim_directories(comm, config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
-        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole)
+        aligned = alignment_of(config)
+        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole, alignment=aligned)
         placements = config.placements
         assignment = assign(
             layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]

@@ -12,11 +12,14 @@ from typing import Any, Final
 import torch
 
 from infinity.core.errors import CorruptionError, StateDictError, StorageError
+from infinity.core.sizes import MOMENT_BLOCK
 from infinity.hardware.aio import Ring
 from infinity.hardware.ranks import Comm
 from infinity.optim.loading import counts_of
+from infinity.optim.pieces import read_moment, write_moment
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
+from infinity.planning.parts import scales_of
 from infinity.storage.checkpoints import Found, find, finish
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
@@ -41,6 +44,7 @@ from .user_state import check_named, decode, is_tokenizer
 _SHOWN: Final = 20  # names in a message
 _WHAT: Final = "a load"  # what ranks do together
 _GIVEN: Final = "the end of a load"
+_AT_ONCE: Final = 1 << 18  # elements that are converted at once
 _ATTEMPTS: Final = 1000  # each another checkpoint, that a process which saves meanwhile has removed
 
 
@@ -213,6 +217,8 @@ class _Loading:
         # Open from the comparison to the end, so that what was compared is what is loaded.
         self._ring: Ring
         self._files: dict[str, TensorFile] = {}
+        self._scales: dict[str, str] = {}  # of moments, the name of their scales, if they are in 8 bits
+        self._decoded: dict[str, tuple[str, torch.Tensor]] = {}  # the name of a parameter, and its scales
         self._again: TensorFile | None = None
         self._stack = contextlib.ExitStack()
 
@@ -226,12 +232,17 @@ class _Loading:
     def _check_here(self) -> None:
         """Raise `DirectoryError` if something that this rank reads was saved on another file system, and is
         not here."""
-        needed = ranges_here(self._engine, own=False)
+        needed, blocks = ranges_here(self._engine, own=False), self._engine.states.kept
         for sharded, name in self._names.items():
             for begin, end in needed.get(sharded, ()):
-                for file in (f for f in self._files.values() if name in f.entries):
-                    size = file.entries[name].dtype.itemsize
-                    file.places(name, begin * size, (end - begin) * size)
+                for stem, file in self._files.items():
+                    if (entry := file.entries.get(name)) is None:
+                        continue
+                    first, last, block = begin, end, blocks.get(stem, 1)
+                    if stem in self._scales.values() and stem not in blocks:
+                        first, last = 0, entry.numel  # `_all_scales`
+                    size = entry.dtype.itemsize
+                    file.places(name, first // block * size, (-(-last // block) - first // block) * size)
 
     # -- before anything is changed ---------------------------------------------------------
 
@@ -242,7 +253,8 @@ class _Loading:
                 self._ring = stack.enter_context(reading_ring())
                 given = self._compare(state)
                 moments = self._engine.states.moments if self._same_kind else ()
-                for stem in ("parameters", *moments, "front"):
+                self._scales = {kind: scales_of(kind) for kind in moments}
+                for stem in ("parameters", *moments, *self._scales.values(), "front"):
                     if (file := self._open(stem)) is not None:
                         self._files[stem] = stack.enter_context(file)
                 self._check_here()
@@ -432,13 +444,44 @@ class _Loading:
             elif not older:
                 source.read(name, segment.offset, copy, under_way)
             for kind in states.moments if sharded.spec.trainable else ():
-                if kind in files and name in files[kind].entries:
-                    files[kind].read(name, segment.offset, pieces[kind], under_way)
-                else:
+                if kind not in files or name not in files[kind].entries:
                     pieces[kind].zero_()
+                elif (scales := self._scales[kind]) in pieces and scales in files:
+                    files[kind].read(name, segment.offset, pieces[kind], under_way)
+                    files[scales].read(name, segment.offset // MOMENT_BLOCK, pieces[scales], under_way)
+                elif scales in pieces or scales in files:
+                    self._convert(kind, name, segment.offset, pieces)
+                else:
+                    files[kind].read(name, segment.offset, pieces[kind], under_way)
             self._engine.comm.check()
             self._done += copy.numel() * source.entries[name].dtype.itemsize
             self._progress(self._done, self._total)
+
+    def _convert(self, kind: str, name: str, first: int, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Fill a moment of a segment, which is in 8 bits either there or here."""
+        file, scales = self._files[kind], self._scales[kind]
+        for begin in range(0, pieces[kind].numel(), _AT_ONCE):
+            part, at = slice(begin, begin + _AT_ONCE), first + begin
+            here = {kind: pieces[kind][part]}
+            if scales in pieces:
+                here[scales] = pieces[scales][begin // MOMENT_BLOCK : (begin + _AT_ONCE) // MOMENT_BLOCK]
+                values = torch.empty(here[kind].shape)
+                file.read(name, at, values)
+                write_moment(kind, here, values)
+            else:
+                codes = torch.empty(here[kind].shape, dtype=torch.uint8)
+                file.read(name, at, codes)
+                there = {kind: codes, scales: self._all_scales(scales, name)[at // MOMENT_BLOCK :]}
+                read_moment(kind, there, here[kind], at % MOMENT_BLOCK)
+
+    def _all_scales(self, stem: str, name: str) -> torch.Tensor:
+        """Return all scales of a parameter, read once: its segments come one after the other, and in a run
+        that keeps moments in another form two of them may share a block."""
+        if stem not in self._decoded or self._decoded[stem][0] != name:
+            scales = torch.empty(self._files[stem].entries[name].shape)
+            self._files[stem].read(name, 0, scales)
+            self._decoded[stem] = name, scales
+        return self._decoded[stem][1]
 
     def _fill_backs(self, source: TensorFile) -> None:
         """Write the newest values of units that have two versions: [Note: two versions]."""

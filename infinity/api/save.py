@@ -220,9 +220,11 @@ class _Saving:
         self._newer = engine.states.with_front()
         self._specs = self._specs_of()
         here = elements_here(engine, own=True)
-        state = 4 + sum(moment.itemsize for moment in engine.tiers.moments)
-        sizes = {s: state if s.spec.trainable else s.spec.dtype.itemsize for s in here}
-        self._total = sum(here[s] * sizes[s] for s in here)
+        for sharded, numel in here.items():
+            if sharded.spec.trainable:
+                self._total += 4 * numel + sum(m.nbytes(numel) for m in engine.tiers.moments)
+            else:
+                self._total += numel * sharded.spec.dtype.itemsize
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
             self._comm.claim(os.path.realpath(given.root))
@@ -314,7 +316,7 @@ class _Saving:
                 self._crcs[stem] = write_all(target.file(stem), kind, ring)
                 self._tell(sum(t.nbytes for t in kind.values()))
         for stem in self._specs:
-            file = TensorFile.create(target.file(stem), self._specs[stem], ring, parts=self._parts)
+            file = TensorFile.create(target.file(stem), self._specs[stem], ring, parts=self._parts_of(stem))
             self._files[stem] = self._stack.enter_context(file)
             if self._comm.world > 1:
                 file.sync()
@@ -324,13 +326,24 @@ class _Saving:
     def _nbytes_here(self) -> int:
         """Return the bytes of what is cut, in the files here."""
         total = 0
-        for kind in self._specs.values():
+        for stem, kind in self._specs.items():
+            parts = self._parts_of(stem)
             for name, (dtype, shape) in kind.items():
-                if self._parts is None:
+                if parts is None:
                     total += nbytes_of(dtype, shape)
                 else:
-                    total += dtype.itemsize * sum(end - begin for begin, end in self._parts.get(name, ()))
+                    total += dtype.itemsize * sum(end - begin for begin, end in parts.get(name, ()))
         return total
+
+    def _parts_of(self, stem: str) -> Parts | None:
+        """Return which values of each tensor the ranks of this file system write; None: all."""
+        block = self._engine.states.kept.get(stem, 1)
+        if self._parts is None or block == 1:
+            return self._parts
+        return {
+            name: [(begin // block, -(-end // block)) for begin, end in ranges]
+            for name, ranges in self._parts.items()
+        }
 
     def _fill(self, paths: Mapping[str, str]) -> dict[str, Any]:
         """Write what this rank has of every tensor; return the checksums of that, by file, and whether all
@@ -339,19 +352,20 @@ class _Saving:
             some = next(iter(paths.values()))
             ring = self._stack.enter_context(self._engine.store.beside(writing_ring(os.path.dirname(some))))
             for stem, specs in self._specs.items():
-                file = TensorFile.join(paths[stem], specs, ring, parts=self._parts)
+                file = TensorFile.join(paths[stem], specs, ring, parts=self._parts_of(stem))
                 self._files[stem] = self._stack.enter_context(file)
         names, files, states = self._names, self._files, self._engine.states
         trainable = [s for s in names if s.spec.trainable]
         frozen = [s for s in names if not s.spec.trainable]
         under_way, finite = UnderWay(), True
         for sharded, segment, pieces in states.segments(
-            ("master", *states.moments), trainable, under_way=under_way, own=True
+            ("master", *states.kept), trainable, under_way=under_way, own=True
         ):
             for kind, piece in pieces.items():
                 finite = finite and (kind != "master" or _is_finite(piece))
                 file = files["parameters" if kind == "master" else kind]
-                file.write(names[sharded], segment.offset, piece, under_way)
+                first = segment.offset // states.kept.get(kind, 1)
+                file.write(names[sharded], first, piece, under_way)
             self._tell(sum(p.nbytes for p in pieces.values()))
         for params, stem, version in (
             (frozen, "parameters", Version.NEWEST),
@@ -445,7 +459,13 @@ class _Saving:
                 for s, n in names.items()
             },
             **{
-                moment.name: {names[s]: (moment.dtype, s.spec.shape) for s in trainable}
+                moment.name: {
+                    names[s]: (
+                        moment.dtype,
+                        s.spec.shape if moment.block == 1 else (moment.count(s.spec.numel),),
+                    )
+                    for s in trainable
+                }
                 for moment in self._engine.tiers.moments
             },
             "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in self._newer},

@@ -26,7 +26,7 @@ Directories: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str
 Update: TypeAlias = Literal["overlap", "sync", "delayed", "backward"]
 AIOBackend: TypeAlias = Literal["auto", "libaio", "syscall", "uring", "threads"]
 Activations: TypeAlias = Literal["device", "host"]
-StateDtype: TypeAlias = Literal["fp32", "bf16"]
+StateDtype: TypeAlias = Literal["fp32", "bf16", "8bit"]
 UPDATES = get_args(Update)
 _CHOICES: Final = {
     "Update": Update,
@@ -80,10 +80,11 @@ class Config:
             `host_memory` share this amount: each gets half, or what the other one leaves.
         parameters: placement of the parameters in the compute dtype, unit by unit.
         optimizer_state: placement of fp32 master weights and moments, chunk by chunk.
-        optimizer_state_dtype: dtype of the optimizer's moments, ``"fp32"`` or ``"bf16"``; the master weights
-            are fp32. ``"bf16"`` halves the bytes of the moments, and rounds them stochastically after each
-            update. This changes the result, by rounding errors that are zero on average. The bits do not
-            depend on placements, chunks or ranks.
+        optimizer_state_dtype: form of the optimizer's moments, ``"fp32"``, ``"bf16"`` or ``"8bit"``; the
+            master weights are fp32. ``"bf16"`` halves the bytes of the moments, and ``"8bit"`` leaves a
+            quarter of them: codes, and a scale for each 256 elements of a parameter. Both round the moments
+            stochastically after each update. This changes the result, by rounding errors that are zero on
+            average. The bits do not depend on placements, chunks or ranks.
         gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their

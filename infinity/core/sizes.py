@@ -27,6 +27,8 @@ ALIGNMENT: Final = 4096
 NORM_BLOCK: Final = 65_536
 #: Every parameter begins on a multiple of this many elements, so that kernels find it aligned.
 SEGMENT_ELEMENTS: Final = 64
+#: Elements of a parameter that share a scale, where moments are kept in 8 bits.
+MOMENT_BLOCK: Final = 256
 
 
 class Tier(str, enum.Enum):
@@ -42,8 +44,8 @@ class Tier(str, enum.Enum):
 
 #: Compute dtypes, and torch's names for them.
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-#: Bytes of an element, by the short name of the dtype.
-ITEMSIZES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Bytes of an element, by the short name of the dtype; ``8bit`` is one of moments alone.
+ITEMSIZES: Final = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1}
 _ALIASES: Final[dict[str, str]] = {
     "float32": "fp32",
     "float": "fp32",
@@ -70,7 +72,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of a short name."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, _DTYPES[name])
+    dtype: torch.dtype = getattr(torch, {**_DTYPES, "8bit": "uint8"}[name])
     return dtype
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.core.sizes import NORM_BLOCK
+from infinity.core.sizes import MOMENT_BLOCK, NORM_BLOCK, ceil_to
 
+from . import log_codes
 from .cpu_adam import (
     _CODES,
     RULES,
@@ -34,6 +35,7 @@ from .cpu_adam import (
     _rule_of,
     _state,
     _wrong,
+    codes_and_scales,
 )
 
 _COLUMNS: Final = 16  # of a block's tree: [Note: the halving tree] in adam_lane.inl
@@ -67,8 +69,8 @@ def adamw_reference(
 
 
 class _Run(NamedTuple):
-    """Elements, from `first` on, before `last`, that one call updates; of moments in bf16, from which place
-    within the parameter on, and with which key."""
+    """Elements, from `first` on, before `last`, that one call updates; of moments that are rounded, the place
+    of the first within the parameter, and the key."""
 
     first: int
     last: int
@@ -107,7 +109,7 @@ def reference_segments(
         if runs and not rounds and runs[-1][1:3] == (start, scalars):
             start = runs.pop().first
         runs.append(_Run(start, end, scalars, segment.first, segment.key))
-    fuses = master.device.type in _FUSED_ON
+    fuses = master.device.type in _FUSED_ON and not (moments and moments[0].dtype is torch.uint8)
     common = master.device, grad.dtype, rule, rounds
     kinds = [(*common, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
     kernels = [(fuses and _fused(*kind)) or _in_torch for kind in kinds]
@@ -129,22 +131,31 @@ def _in_torch(
     key: int,
 ) -> None:
     """What `update` of adam_fused.py does, in plain torch."""
+    kept, scales = codes_and_scales(moments)
+    squares = _SQUARES.get(rule, (False, False))
     for start in range(first, last, _SLICE):
         part = slice(start, min(start + _SLICE, last))
-        wide = [moment[part].float() for moment in moments]  # the moment itself, if it is fp32
+        blocks = slice(part.start // MOMENT_BLOCK, ceil_to(part.stop, MOMENT_BLOCK) // MOMENT_BLOCK)
+        if scales:
+            coded = [(m[part], s[blocks]) for m, s in zip(kept, scales, strict=True)]
+            wide = [log_codes.decode(*of, squares=sq) for of, sq in zip(coded, squares, strict=False)]
+        else:
+            wide = [moment[part].float() for moment in kept]  # the moment itself, if it is fp32
         _reference_slice(_RULES[rule], master[part], wide, grad[part], *scalars)
-        if moments and moments[0].dtype is not torch.float32:
-            _round([m[part] for m in moments], wide, place + start - first, key)
-
-
-def _round(moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int) -> None:
-    """Put fp32 values into `moments` in bf16: [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
-    index = torch.arange(first, first + wide[0].numel(), device=wide[0].device)
-    random = _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
-    for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
-        below = random >> 16 if number else random & 0xFFFF
-        bits = ((value.view(torch.int32).long() + below) >> 16).to(torch.int16)
-        moment.view(torch.int16).copy_(torch.where(value.isnan(), -1, bits))
+        if not kept or kept[0].dtype is torch.float32:
+            continue
+        # [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl.
+        place_here = place + start - first
+        index = torch.arange(place_here, place_here + wide[0].numel(), device=master.device)
+        random = _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
+        for number, value in enumerate(wide):
+            below = random >> 16 if number else random & 0xFFFF
+            if scales:
+                bits = (below << 4).int()
+                log_codes.encode(value, *coded[number], squares=squares[number], below=bits)
+            else:
+                bits = ((value.view(torch.int32).long() + below) >> 16).to(torch.int16)
+                kept[number][part].view(torch.int16).copy_(torch.where(value.isnan(), -1, bits))
 
 
 _LOW: Final = 0xFFFFFFFF
@@ -315,6 +326,8 @@ def _adagrad(
 
 _Rule: TypeAlias = Callable[..., None]
 _RULES: Final[Sequence[_Rule]] = (_adam, _plain, _momentum, _lion, _adagrad)
+#: Of those that have one, which moments are sums of squares.
+_SQUARES: Final = {RULES[Adam][2]: (False, True), RULES[Adagrad][1]: (True,)}
 #: Of each, how many moments it has.
 _COUNTS: Final = {number: count for codes in RULES.values() for count, number in codes.items()}
 

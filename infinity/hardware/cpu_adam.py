@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.core.errors import BuildError, ConfigError, ParameterError
-from infinity.core.sizes import NORM_BLOCK
+from infinity.core.sizes import MOMENT_BLOCK, NORM_BLOCK
 
 from .cores import usable_cores
 
@@ -39,6 +39,7 @@ ISAS: Final = ("scalar", "avx2", "avx512")
 Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
+_MOMENT_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 4}
 _PACKED: Final = struct.Struct("<qqqqddddddI??2x")  # struct Segment in adam.h
 
 
@@ -94,7 +95,7 @@ class Segment(NamedTuple):
     """One parameter's part of a chunk, and the scalars of its update.
 
     `start` and `numel` count elements within the chunk; `first` is the index within the parameter of the
-    first of them, and `key` that of `rounding_key`; both matter to moments in bf16 alone. `step` is 1 at the
+    first of them, and `key` that of `rounding_key`; fp32 moments need neither. `step` is 1 at the
     first update; `grad_scale` multiplies the gradient first; `maximize`: ascend. The scalars are float64
     here and rounded as torch rounds them.
     """
@@ -220,7 +221,9 @@ def update_segments(
 
     Args:
         moments: what the segments' rule keeps, (n,) each, all float32, or all bfloat16, which is rounded
-            stochastically.
+            stochastically. Or all in 8 bits: their codes, (n,) uint8 each, then the scales of each,
+            (⌈n / 256⌉,) float32. Then each segment begins at a multiple of 256 in the chunk, and in its
+            parameter.
         segments: in ascending order, without overlap, of one rule. For the other tensors see `adamw_update`.
 
     Raises:
@@ -234,14 +237,19 @@ def update_segments(
     _check_disjoint(named)
     if (rule := _rule_of(segments, moments)) is None:
         return
-    addresses = [moment.data_ptr() for moment in moments] + [0, 0]
+    codes, scales = codes_and_scales(moments)
+    first, second, first_scales, second_scales = (
+        of[i].data_ptr() if i < len(of) else 0 for of in (codes, scales) for i in range(2)
+    )
     try:
         _native.update(
             rule,
             master.data_ptr(),
-            addresses[0],
-            addresses[1],
-            _CODES[moments[0].dtype] if moments else 0,
+            first,
+            second,
+            first_scales,
+            second_scales,
+            _MOMENT_CODES[moments[0].dtype] if moments else 0,
             grad.data_ptr(),
             _CODES[grad.dtype],
             0 if out is None else out.data_ptr(),
@@ -262,11 +270,24 @@ def _rule_of(segments: Sequence[Segment], moments: Sequence[torch.Tensor]) -> in
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise _wrong("a chunk has one rule", "segments with options of one", names, "call it for each")
     kind = kinds.pop()
-    codes = RULES[kind]
-    if len(moments) not in codes:
+    codes, (kept, scales) = RULES[kind], codes_and_scales(moments)
+    if len(kept) not in codes:
         wanted = " or ".join(map(str, codes))
-        raise _wrong(f"{kind.__name__} has other moments", wanted, len(moments), "pass those of the rule")
-    return codes[len(moments)]
+        raise _wrong(f"{kind.__name__} has other moments", wanted, len(kept), "pass those of the rule")
+    for segment in segments if scales else ():
+        if segment.start % MOMENT_BLOCK or segment.first % MOMENT_BLOCK:
+            found = f"element {segment.start} of the chunk, and {segment.first} of the parameter"
+            expected = f"multiples of {MOMENT_BLOCK}"
+            raise _wrong("a segment begins inside a block of 8-bit moments", expected, found, "cut at blocks")
+    return codes[len(kept)]
+
+
+def codes_and_scales(
+    moments: Sequence[torch.Tensor],
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the moments, or their codes if they are in 8 bits; and the scales of these."""
+    count = sum(moment.dtype is torch.uint8 for moment in moments) or len(moments)
+    return moments[:count], moments[count:]
 
 
 # ---- sums of squares, sums, conversions, copies ----
@@ -379,11 +400,21 @@ def _state(
     _check("master", master, (torch.float32,))
     numel = master.numel()
     named = [("master", master)]
-    for number, moment in enumerate(moments):
+    kept, scales = codes_and_scales(moments)
+    for number, moment in enumerate(kept):
         name = "exp_avg" if number == 0 else "exp_avg_sq"
-        kinds = (torch.float32, torch.bfloat16) if number == 0 else (moments[0].dtype,)
+        kinds = tuple(_MOMENT_CODES) if number == 0 else (kept[0].dtype,)
         _check(name, moment, kinds, numel=numel)
         named.append((name, moment))
+    if len(scales) != len(kept) * (bool(kept) and kept[0].dtype is torch.uint8):
+        found = f"{len(kept)} moments and {len(scales)} scales"
+        raise _wrong(
+            "each moment in 8 bits has scales", "codes of all, then scales of all", found, "pass both"
+        )
+    for number, scale in enumerate(scales):
+        name = f"the scales of moment {number}"
+        _check(name, scale, (torch.float32,), numel=-(-numel // MOMENT_BLOCK))
+        named.append((name, scale))
     _check("grad", grad, tuple(_CODES), numel=numel)
     named.append(("grad", grad))
     if out is not None:

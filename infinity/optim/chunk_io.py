@@ -66,8 +66,8 @@ class ChunkIO:
     """One chunk at work: `read`, then `wait`, then work on the tensors, then `write`, then `close`.
 
     The master is fp32, `copy` has the chunk's compute dtype, the moments and `grad` the dtype in which they
-    are kept; all flat, of `chunk.numel`. `copy` has the values that count, and may be changed in part; an
-    update puts all of a new one into what `make_copy` returns.
+    are kept; all flat, of `chunk.numel`, but the scales of moments in 8 bits. `copy` has the values that
+    count, and may be changed in part; an update puts all of a new one into what `make_copy` returns.
     """
 
     def __init__(self, tiers: Tiers, chunk: Chunk) -> None:
@@ -218,11 +218,12 @@ class ChunkIO:
 
     def _cut(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the sections of a state, without what they are padded with."""
-        dtypes = [moment.dtype for moment in self._tiers.moments]
+        numel = self.chunk.numel
+        kept = [(moment.dtype, moment.count(numel)) for moment in self._tiers.moments]
         if not self._plan.copy_is_master:
-            dtypes.insert(0, torch.float32)
+            kept.insert(0, (torch.float32, numel))
         sections = state.split(self._plan.parts["state"].sections)
-        return tuple(s.view(d)[: self.chunk.numel] for s, d in zip(sections, dtypes, strict=True))
+        return tuple(s.view(dtype)[:count] for s, (dtype, count) in zip(sections, kept, strict=True))
 
     @property
     def copy_is_master(self) -> bool:
@@ -236,7 +237,7 @@ class ChunkIO:
 
     @property
     def moments(self) -> tuple[torch.Tensor, ...]:
-        """The moments, in the order in which an optimizer has them."""
+        """The moments, in the order in which an optimizer has them; scales come behind all codes."""
         return self._sections() if self._plan.copy_is_master else self._sections()[1:]
 
     @property

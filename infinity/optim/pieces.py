@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import log_codes
 from infinity.planning.in_place import InPlace
 from infinity.planning.partition import Chunk, Segment
+from infinity.planning.parts import SQUARES, scales_of
 from infinity.storage.pinned import Lease
 
-_SLICE = 1 << 18  # elements compared at once: temporaries of about 1 MiB
+_SLICE = 1 << 18  # elements at once: temporaries of about 1 MiB
 
 
 def put_together(chunk: Chunk, place: InPlace, lease: Lease) -> torch.Tensor:
@@ -36,5 +41,32 @@ def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
     return flat[segment.offset : segment.offset + segment.numel]
 
 
-def slice_of(section: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return section[segment.start : segment.start + segment.numel]
+def slice_of(section: torch.Tensor, segment: Segment, block: int = 1) -> torch.Tensor:
+    return section[segment.start // block : -(-(segment.start + segment.numel) // block)]
+
+
+def read_moment(kind: str, tensors: Mapping[str, torch.Tensor], out: torch.Tensor, first: int = 0) -> None:
+    """Put the values of a moment of a segment, whose `tensors` are by kind, into `out`. `first`: elements of
+    its first block that lie before it."""
+    here, scales = tensors[kind], tensors.get(scales_of(kind))
+    if scales is None:
+        out.copy_(here)
+        return
+    for begin in range(0, here.numel(), _SLICE):
+        block, skipped = divmod(first + begin, MOMENT_BLOCK)
+        codes, blocks = here[begin : begin + _SLICE], scales[block : block + _SLICE // MOMENT_BLOCK + 1]
+        values = log_codes.decode(codes, blocks, squares=kind in SQUARES, first=skipped)
+        out[begin : begin + _SLICE].copy_(values)
+
+
+def write_moment(kind: str, tensors: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
+    """Make the values of a moment of a segment, whose `tensors` are by kind, the nearest to `values`."""
+    here, scales = tensors[kind], tensors.get(scales_of(kind))
+    if scales is None:
+        here.copy_(values)
+        return
+    for begin in range(0, here.numel(), _SLICE):
+        part, block = slice(begin, begin + _SLICE), begin // MOMENT_BLOCK
+        wide = values[part].to(here.device, torch.float32).contiguous()
+        blocks = scales[block : block + _SLICE // MOMENT_BLOCK]
+        log_codes.encode(wide, here[part], blocks, squares=kind in SQUARES)

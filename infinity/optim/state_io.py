@@ -27,7 +27,7 @@ from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .leaving import LeavingChunk, give_up
-from .pieces import follow_copy, part_of, put_together, slice_of
+from .pieces import follow_copy, part_of, put_together, read_moment, slice_of, write_moment
 from .update import Updater
 from .whole import of_first_rank, of_owners
 
@@ -56,9 +56,11 @@ class States:
     ) -> None:
         self.deferral = deferral
         self.room = room  # host bytes that the budget leaves
-        #: What the state has beside the master, and all that a trainable parameter has.
-        self.moments = tuple(moment.name for moment in tiers.moments)
-        self.kinds = ("copy", "master", *self.moments)
+        #: What the optimizer has beside the master. By kind, of how many elements a value is that is kept of
+        #: that: the scales of moments in 8 bits are kinds, too. All that a trainable parameter has.
+        self.moments = tuple(moment.name for moment in tiers.moments if moment.block == 1)
+        self.kept = {moment.name: moment.block for moment in tiers.moments}
+        self.kinds = ("copy", "master", *self.kept)
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
@@ -99,8 +101,8 @@ class States:
             for kind, tensor in tensors.items():
                 if kind in ("copy", "master"):
                     tensor.copy_(part_of(sources[sharded.index], segment))
-                elif sharded.index in flat:
-                    tensor.copy_(part_of(flat[sharded.index][kind], segment))
+                elif sharded.index in flat and kind in self.moments:
+                    write_moment(kind, tensors, part_of(flat[sharded.index][kind], segment))
 
     # -- state dicts ------------------------------------------------------------------------
 
@@ -125,7 +127,12 @@ class States:
     def check_room(self) -> None:
         """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves. No update
         may be under way."""
-        nbytes = sum(p.parts["state"].nbytes for p in self._tiers.plans if p.state_tier is not None)
+        nbytes = 0
+        for chunk in (c for unit in self._tiers.units for c in unit.layout.trainable_chunks):
+            sections = len(self.moments) + (not self._tiers.plans[chunk.id].copy_is_master)
+            nbytes += sections * ceil_to(
+                chunk.section_nbytes, ALIGNMENT
+            )  # in fp32, whatever they are kept in
         nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.fronts())
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
@@ -181,8 +188,8 @@ class States:
 
         Args:
             kinds: some of `self.kinds`: "copy" (compute dtype), "master" (fp32) and the moments, in the dtype
-                in which they are kept. A frozen chunk has a copy alone. Where the copy is the master and both
-                are asked for, "master" is left out.
+                in which they are kept; scales have a value for each block. A frozen chunk has a copy alone.
+                Where the copy is the master and both are asked for, "master" is left out.
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
                 A unit that is not placed on the device must be off the device then. Chunks that are read in
@@ -230,7 +237,7 @@ class States:
         params = self._tiers.units[chunk.unit].params
         for segment in chunk.segments:
             if segment.param in of[chunk.unit]:
-                pieces = {kind: slice_of(tensor, segment) for kind, tensor in tensors.items()}
+                pieces = {k: slice_of(t, segment, self.kept.get(k, 1)) for k, t in tensors.items()}
                 yield params[segment.param], segment, pieces
 
     def _read(
@@ -328,7 +335,7 @@ class States:
         if io.chunk.trainable:
             if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update(zip(self.moments, io.moments, strict=True))
+            tensors.update(zip(self.kept, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
     @contextmanager
@@ -363,9 +370,9 @@ class States:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()
             shape = sharded.spec.shape
             values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*self.moments, *more)}
-        for sharded, segment, tensors in self.segments((*self.moments, "master"), params):
+        for sharded, segment, tensors in self.segments((*self.kept, "master"), params):
             for kind, target in values[sharded].items():
-                part_of(target.view(-1), segment).copy_(tensors[kind])
+                read_moment(kind, tensors, part_of(target.view(-1), segment))
         for kind in (*self.moments, "master"):
             of_owners(
                 self._comm,
@@ -405,16 +412,16 @@ class States:
         masters = [s for s, values in given.items() if "master" in values]
         for kinds, params in (
             (self.kinds, masters),
-            (self.moments, [s for s in given if s not in {*masters}]),
+            ((*self.kept,), [s for s in given if s not in {*masters}]),
         ):
             flat: dict[str, torch.Tensor] = {}
             of: ShardedParam | None = None
             for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
                 if sharded is not of:  # one parameter's at a time: what is not contiguous is copied
                     of, flat = sharded, {k: v.detach().reshape(-1) for k, v in given[sharded].items()}
-                for kind in (*self.moments, "master"):
+                for kind in (*self.kept, "master"):
                     if kind in flat and kind in tensors:
-                        tensors[kind].copy_(part_of(flat[kind], segment))
+                        write_moment(kind, tensors, part_of(flat[kind], segment))
                     elif kind in self.moments:
                         tensors[kind].zero_()
                 if "copy" in tensors:

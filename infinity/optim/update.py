@@ -505,7 +505,7 @@ def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
     copy = 0 if io.copy_is_master else chunk.dtype.itemsize
-    return chunk.numel * update_nbytes(tiers.moments, grad.itemsize, copy)
+    return update_nbytes(chunk.numel, tiers.moments, grad.itemsize, copy)
 
 
 def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:

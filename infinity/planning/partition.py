@@ -3,8 +3,9 @@
 A *unit* is a list of parameters that are gathered and released together.
 
 - Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
-  multiple of SEGMENT_ELEMENTS.
-- A run is cut into as many equal *slices* as there are ranks, padded to SEGMENT_ELEMENTS. They lie side by
+  multiple of the alignment: SEGMENT_ELEMENTS, or MOMENT_BLOCK with moments in 8 bits, so that each of their
+  blocks lies in one chunk.
+- A run is cut into as many equal *slices* as there are ranks, padded to the alignment. They lie side by
   side in the unit's gathered storage; rank r has the r-th slice. The slices of a rank from all runs are its
   shard (with one rank, the whole unit).
 - A slice is cut into *chunks* of at most `chunk_elements`, so that a chunk has one dtype and is trainable
@@ -232,15 +233,16 @@ def partition(
     rank: int = 0,
     world: int = 1,
     replicated: bool = False,
+    alignment: int = SEGMENT_ELEMENTS,
 ) -> tuple[UnitLayout, ...]:
     """Cut `units` (name, parameters) into the chunks of one of `world` ranks, or, where every rank has all,
     `replicated`, of all of them; chunk ids count up over all units, in order, and are the same on all
-    ranks."""
+    ranks. Parameters and slices begin on multiples of `alignment` elements."""
     layouts = []
     next_id = 0
     shards = range(world) if replicated else range(rank, rank + 1)
     for index, (name, params) in enumerate(units):
-        layout = _cut(index, name, tuple(params), chunk_elements, next_id, shards, world)
+        layout = _cut(index, name, tuple(params), chunk_elements, next_id, shards, world, alignment)
         next_id += len(layout.chunks)
         layouts.append(layout)
     return tuple(layouts)
@@ -254,6 +256,7 @@ def _cut(
     first_id: int,
     shards: range,
     world: int,
+    alignment: int,
 ) -> UnitLayout:
     # Wide dtypes first, trainable before frozen: runs are few, and the order depends on nothing
     # but the specs. The sort is stable, so registration order decides within a group.
@@ -274,9 +277,9 @@ def _cut(
         while position < len(order) and run_key(order[position]) == key:
             i = order[position]
             places.append((i, length))
-            length = ceil_to(length + params[i].numel, SEGMENT_ELEMENTS)
+            length = ceil_to(length + params[i].numel, alignment)
             position += 1
-        slice_numel = ceil_to(-(-max(length, 1) // world), SEGMENT_ELEMENTS)
+        slice_numel = ceil_to(-(-max(length, 1) // world), alignment)
         first = params[places[0][0]]
         run = GatherRun(copy_offset, slice_numel, world, first.precision, first.trainable)
         runs.append(run)

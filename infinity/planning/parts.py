@@ -7,7 +7,8 @@ in that function's lease and in `_with_update`, a name in `PURPOSES`, and its re
 
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;
-- ``state``: [master,] in fp32, then the moments of the optimizer, in `optimizer_state_dtype`;
+- ``state``: [master,] in fp32, then the moments of the optimizer, in `optimizer_state_dtype`; of moments in 8
+  bits the codes, then the scales;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 
@@ -18,7 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.core.config import Config
-from infinity.core.sizes import ALIGNMENT, ITEMSIZES, Tier, ceil_to, torch_dtype
+from infinity.core.sizes import (
+    ALIGNMENT,
+    ITEMSIZES,
+    MOMENT_BLOCK,
+    SEGMENT_ELEMENTS,
+    Tier,
+    ceil_to,
+    torch_dtype,
+)
 
 from .in_place import InPlace
 from .partition import Chunk, UnitLayout
@@ -36,30 +45,50 @@ PURPOSES = {
 
 
 class Moment(NamedTuple):
-    """What the state keeps of each element beside the master, in a section of its own, and the name of its
-    dtype."""
+    """What the state keeps of each `block` of elements beside the master, in a section of its own, and the
+    name of its dtype."""
 
     name: str
     precision: str
+    block: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
         """`precision`, as torch has it."""
         return torch_dtype(self.precision)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return ITEMSIZES[self.precision]
+    def count(self, numel: int) -> int:
+        """Return how many values there are of `numel` elements."""
+        return ceil_to(numel, self.block) // self.block
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of `numel` elements."""
+        return self.count(numel) * ITEMSIZES[self.precision]
 
 
 #: The moments of AdamW and Adam.
 ADAM = ("exp_avg", "exp_avg_sq")
+#: Moments that are sums of squares, of any optimizer: they have no sign.
+SQUARES = frozenset({"exp_avg_sq", "sum"})
 
 
 def moments_of(names: Sequence[str], config: Config) -> tuple[Moment, ...]:
-    """Return the moments that an optimizer has by `names`, as `config` keeps them."""
-    return tuple(Moment(name, config.optimizer_state_dtype) for name in names)
+    """Return the moments that an optimizer has by `names`, as `config` keeps them; those in 8 bits have their
+    scales behind them."""
+    moments = tuple(Moment(name, config.optimizer_state_dtype) for name in names)
+    if config.optimizer_state_dtype != "8bit":
+        return moments
+    return *moments, *(Moment(scales_of(name), "fp32", MOMENT_BLOCK) for name in names)
+
+
+def scales_of(name: str) -> str:
+    """Return the name of the scales of a moment in 8 bits."""
+    return f"{name}_scales"
+
+
+def alignment_of(config: Config) -> int:
+    """Return a number of elements on whose multiples parameters and slices begin."""
+    return MOMENT_BLOCK if config.optimizer_state_dtype == "8bit" else SEGMENT_ELEMENTS
 
 
 class Part(NamedTuple):
@@ -128,10 +157,12 @@ class Moved(NamedTuple):
     link_once: int = 0
 
 
-def update_nbytes(moments: Sequence[Moment], gradient: int, copy: int) -> int:
-    """Return the bytes of memory that the update of one element reads and writes: master and moments both
-    ways, `gradient` bytes of its gradient, and `copy` bytes of its compute parameter, if that is apart."""
-    return 2 * (4 + sum(moment.itemsize for moment in moments)) + gradient + copy
+def update_nbytes(numel: int, moments: Sequence[Moment], gradient: int, copy: int) -> int:
+    """Return the bytes of memory that the update of `numel` elements reads and writes: master and moments
+    both ways, and of each element `gradient` bytes of its gradient and `copy` bytes of its compute parameter,
+    if that is apart."""
+    state = 4 * numel + sum(moment.nbytes(numel) for moment in moments)
+    return 2 * state + numel * (gradient + copy)
 
 
 @dataclass(frozen=True)
@@ -258,7 +289,7 @@ def _parts_of(
     shared = shared and not (delayed and copy_tier is Tier.DEVICE)
     # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
     crossing = {Tier.NVME, Tier.DEVICE} if staged and state_tier is not Tier.DEVICE else {Tier.NVME}
-    of_moments = (ceil_to(chunk.numel * moment.itemsize, ALIGNMENT) for moment in moments)
+    of_moments = (ceil_to(moment.nbytes(chunk.numel), ALIGNMENT) for moment in moments)
     sections = (*(() if shared else (fp32,)), *of_moments)
     sizes = (
         sum(sections) if state_tier is Tier.NVME else 0,

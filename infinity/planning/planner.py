@@ -17,7 +17,7 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import ADAM, moments_of, plan_chunks, update_nbytes
+from .parts import ADAM, alignment_of, moments_of, plan_chunks, update_nbytes
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
@@ -156,7 +156,7 @@ class Planner:
     def __init__(self, model: Model, scratch: Sequence[int] = ()) -> None:
         self.model = model
         self._scratch = tuple(scratch)
-        self._layouts: dict[tuple[int, int, bool], tuple[UnitLayout, ...]] = {}
+        self._layouts: dict[tuple[int, int, bool, int], tuple[UnitLayout, ...]] = {}
         self._demands: dict[Hashable, Demand] = {}
 
     def demand(self, config: Config, machine: Machine) -> Demand:
@@ -166,7 +166,7 @@ class Planner:
         size = config.elements_per_chunk
         depths = config.update_depth, config.read_ahead_memory
         stage = config.zero_stage
-        cut = size, machine.ranks, stage == 0
+        cut = size, machine.ranks, stage == 0, alignment_of(config)
         key = (
             placed,
             config.optimizer_state_dtype,
@@ -180,7 +180,7 @@ class Planner:
         if key not in self._demands:
             if cut not in self._layouts:  # a plan is of the first rank: padded as they are, all are alike
                 self._layouts[cut] = partition(
-                    self.model.units, size, world=machine.ranks, replicated=stage == 0
+                    self.model.units, size, world=cut[1], replicated=cut[2], alignment=cut[3]
                 )
             layouts = self._layouts[cut]
             assignment = assign(layouts, *(config.placements[kind] for kind in KINDS))
@@ -280,7 +280,7 @@ class Planner:
                 wanted.read + further * wanted.again[0],
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
-                update_nbytes(moments_of(self.model.moments, config), 2, 2) * wanted.host_elements,
+                update_nbytes(wanted.host_elements, moments_of(self.model.moments, config), 2, 2),
                 wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
@@ -304,8 +304,10 @@ def _standing(there: Standing, checkpoints: int) -> str:
 
 def checkpoint_nbytes(model: Model, config: Config) -> int:
     """Return the bytes of a checkpoint's parameters and moments, with both versions where there are two."""
-    saved = model.trainable * (4 + sum(moment.itemsize for moment in moments_of(model.moments, config)))
+    saved, moments = 0, moments_of(model.moments, config)
     for param in (p for _, params in model.units for p in params):
+        if param.trainable:
+            saved += 4 * param.numel + sum(moment.nbytes(param.numel) for moment in moments)
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
 

@@ -61,7 +61,7 @@ class AdamWork:
     def __init__(self, numel: int, moments: torch.dtype = torch.float32) -> None:
         held = 4 + 2 * moments.itemsize + 4
         kept = [Moment(name, dtype_name(moments)) for name in ADAM]
-        self.moved = update_nbytes(kept, 2, 2)
+        self.moved = update_nbytes(1, kept, 2, 2)
         nbytes, free = numel * held, available_host_memory() * 9 // 10
         check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // held}")
         self.numel = numel

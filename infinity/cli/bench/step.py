@@ -103,8 +103,8 @@ def beside(
     """
     told = {k: v for k, v in settings.items() if k in ("read_ahead_memory", "optimizer_state_dtype")}
     config = Config(**told)
-    state = 4 + sum(moment.itemsize for moment in moments_of(ADAM, config))
-    ahead = min(int(config.read_ahead_memory), state * params)
+    state = 4 * params + sum(moment.nbytes(params) for moment in moments_of(ADAM, config))
+    ahead = min(int(config.read_ahead_memory), state)
     copies = params * parse_dtype(dtype).itemsize
     on_nvme = {name for name, value in settings.items() if value == "nvme"}
     in_torch = settings["optimizer_state"] == "device"
