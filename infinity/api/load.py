@@ -353,8 +353,8 @@ class _Loading:
                 "that the groups keep their current options. Nothing was changed",
             )
         self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
-        for options in self._options:
-            self._engine.optimizer.rule.check_saved(options, f"the checkpoint {self._found.path}")
+        for options, group in zip(self._options, groups, strict=True):
+            rule.check_saved(options, f"the checkpoint {self._found.path}", group)
 
     # -- the change -------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class _Loading:
                 source.read(name, segment.offset, master, under_way, follow)
             elif not older:
                 source.read(name, segment.offset, copy, under_way)
-            for kind in states.moments if sharded.spec.trainable else ():
+            for kind in (m.name for m in states.moments_of(sharded)):
                 if kind in files and name in files[kind].entries:
                     files[kind].read(name, segment.offset, pieces[kind], under_way)
                 else:

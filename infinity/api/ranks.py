@@ -41,6 +41,22 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
         )
 
 
+def check_matrices(world: int, config: Config) -> None:
+    """Raise `ConfigError` for features that are not available yet with Muon, which updates whole matrices."""
+    refused = None
+    if world > 1:
+        refused = f"{world} ranks", "train on one rank; or use torch.optim.AdamW"
+    elif config.update == "delayed":
+        refused = 'update="delayed"', 'update="overlap"'
+    if refused is not None:
+        raise ConfigError(
+            f"Muon is not available with {refused[0]} yet",
+            expected='one rank, with update="overlap", "sync" or "backward"',
+            found=refused[0],
+            cure=refused[1],
+        )
+
+
 def check_stage(world: int, config: Config) -> None:
     """Raise `ConfigError` for a placement that a ZeRO stage does not support."""
     shares = config.placements["parameters"]

@@ -220,8 +220,11 @@ class _Saving:
         self._newer = engine.states.with_front()
         self._specs = self._specs_of()
         here = elements_here(engine, own=True)
-        state = 4 + sum(moment.itemsize for moment in engine.tiers.moments)
-        sizes = {s: state if s.spec.trainable else s.spec.dtype.itemsize for s in here}
+        of = engine.states.moments_of
+        sizes = {
+            s: 4 + sum(moment.itemsize for moment in of(s)) if s.spec.trainable else s.spec.dtype.itemsize
+            for s in here
+        }
         self._total = sum(here[s] * sizes[s] for s in here)
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
@@ -437,15 +440,14 @@ class _Saving:
 
     def _specs_of(self) -> dict[str, dict[str, Spec]]:
         """Return what is in each file that is written chunk by chunk."""
-        names = self._names
-        trainable = [s for s in names if s.spec.trainable]
+        names, of = self._names, self._engine.states.moments_of
         specs: dict[str, dict[str, Spec]] = {
             "parameters": {
                 n: (torch.float32 if s.spec.trainable else s.spec.dtype, s.spec.shape)
                 for s, n in names.items()
             },
             **{
-                moment.name: {names[s]: (moment.dtype, s.spec.shape) for s in trainable}
+                moment.name: {n: (moment.dtype, s.spec.shape) for s, n in names.items() if moment in of(s)}
                 for moment in self._engine.tiers.moments
             },
             "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in self._newer},

@@ -129,15 +129,17 @@ def _in_torch(
     key: int,
 ) -> None:
     """What `update` of adam_fused.py does, in plain torch."""
-    for start in range(first, last, _SLICE):
-        part = slice(start, min(start + _SLICE, last))
+    for start in range(first, last, SLICE):
+        part = slice(start, min(start + SLICE, last))
         wide = [moment[part].float() for moment in moments]  # the moment itself, if it is fp32
         _reference_slice(_RULES[rule], master[part], wide, grad[part], *scalars)
         if moments and moments[0].dtype is not torch.float32:
-            _round([m[part] for m in moments], wide, place + start - first, key)
+            round_stochastically([m[part] for m in moments], wide, place + start - first, key)
 
 
-def _round(moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int) -> None:
+def round_stochastically(
+    moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int
+) -> None:
     """Put fp32 values into `moments` in bf16: [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
     index = torch.arange(first, first + wide[0].numel(), device=wide[0].device)
     random = _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
@@ -157,7 +159,8 @@ def _hashed(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-_SLICE: Final = 1 << 21  # elements
+#: Elements that plain torch updates at once.
+SLICE: Final = 1 << 21
 _PROBE: Final = 50_000  # elements
 #: Triton compiles anew for each number that is 1 or a multiple of 16.
 _PROBED: Final = ((0, 1024), (1024, 32_768), (32_771, 49_901), (1, 2), (0, 777), (777, 4_000), (1, 16))

@@ -22,6 +22,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
+from infinity.planning.parts import Moment
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
@@ -59,10 +60,20 @@ class States:
         #: What the state has beside the master, and all that a trainable parameter has.
         self.moments = tuple(moment.name for moment in tiers.moments)
         self.kinds = ("copy", "master", *self.moments)
+        #: Those of a matrix, and of what is none.
+        self._of: dict[bool, tuple[Moment, ...]] = {
+            chunk.matrix: tiers.plans[chunk.id].moments
+            for unit in tiers.units
+            for chunk in unit.layout.trainable_chunks
+        }
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
         self._comm = comm
+
+    def moments_of(self, sharded: ShardedParam) -> tuple[Moment, ...]:
+        """Return what the state of a parameter has beside the master."""
+        return self._of[sharded.spec.matrix] if sharded.spec.trainable else ()
 
     @deferred
     def quiesce(self) -> None:
@@ -93,7 +104,8 @@ class States:
         written = self.kinds if moments else self.kinds[:2]
         sources = [of_first_rank(self._comm, p.param) for p in unit.params]
         flat = {
-            i: {k: of_first_rank(self._comm, saved[k]) for k in self.moments} for i, saved in moments.items()
+            i: {m.name: of_first_rank(self._comm, saved[m.name]) for m in self.moments_of(unit.params[i])}
+            for i, saved in moments.items()
         }
         for sharded, segment, tensors in self.segments(self.kinds, unit.params, written=written, fresh=True):
             for kind, tensor in tensors.items():
@@ -328,7 +340,7 @@ class States:
         if io.chunk.trainable:
             if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update(zip(self.moments, io.moments, strict=True))
+            tensors.update(zip(io.kinds, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
     @contextmanager
@@ -362,7 +374,8 @@ class States:
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()
             shape = sharded.spec.shape
-            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*self.moments, *more)}
+            kinds = (*(m.name for m in self.moments_of(sharded)), *more)
+            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in kinds}
         for sharded, segment, tensors in self.segments((*self.moments, "master"), params):
             for kind, target in values[sharded].items():
                 part_of(target.view(-1), segment).copy_(tensors[kind])
@@ -397,7 +410,8 @@ class States:
             sharded.step = steps(values)
             if not sharded.spec.trainable:
                 continue  # it has no state, whatever the optimizer that was saved had
-            named = {k: v for k in (*self.moments, "master") if (v := values.get(k)) is not None}
+            kinds = (*(m.name for m in self.moments_of(sharded)), "master")
+            named = {k: v for k in kinds if (v := values.get(k)) is not None}
             given[sharded] = named
             if values.get("front") is not None:
                 fronts[sharded] = values["front"]
@@ -415,7 +429,7 @@ class States:
                 for kind in (*self.moments, "master"):
                     if kind in flat and kind in tensors:
                         tensors[kind].copy_(part_of(flat[kind], segment))
-                    elif kind in self.moments:
+                    elif kind in self.moments and kind in tensors:
                         tensors[kind].zero_()
                 if "copy" in tensors:
                     new = part_of(flat["master"], segment).to(tensors["copy"])
