@@ -68,6 +68,49 @@ def test_a_matrix_that_chunks_cut_is_one(place: str, nesterov: bool, tmp_path: P
     infinity.close(optimizer)
 
 
+def only_matrices() -> tuple[Net, torch.optim.Optimizer]:
+    """Return a net without vectors and a `torch.optim.Muon`, whose order is not the model's."""
+    model = Net()
+    model.up.bias = None  # type: ignore[assignment]
+    return model, torch.optim.Muon([*model.parameters()][::-1], lr=0.05)
+
+
+def test_accumulation_clipping_and_state_dicts_are_those_of_torch(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: Any, steps: range, clip: Any) -> None:
+        for step in steps:
+            for part in range(2):
+                (loss_of_net(model, 2 * step + part) / 2).backward()
+            clip(step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    norms: list[float] = []
+    model, optimizer = only_matrices()
+    config = config_for(tmp_path, units=["Net"], chunk_elements=65536)
+    model, optimizer = infinity.wrap(model, optimizer, config)
+    run(model, optimizer, range(2), lambda _: norms.append(float(optimizer.clip_grad_norm_(0.01))))  # type: ignore[attr-defined]
+    plain, theirs = only_matrices()
+
+    def clip(step: int) -> None:
+        for param in plain.parameters():
+            assert param.grad is not None
+            param.grad.mul_(min(1.0, 0.01 / (norms[step] + 1e-6)))
+
+    run(plain, theirs, range(2), clip)
+    found = state_of(model)
+    for name, param in plain.named_parameters():
+        assert torch.equal(found[name]["value"], param.detach()), name
+        assert torch.equal(found[name]["momentum_buffer"], theirs.state[param]["momentum_buffer"]), name
+    saved = optimizer.state_dict()
+    theirs.load_state_dict({key: saved[key] for key in ("state", "param_groups")})
+    run(plain, theirs, range(2, 4), lambda _: None)
+    run(model, optimizer, range(2, 4), lambda _: None)
+    found = state_of(model)
+    assert all(torch.equal(found[name]["value"], p.detach()) for name, p in plain.named_parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    infinity.close(optimizer)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_checkpoint_resumes_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     def wrapped(name: str, **settings: Any) -> tuple[Net, Any]:

@@ -40,7 +40,6 @@ OPTIMIZERS: dict[str, Make] = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.01),
     "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
-    "muon": muon,
 }
 
 
