@@ -15,11 +15,24 @@ from torch import nn
 
 from infinity.core.sizes import MOMENT_BLOCK
 from infinity.hardware import adam_reference, cpu_adam, log_codes
+from infinity.hardware.muon import Muon as Options
 from infinity.optim.lion import Lion
+from infinity.optim.muon import Muon
 from infinity.optim.rules import rule_of
 from infinity.planning.parts import SQUARES
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def muon(params: Iterable[Any], **options: Any) -> Muon:
+    """Return Muon for all parameters of two dimensions, with `options`, and AdamW for the others."""
+    some = [*params]
+    groups = [
+        {"params": [p for p in some if p.ndim == 2], "use_muon": True, "lr": 0.02, **options},
+        {"params": [p for p in some if p.ndim != 2], "use_muon": False, "lr": 1e-3, "weight_decay": 0.1},
+    ]
+    return Muon([group for group in groups if group["params"]])
+
 
 #: Optimizers of every rule, with the options that change what a rule does.
 OPTIMIZERS: dict[str, Make] = {
@@ -45,8 +58,9 @@ class Whole:
     ) -> None:
         self._params, self._optimizer, self._rule = params, optimizer, rule_of(optimizer)
         self._steps = dict.fromkeys(params, 0)
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.moments = {
-            name: {moment: torch.zeros(p.numel(), dtype=dtype) for moment in self._rule.moments}
+            name: {moment: torch.zeros(p.numel(), dtype=dtype) for moment in self._rule.of(groups[p]).moments}
             for name, p in params.items()
         }
         #: Of moments in 8 bits (uint8).
@@ -64,6 +78,9 @@ class Whole:
                 continue
             self._steps[name] += 1
             step, group = self._steps[name], groups[param]
+            if group.get("use_muon"):
+                self._update_matrix(param, self.moments[name]["momentum_buffer"], group)
+                continue
             segment = cpu_adam.Segment(
                 *(0, param.numel(), 0, cpu_adam.rounding_key(name, step), step),
                 *(float(group["lr"]), float(group["weight_decay"]), 1.0, bool(group.get("maximize"))),
@@ -79,6 +96,14 @@ class Whole:
         if name not in self.scales:
             return moment.float()
         return log_codes.decode(moment, self.scales[name][kind], squares=kind in SQUARES)
+
+    @staticmethod
+    def _update_matrix(param: nn.Parameter, moment: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """Make the update that torch itself makes."""
+        options = {name: group[name] for name in ("lr", "weight_decay", *Options._fields)}
+        theirs = torch.optim.Muon([param], **options)
+        theirs.state[param]["momentum_buffer"] = moment.view(param.shape)
+        theirs.step()
 
 
 def train_whole(

@@ -133,7 +133,8 @@ def check_model(
                 f"the parameter {name!r} requires a gradient but the optimizer does not have it",
                 expected="every trainable parameter in the optimizer",
                 found="a trainable parameter outside it",
-                cure=f"pass it to the optimizer, or freeze it: {name}.requires_grad_(False)",
+                cure=f"pass it to the optimizer, or freeze it: {name}.requires_grad_(False)"
+                + ("; infinity.optim.Muon has AdamW for what is no matrix" if _is_muon(optimizer) else ""),
             )
     known = {id(p) for _, p in named}
     for g, group in enumerate(param_groups):
@@ -168,6 +169,10 @@ def check_model(
     if not first:
         _check_attributes(model)
     return groups
+
+
+def _is_muon(optimizer: torch.optim.Optimizer | None) -> bool:
+    return type(optimizer).__name__ == "Muon"
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

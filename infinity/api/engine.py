@@ -36,7 +36,7 @@ from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.optim.rules import Rule, rule_of
+from infinity.optim.rules import Rule, matrices_of, rule_of
 from infinity.optim.state_io import States
 from infinity.optim.update import LOST, Updater
 from infinity.params.cache import Cache
@@ -50,7 +50,7 @@ from infinity.params.updates import Updates
 from infinity.params.uses import Uses
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import Moment, alignment_of, moments_of, plan_chunks
+from infinity.planning.parts import alignment_of, moments_of, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
 from infinity.storage.in_place import find_places
@@ -62,7 +62,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_ranks, check_same, check_stage, claim_directories
+from .ranks import check_matrices, check_ranks, check_same, check_stage, claim_directories
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -132,7 +132,10 @@ class Engine:
         node = node_for(device.torch_device, config.directories)
 
         members, scopes = discover(model, config.units)
-        specs = param_specs(model, members, groups, config.compute_dtype, kept)
+        matrices = matrices_of(optimizer, rule)
+        specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices)
+        if matrices:
+            check_matrices(comm.world, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
@@ -208,7 +211,7 @@ class Engine:
                 undo.callback(heap.close)
             undo.callback(device.close)  # first: copies under way use that memory
             self._build(
-                *(model, optimizer, members, specs, layouts, scopes, plans, moments),
+                *(model, optimizer, members, specs, layouts, scopes, plans),
                 *(store, pool, heap, device, comm, rule, weights),
             )
             undo.pop_all()
@@ -222,7 +225,6 @@ class Engine:
         layouts: Any,
         scopes: list[Scope],
         plans: Any,
-        moments: tuple[Moment, ...],
         store: Store,
         pool: PinnedPool,
         heap: PinnedHeap | None,
@@ -283,7 +285,7 @@ class Engine:
             spare=room,
             scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
-        self.tiers = Tiers(units, plans, moments, store, pool, device, self.gradients, publisher)
+        self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
         self.states = States(self.tiers, self.updater, self.residency, comm, room, self.deferral)
         self.edits = Edits(self.tiers, self.states, comm, self.deferral)

@@ -365,8 +365,8 @@ class _Loading:
                 "that the groups keep their current options. Nothing was changed",
             )
         self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
-        for options in self._options:
-            self._engine.optimizer.rule.check_saved(options, f"the checkpoint {self._found.path}")
+        for options, group in zip(self._options, groups, strict=True):
+            rule.check_saved(options, f"the checkpoint {self._found.path}", group)
 
     # -- the change -------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class _Loading:
                 source.read(name, segment.offset, master, under_way, follow)
             elif not older:
                 source.read(name, segment.offset, copy, under_way)
-            for kind in states.moments if sharded.spec.trainable else ():
+            for kind in states.kinds_of(sharded):
                 if kind not in files or name not in files[kind].entries:
                     pieces[kind].zero_()
                 elif (scales := self._scales[kind]) in pieces and scales in files:

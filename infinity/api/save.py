@@ -220,9 +220,10 @@ class _Saving:
         self._newer = engine.states.with_front()
         self._specs = self._specs_of()
         here = elements_here(engine, own=True)
+        of = engine.states.moments_of
         for sharded, numel in here.items():
             if sharded.spec.trainable:
-                self._total += 4 * numel + sum(m.nbytes(numel) for m in engine.tiers.moments)
+                self._total += 4 * numel + sum(m.nbytes(numel) for m in of(sharded))
             else:
                 self._total += numel * sharded.spec.dtype.itemsize
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
@@ -451,8 +452,7 @@ class _Saving:
 
     def _specs_of(self) -> dict[str, dict[str, Spec]]:
         """Return what is in each file that is written chunk by chunk."""
-        names = self._names
-        trainable = [s for s in names if s.spec.trainable]
+        names, of = self._names, self._engine.states.moments_of
         specs: dict[str, dict[str, Spec]] = {
             "parameters": {
                 n: (torch.float32 if s.spec.trainable else s.spec.dtype, s.spec.shape)
@@ -464,7 +464,8 @@ class _Saving:
                         moment.dtype,
                         s.spec.shape if moment.block == 1 else (moment.count(s.spec.numel),),
                     )
-                    for s in trainable
+                    for s in names
+                    if moment in of(s)
                 }
                 for moment in self._engine.tiers.moments
             },

@@ -35,8 +35,8 @@ def wrap(
 
     Args:
         model: any `nn.Module` with dense floating-point parameters.
-        optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad`, or a Lion (`infinity.optim.Lion`, or that of
-            timm, bitsandbytes or lion_pytorch), over its trainable parameters.
+        optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad`, a Lion (`infinity.optim.Lion`, or that of
+            timm, bitsandbytes or lion_pytorch), or `infinity.optim.Muon`, over its trainable parameters.
         config: budgets and placements.
         mesh: the ranks that train the model together, in one dimension. None: the ranks of the default
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks

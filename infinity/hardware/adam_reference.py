@@ -133,8 +133,8 @@ def _in_torch(
     """What `update` of adam_fused.py does, in plain torch."""
     kept, scales = codes_and_scales(moments)
     squares = _SQUARES.get(rule, (False, False))
-    for start in range(first, last, _SLICE):
-        part = slice(start, min(start + _SLICE, last))
+    for start in range(first, last, SLICE):
+        part = slice(start, min(start + SLICE, last))
         blocks = slice(part.start // MOMENT_BLOCK, ceil_to(part.stop, MOMENT_BLOCK) // MOMENT_BLOCK)
         if scales:
             coded = [(m[part], s[blocks]) for m, s in zip(kept, scales, strict=True)]
@@ -144,18 +144,33 @@ def _in_torch(
         _reference_slice(_RULES[rule], master[part], wide, grad[part], *scalars)
         if not kept or kept[0].dtype is torch.float32:
             continue
-        # [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl.
-        place_here = place + start - first
-        index = torch.arange(place_here, place_here + wide[0].numel(), device=master.device)
-        random = _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
+        here = place + start - first
+        if not scales:
+            round_stochastically([m[part] for m in kept], wide, here, key)
+            continue
+        random = _random(wide[0], here, key)
         for number, value in enumerate(wide):
-            below = random >> 16 if number else random & 0xFFFF
-            if scales:
-                bits = (below << 4).int()
-                log_codes.encode(value, *coded[number], squares=squares[number], below=bits)
-            else:
-                bits = ((value.view(torch.int32).long() + below) >> 16).to(torch.int16)
-                kept[number][part].view(torch.int16).copy_(torch.where(value.isnan(), -1, bits))
+            below = (_half(random, number) << 4).int()
+            log_codes.encode(value, *coded[number], squares=squares[number], below=below)
+
+
+def round_stochastically(
+    moments: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], first: int, key: int
+) -> None:
+    """Put fp32 values into `moments` in bf16: [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
+    random = _random(wide[0], first, key)
+    for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
+        bits = ((value.view(torch.int32).long() + _half(random, number)) >> 16).to(torch.int16)
+        moment.view(torch.int16).copy_(torch.where(value.isnan(), -1, bits))
+
+
+def _random(like: torch.Tensor, first: int, key: int) -> torch.Tensor:
+    index = torch.arange(first, first + like.numel(), device=like.device)
+    return _hashed((index & _LOW) ^ key ^ _hashed(index >> 32))
+
+
+def _half(random: torch.Tensor, number: int) -> torch.Tensor:
+    return random >> 16 if number else random & 0xFFFF
 
 
 _LOW: Final = 0xFFFFFFFF
@@ -168,7 +183,8 @@ def _hashed(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-_SLICE: Final = 1 << 21  # elements
+#: Elements that plain torch updates at once.
+SLICE: Final = 1 << 21
 _PROBE: Final = 50_000  # elements
 #: Triton compiles anew for each number that is 1 or a multiple of 16.
 _PROBED: Final = ((0, 1024), (1024, 32_768), (32_771, 49_901), (1, 2), (0, 777), (777, 4_000), (1, 16))

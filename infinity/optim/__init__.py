@@ -1,4 +1,4 @@
-"""From the tier to new values. `Lion` is for users, everything else for the engine."""
+"""From the tier to new values. `Lion` and `Muon` are for users, everything else for the engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lion import Lion
+    from .muon import Muon
 
-__all__ = ["Lion"]
+__all__ = ["Lion", "Muon"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Lion":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .lion import Lion
+    from . import lion, muon
 
-    return Lion
+    return {"Lion": lion.Lion, "Muon": muon.Muon}[name]

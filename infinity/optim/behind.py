@@ -166,7 +166,10 @@ class Behind:
             if any((unit.index, s.param) in updates for s in c.segments)
         ]
         landed = self._gradients.chunks.last(unit)
-        self._updater.add(chunks, landed, lambda: chunk_updates(self._tiers, [unit], updates))
+        matrices = sum(s.spec.matrix for s in present)
+        self._updater.add(
+            chunks, landed, lambda: chunk_updates(self._tiers, [unit], updates), matrices=matrices
+        )
         self._residency.expect_updates({unit.index})
 
     def _look(self, unit: ParamUnit) -> None:

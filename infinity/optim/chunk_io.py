@@ -31,7 +31,6 @@ class Tiers:
         self,
         units: Sequence[ParamUnit],
         plans: Sequence[ChunkParts],
-        moments: Sequence[Moment],
         store: Store,
         pool: PinnedPool,
         device: Device,
@@ -41,7 +40,8 @@ class Tiers:
         self.publisher = publisher
         self.units = units
         self.plans = plans
-        self.moments = tuple(moments)
+        #: All that the state of any chunk keeps beside the master.
+        self.moments: tuple[Moment, ...] = tuple(dict.fromkeys(m for plan in plans for m in plan.moments))
         self.store = store
         self.pool = pool
         self.device = device
@@ -219,7 +219,7 @@ class ChunkIO:
     def _cut(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the sections of a state, without what they are padded with."""
         numel = self.chunk.numel
-        kept = [(moment.dtype, moment.count(numel)) for moment in self._tiers.moments]
+        kept = [(moment.dtype, moment.count(numel)) for moment in self._plan.moments]
         if not self._plan.copy_is_master:
             kept.insert(0, (torch.float32, numel))
         sections = state.split(self._plan.parts["state"].sections)
@@ -234,6 +234,11 @@ class ChunkIO:
     def master(self) -> torch.Tensor:
         """The fp32 weights."""
         return self.copy if self._plan.copy_is_master else self._sections()[0]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of `moments`."""
+        return tuple(moment.name for moment in self._plan.moments)
 
     @property
     def moments(self) -> tuple[torch.Tensor, ...]:

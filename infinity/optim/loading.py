@@ -83,12 +83,12 @@ def match(
             found=f"groups of {found} parameters" if found is not None else "no param_groups",
             cure="build the same groups as in the saved state dict",
         )
-    for group in groups or ():
-        rule.check_saved(group, "the state dict")
+    for group, here in zip(groups or (), param_groups, strict=True):
+        rule.check_saved(group, "the state dict", here)
     ids = [i for g in groups or () for i in g["params"]]
-    params = [p for g in param_groups for p in g["params"]]
+    params = [(p, rule.of(g)) for g in param_groups for p in g["params"]]
     pairs = []
-    for index, param in zip(ids, params, strict=True):
+    for index, (param, rule) in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
         if others := foreign(values, rule):

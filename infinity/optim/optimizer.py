@@ -14,6 +14,7 @@ from torch import nn
 from infinity.core.config import Config
 from infinity.core.errors import (
     GradientError,
+    OptimizerTypeError,
     OutOfMemoryError,
     PrecisionError,
     StateDictError,
@@ -234,6 +235,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         work = chunk_updates(self._tiers, self._residency.cache.forward_order(), updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
+        matrices = sum(s.spec.matrix for s in present)
         if self.delaying:
             # The next forward uses what has just been published ([Note: two versions]).
             self._updater.post(work, delayed=True)
@@ -242,7 +244,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             # is waited for where it is used, and everything by the next step; with "sync" by the end
             # of this one, or after an interrupt by the next. Posted first: who looks at a parameter in
             # between, on another thread, finds something to wait for.
-            self._updater.post(work)
+            self._updater.post(work, matrices=matrices)
             self._residency.expect_updates({u.chunk.unit for u in work})
         self._steps += 1
         if self._fp16:
@@ -393,17 +395,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         options = {}
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
+            rule = self.rule.of(group)
             of_group = ParamUpdate(
                 lr=float(group["lr"]),
                 weight_decay=float(group["weight_decay"]),
                 step=0,
                 grad_scale=1.0,
                 maximize=bool(group.get("maximize", False)),
-                options=self.rule.options(group),
+                options=rule.options(group),
             )
-            options.update(
-                dict.fromkeys((self._params[p] for p in group["params"] if p in self._params), of_group)
-            )
+            ours = [self._params[p] for p in group["params"] if p in self._params]
+            if any(s.spec.trainable and s.spec.matrix != rule.whole for s in ours):
+                raise OptimizerTypeError(
+                    "a param group has changed use_muon after `wrap`, which laid out its state",
+                    expected=f"use_muon={not rule.whole}, as at `wrap`",
+                    found=f"use_muon={rule.whole} in param group {index}",
+                    cure="restore it; or build the optimizer with other groups before `wrap`",
+                )
+            options.update(dict.fromkeys(ours, of_group))
         return options
 
     # -- state dicts ------------------------------------------------------------------------

@@ -13,12 +13,18 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from infinity.core.errors import OptimizerTypeError, StateDictError
-from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion, Options
-from infinity.planning.parts import ADAM
+from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion
+from infinity.hardware.cpu_adam import Options as ElementOptions
+from infinity.hardware.muon import Muon
+from infinity.planning.parts import ADAM, MATRIX
+
+from .muon import Muon as MuonOptimizer
 
 Group: TypeAlias = Mapping[str, Any]
+#: What an update takes of a param group: it goes element by element, or (`Muon`) needs whole matrices.
+Options: TypeAlias = ElementOptions | Muon
 #: What a message recommends.
-EXPECTED: Final = "torch.optim.AdamW, Adam, SGD or Adagrad, or a Lion"
+EXPECTED: Final = "torch.optim.AdamW, Adam, SGD or Adagrad, a Lion, or infinity.optim.Muon"
 EXAMPLE: Final = "torch.optim.AdamW(model.parameters(), ...)"
 
 
@@ -33,6 +39,8 @@ class Rule:
         options: returns what the kernel takes of a param group, beside lr and weight_decay.
         refused: options that are not supported unless they are false.
         counts: whether the state of a parameter counts its updates, as ``step``.
+        whole: whether it updates whole matrices.
+        matrices: the rule of groups with ``use_muon``; None: there are none.
     """
 
     kind: str
@@ -41,9 +49,18 @@ class Rule:
     options: Callable[[Group], Options]
     refused: tuple[str, ...] = ()
     counts: bool = False
+    whole: bool = False
+    matrices: Rule | None = None
+
+    def of(self, group: Group) -> Rule:
+        """Return the rule of a param group: this one, or that of matrices."""
+        return self.matrices if self.matrices is not None and group.get("use_muon") else self
 
     def check(self, group: Group, found: str) -> None:
         """Raise `OptimizerTypeError` for an option that is not supported; `found`: where it is."""
+        if (rule := self.of(group)) is not self:
+            rule.check(group, found)
+            return
         for option, expected in self._unsupported(group):
             raise OptimizerTypeError(
                 f"the option {option!r} is not supported",
@@ -77,8 +94,19 @@ class Rule:
                 "load a whole state dict into the optimizer",
             )
 
-    def check_saved(self, group: Group, saved: str) -> None:
-        """Raise `StateDictError` for options that this rule does not have; `saved` is what has them."""
+    def check_saved(self, group: Group, saved: str, here: Group) -> None:
+        """Raise `StateDictError` for options that this rule does not have; `saved` is what has them, and
+        `here` the group that gets them."""
+        if bool(group.get("use_muon")) != bool(here.get("use_muon")):
+            raise StateDictError(
+                f"{saved} has a param group with another use_muon than the optimizer",
+                expected=f"use_muon={here.get('use_muon')}",
+                found=f"use_muon={group.get('use_muon')}",
+                cure="build the same groups as in what was saved",
+            )
+        if (rule := self.of(here)) is not self:
+            rule.check_saved(group, saved, group)
+            return
         lacks = [name for name in ("lr", "weight_decay", *self.needs) if name not in group]
         if lacks:
             raise StateDictError(
@@ -98,7 +126,8 @@ class Rule:
     def steps(self, state: Group) -> int:
         """Return the number of updates that saved state of a parameter has behind it. Some optimizers do not
         count them: then what matters is whether there was one."""
-        begun = any(state.get(name) is not None for name in self.moments)
+        names = (*self.moments, *(self.matrices.moments if self.matrices is not None else ()))
+        begun = any(state.get(name) is not None for name in names)
         return int(state.get("step", begun))
 
 
@@ -124,9 +153,23 @@ def _lion(group: Group) -> Lion:
     return Lion(beta1, beta2)
 
 
+def _muon(group: Group) -> Muon:
+    a, b, c = (float(coefficient) for coefficient in group["ns_coefficients"])
+    more = int(group["ns_steps"]), (a, b, c), float(group["eps"]), group["adjust_lr_fn"]
+    return Muon(float(group["momentum"]), bool(group["nesterov"]), *more)
+
+
 _REFUSED: Final = ("amsgrad", "capturable", "differentiable")  # options of torch's optimizers
 _LION: Final = Rule("Lion", ("exp_avg",), ("betas",), _lion, ("caution", "corrected_weight_decay"))
-_RULES: Final[Mapping[type, Rule]] = {
+_MUON: Final = Rule(
+    "Muon",
+    MATRIX,
+    ("momentum", "nesterov", "ns_steps", "ns_coefficients", "eps", "adjust_lr_fn"),
+    _muon,
+    ("maximize",),
+    whole=True,
+)
+_RULES: dict[type, Rule] = {
     torch.optim.AdamW: _adam(decoupled=True),
     torch.optim.Adam: _adam(decoupled=False),
     torch.optim.SGD: Rule("SGD", ("momentum_buffer",), ("momentum", "dampening", "nesterov"), _sgd),
@@ -134,10 +177,13 @@ _RULES: Final[Mapping[type, Rule]] = {
         "Adagrad", ("sum",), ("lr_decay", "eps"), _adagrad, ("initial_accumulator_value",), counts=True
     ),
 }
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+    _RULES[torch.optim.Muon] = _MUON
+_RULES[MuonOptimizer] = replace(_RULES[torch.optim.AdamW], kind="Muon", matrices=_MUON)
 #: Packages with a class `Lion` of its paper's arithmetic (arXiv 2302.06675, algorithm 2).
 _HAVE_LION: Final = ("infinity", "bitsandbytes", "lion_pytorch", "timm")
 #: What any rule keeps.
-_ALL: Final = frozenset(name for rule in (*_RULES.values(), _LION) for name in rule.moments)
+_ALL: Final = frozenset(name for rule in (*_RULES.values(), _MUON, _LION) for name in rule.moments)
 
 
 def rule_of(optimizer: object) -> Rule:
@@ -153,7 +199,8 @@ def rule_of(optimizer: object) -> Rule:
             expected=f"one of {EXPECTED}, over all trainable parameters",
             found=f"a {type(optimizer).__name__} of {len(optimizer)}",
             cure="one optimizer with a param group for each, which may have options of its own: "
-            'torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}])',
+            'torch.optim.AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}]); for Muon '
+            "with AdamW, infinity.optim.Muon",
         )
     kind = type(optimizer)
     rule = _RULES.get(kind)
@@ -187,12 +234,28 @@ def rule_of(optimizer: object) -> Rule:
     for index, group in enumerate(groups):
         rule.check(group, f"param group {index}")
         for number, param in enumerate(group["params"]):
+            place = f"parameter {number} of param group {index}"
+            if rule.of(group).whole and param.ndim != 2:
+                raise OptimizerTypeError(
+                    "Muon updates matrices",
+                    expected="parameters of two dimensions in groups with use_muon=True",
+                    found=f"{place}, of shape {tuple(param.shape)}",
+                    cure="put it into a group with use_muon=False of infinity.optim.Muon, for AdamW",
+                )
             if param.requires_grad and (state := optimizer.state.get(param)) is not None:
-                rule.check_state(state, f"parameter {number} of param group {index}")
+                rule.of(group).check_state(state, place)
     return rule
+
+
+def matrices_of(optimizer: torch.optim.Optimizer | None, rule: Rule | None) -> frozenset[int]:
+    """Return which param groups have matrices that are updated as a whole."""
+    if optimizer is None or rule is None:
+        return frozenset()
+    return frozenset(i for i, group in enumerate(optimizer.param_groups) if rule.of(group).whole)
 
 
 def foreign(state: Group, rule: Rule) -> list[str]:
     """Return what saved state of a parameter has that only other rules keep."""
-    of_kind = next((r.moments for r in (*_RULES.values(), _LION) if r.kind == rule.kind), ())
-    return sorted(k for k in _ALL.difference(of_kind).intersection(state) if state[k] is not None)
+    alike = (r for r in (*_RULES.values(), _LION) if (r.kind, r.whole) == (rule.kind, rule.whole))
+    ours = {*rule.moments, *(name for r in alike for name in r.moments)}
+    return sorted(k for k in _ALL.difference(ours).intersection(state) if state[k] is not None)

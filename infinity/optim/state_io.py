@@ -22,6 +22,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, Segment
+from infinity.planning.parts import Moment
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
@@ -61,10 +62,24 @@ class States:
         self.moments = tuple(moment.name for moment in tiers.moments if moment.block == 1)
         self.kept = {moment.name: moment.block for moment in tiers.moments}
         self.kinds = ("copy", "master", *self.kept)
+        #: Those of a matrix, and of what is none.
+        self._of: dict[bool, tuple[Moment, ...]] = {
+            chunk.matrix: tiers.plans[chunk.id].moments
+            for unit in tiers.units
+            for chunk in unit.layout.trainable_chunks
+        }
         self._tiers = tiers
         self._updater = updater
         self._residency = residency
         self._comm = comm
+
+    def moments_of(self, sharded: ShardedParam) -> tuple[Moment, ...]:
+        """Return what the state of a parameter has beside the master."""
+        return self._of[sharded.spec.matrix] if sharded.spec.trainable else ()
+
+    def kinds_of(self, sharded: ShardedParam) -> tuple[str, ...]:
+        """Return the names of the moments of a parameter, without their scales."""
+        return tuple(moment.name for moment in self.moments_of(sharded) if moment.block == 1)
 
     @deferred
     def quiesce(self) -> None:
@@ -95,7 +110,8 @@ class States:
         written = self.kinds if moments else self.kinds[:2]
         sources = [of_first_rank(self._comm, p.param) for p in unit.params]
         flat = {
-            i: {k: of_first_rank(self._comm, saved[k]) for k in self.moments} for i, saved in moments.items()
+            i: {kind: of_first_rank(self._comm, saved[kind]) for kind in self.kinds_of(unit.params[i])}
+            for i, saved in moments.items()
         }
         for sharded, segment, tensors in self.segments(self.kinds, unit.params, written=written, fresh=True):
             for kind, tensor in tensors.items():
@@ -335,7 +351,7 @@ class States:
         if io.chunk.trainable:
             if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update(zip(self.kept, io.moments, strict=True))
+            tensors.update(zip(io.kinds, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
     @contextmanager
@@ -369,7 +385,8 @@ class States:
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()
             shape = sharded.spec.shape
-            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in (*self.moments, *more)}
+            kinds = (*self.kinds_of(sharded), *more)
+            values[sharded] = {k: torch.empty(shape, dtype=torch.float32) for k in kinds}
         for sharded, segment, tensors in self.segments((*self.kept, "master"), params):
             for kind, target in values[sharded].items():
                 read_moment(kind, tensors, part_of(target.view(-1), segment))
@@ -404,7 +421,8 @@ class States:
             sharded.step = steps(values)
             if not sharded.spec.trainable:
                 continue  # it has no state, whatever the optimizer that was saved had
-            named = {k: v for k in (*self.moments, "master") if (v := values.get(k)) is not None}
+            kinds = (*self.kinds_of(sharded), "master")
+            named = {k: v for k in kinds if (v := values.get(k)) is not None}
             given[sharded] = named
             if values.get("front") is not None:
                 fronts[sharded] = values["front"]
@@ -422,7 +440,7 @@ class States:
                 for kind in (*self.kept, "master"):
                     if kind in flat and kind in tensors:
                         write_moment(kind, tensors, part_of(flat[kind], segment))
-                    elif kind in self.moments:
+                    elif kind in self.moments and kind in tensors:
                         tensors[kind].zero_()
                 if "copy" in tensors:
                     new = part_of(flat["master"], segment).to(tensors["copy"])

@@ -28,6 +28,7 @@ from infinity.core.waiting import Bell
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
+from infinity.hardware.muon import Muon
 from infinity.params.load import Loader
 from infinity.params.param import plain_name
 from infinity.params.unit import ParamUnit
@@ -37,6 +38,8 @@ from infinity.planning.parts import update_nbytes
 from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
+from .matrices import Matrices, Visit, visits_of
+from .rules import Options
 
 #: What helps where an update that cannot go on has changed something.
 LOST: Final = (
@@ -53,7 +56,7 @@ class ParamUpdate(NamedTuple):
     step: int
     grad_scale: float
     maximize: bool
-    options: cpu_adam.Options
+    options: Options
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""
@@ -63,6 +66,7 @@ class ParamUpdate(NamedTuple):
 class ChunkUpdate(NamedTuple):
     """A chunk and what is to be done to its segments, by parameter index; others stay.
 
+    `visit`: of a chunk of a matrix, which of the two of [Note: two visits].
     `grad_dtype` is that of the chunk's gradient when `step()` was called, None: it is zero; and
     `gradient` is which version. What happens to `p.grad` afterwards is the next step's. What is made goes to
     the device `after` an event of it.
@@ -73,6 +77,12 @@ class ChunkUpdate(NamedTuple):
     grad_dtype: torch.dtype | None
     gradient: Slot
     after: Event | None = None
+    visit: Visit | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of the chunk is updated then."""
+        return self.visit is None or self.visit.is_last
 
 
 class Batch(NamedTuple):
@@ -154,6 +164,7 @@ class Updater:
         self._feed = Feed()
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self._posted = 0  # updates so far: the generation of what is made
+        self._matrices = Matrices(tiers)
         self.drift = Drift()
 
     def next_number(self) -> int:
@@ -161,12 +172,13 @@ class Updater:
         self._posted += 1
         return self._posted
 
-    def post(self, work: Sequence[ChunkUpdate], *, delayed: bool = False) -> None:
-        """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `delayed`: the
-        copies that are made are for the forward after the next; no back is newer than its front."""
+    def post(self, work: Sequence[ChunkUpdate], *, matrices: int = 0, delayed: bool = False) -> None:
+        """Start updates on the worker; `wait`, or `Updates` for one unit, tells when. `matrices`: see `add`.
+        `delayed`: the copies that are made are for the forward after the next; no back is newer than its
+        front."""
         self.begin(delayed=delayed)
         self._tiers.gradients.chunks.reserve((u.chunk.id, u.gradient) for u in work)
-        self.add([u.chunk for u in work], None, lambda: work)
+        self.add([u.chunk for u in work if u.is_last], None, lambda: work, matrices=matrices)
         self.end()
 
     def begin(self, expected: Iterable[Chunk] = (), *, delayed: bool = False) -> None:
@@ -178,20 +190,27 @@ class Updater:
         self._updates.post((), blocks_loads=not delayed)
         self._left, self._feed = deque(), Feed(expected)
         self._unwritten = set()
+        self._matrices.begin()
         self._tiers.gradients.chunks.reserve(())
         self.next_number()
         drift = Drift() if delayed else None
         self._task = self._stream.submit(lambda: self._work(early, drift))
 
     def add(
-        self, chunks: Sequence[Chunk], landed: Task | None, make: Callable[[], Sequence[ChunkUpdate]]
+        self,
+        chunks: Sequence[Chunk],
+        landed: Task | None,
+        make: Callable[[], Sequence[ChunkUpdate]],
+        *,
+        matrices: int = 0,
     ) -> None:
         """Update `chunks`, all chunks of their units that have an update, when their gradients have `landed`;
-        see `Batch`."""
+        see `Batch`. `matrices`: how many parameters among them are updated as whole matrices."""
         if not chunks:
             return
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
         self._unwritten.update(chunk.id for chunk in chunks)
+        self._matrices.expect(matrices)
         self._updates.add(chunks)
         self._feed.add(Batch(after, landed, make))
 
@@ -269,6 +288,7 @@ class Updater:
             abandon(io.close)
         if self._stream is not None:
             self._stream.close()
+        self._matrices.close()
         self._updates.give_up()
 
     def _take_ahead(self) -> deque[ChunkIO]:
@@ -278,8 +298,9 @@ class Updater:
     def _work(self, early: dict[int, ChunkIO], drift: Drift | None) -> None:
         at: list[ChunkIO] = []
         try:
-            finish, unwritten = self._finish, self._unwritten
-            _run(self._tiers, self._feed, self._left, at, early, finish, unwritten, drift, self._recorder)
+            parts = self._finish, self._unwritten, self._matrices, drift, self._recorder
+            _run(self._tiers, self._feed, self._left, at, early, *parts)
+            self._matrices.check()
             self.drift = drift or self.drift
         except BaseException as error:
             while early:
@@ -306,7 +327,7 @@ class Updater:
 
     def _out_of_memory(self, error: BaseException, *, changed: bool) -> OutOfMemoryError:
         """Return what says which unit had no memory, and what helps."""
-        left = [*(u.chunk for u in self._left), *self._feed.expected.values()]
+        left = [*(u.chunk for u in self._left if u.is_last), *self._feed.expected.values()]
         what = "the update"
         if left:
             what += f" of unit {self._tiers.units[left[0].unit].layout.name!r}"
@@ -376,6 +397,7 @@ def _run(
     early: dict[int, ChunkIO],
     finished: Callable[[Chunk, ChunkIO], None],
     unwritten: set[int],
+    matrices: Matrices,
     drift: Drift | None,
     recorder: Recorder,
 ) -> None:
@@ -406,6 +428,8 @@ def _run(
                 break
             while todo:
                 chunk = todo[0].chunk
+                if any(io.chunk is chunk for io in reading):
+                    break  # its first visit changes what the second one reads
                 io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
                 if io is None:
                     if reading:
@@ -421,7 +445,8 @@ def _run(
                 update = todo.popleft()
                 if drift is not None:
                     io.delay()
-                io.read(gradient=update.grad_dtype, version=update.gradient)
+                first = update.visit is None or update.visit.is_first
+                io.read(gradient=update.grad_dtype if first else None, version=update.gradient)
                 if len(reading) > 2 and not tiers.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
             update, io = left[0], reading[0]
@@ -434,15 +459,17 @@ def _run(
             if drift is not None:
                 io.copy_master()
                 before = drift.before(io)
-                _compute(tiers, update, io, delayed=True)
+                _compute(tiers, update, io, matrices, delayed=True)
                 drift.after(before, io)
             else:
-                _compute(tiers, update, io)
-            io.write(state=False, copy=True, after=update.after)
-            finished(update.chunk, io)
+                _compute(tiers, update, io, matrices)
+            if update.is_last:
+                io.write(state=False, copy=True, after=update.after)
+                finished(update.chunk, io)
             # Who waits for the copy does not wait for the CRCs of the state.
             io.write(state=True, copy=False)
-            unwritten.discard(update.chunk.id)
+            if update.is_last:
+                unwritten.discard(update.chunk.id)
             left.popleft()
             at.clear()
             end = now()  # with the CRC of what it made
@@ -483,10 +510,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def chunk_updates(
     tiers: Tiers, units: Iterable[ParamUnit], updates: Mapping[tuple[int, int], ParamUpdate]
 ) -> list[ChunkUpdate]:
-    """Return the work on the chunks of `units` that `updates`, by unit and parameter, are. The gradients are
-    on their tier."""
-    work = []
+    """Return the work on the chunks of `units` that `updates`, by unit and parameter, are, in its order. The
+    gradients are on their tier."""
+    work: list[ChunkUpdate] = []
     for unit in units:
+        of_matrices: dict[int, list[ChunkUpdate]] = {}
         for chunk in unit.layout.trainable_chunks:
             params = {
                 s.param: updates[unit.index, s.param]
@@ -496,7 +524,14 @@ def chunk_updates(
             if params:
                 gradient = tiers.store.versions.slot(chunk.id, "gradient")
                 dtype = tiers.gradients.chunks.entries[chunk.id].dtype
-                work.append(ChunkUpdate(chunk, params, dtype, gradient))
+                update = ChunkUpdate(chunk, params, dtype, gradient)
+                if chunk.matrix:
+                    of_matrices.setdefault(chunk.segments[0].param, []).append(update)
+                else:
+                    work.append(update)
+        for pieces in of_matrices.values():
+            for visit in visits_of(tiers, [piece.chunk for piece in pieces]):
+                work += [piece._replace(visit=visit) for piece in pieces]
     return work
 
 
@@ -505,11 +540,16 @@ def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
     copy = 0 if io.copy_is_master else chunk.dtype.itemsize
-    return update_nbytes(chunk.numel, tiers.moments, grad.itemsize, copy)
+    return update_nbytes(chunk.numel, tiers.plans[chunk.id].moments, grad.itemsize, copy)
 
 
-def _compute(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool = False) -> None:
+def _compute(
+    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, matrices: Matrices, *, delayed: bool = False
+) -> None:
     """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
+    if update.visit is not None:
+        _compute_matrix(tiers, update, update.visit, io, matrices)
+        return
     segments = _segments(tiers, update)
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
@@ -534,6 +574,7 @@ def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
             key = cpu_adam.rounding_key(plain_name(name), of.step) if rounds else 0
             place = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
+            assert not isinstance(of.options, Muon), "a matrix has chunks of its own"
             segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))
     return segments
 
@@ -542,22 +583,37 @@ def _compute_on_device(
     tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
 ) -> None:
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
-    device, chunk = tiers.device, update.chunk
-    grad = io.grad(update.grad_dtype)
+    grad = _gradient_on_device(tiers, update, io)
+
+    def work() -> None:
+        io.changed = True  # it takes memory on its way
+        adam_reference.reference_segments(io.master, io.moments, grad, None, segments)
+
+    _on_device(tiers, update.chunk, io, work, delayed=delayed)
+
+
+def _gradient_on_device(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> torch.Tensor:
+    device, chunk, grad = tiers.device, update.chunk, io.grad(update.grad_dtype)
     if tiers.plans[chunk.id].gradient_tier is not Tier.DEVICE:
         here, grad = grad, torch.empty_like(grad, device=device.torch_device)
         device.wait_on_device(device.h2d(grad, here, device.mark(), chunk=chunk.id))
+    return grad
+
+
+def _on_device(
+    tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[], None], *, delayed: bool = False
+) -> None:
+    """Make a `change` of a master that is on the device, and its copy; when this returns, all is done."""
+    device = tiers.device
     in_place = tiers.plans[chunk.id].copy_tier is Tier.DEVICE and not delayed
     made: torch.Tensor | None = None
     if not io.copy_is_master:
         made = io.copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
 
     def work() -> None:
-        master, moments = io.master, io.moments
-        io.changed = True  # it takes memory on its way
-        adam_reference.reference_segments(master, moments, grad, None, segments)
+        change()
         if made is not None:
-            made.copy_(master)
+            made.copy_(io.master)
 
     device.compute(work)
     done = device.mark()
@@ -565,3 +621,30 @@ def _compute_on_device(
         done = device.d2h(io.copy, made, done, chunk=chunk.id)
     if done is not None:
         done.wait()
+
+
+def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO, matrices: Matrices) -> None:
+    """Visit a chunk of a matrix; when this returns, all that it changes is done."""
+    [of] = update.params.values()
+    options, device = of.options, tiers.device
+    assert isinstance(options, Muon), "chunks of a matrix have nothing else"
+    if visit.is_first:
+        grad = _gradient_on_device(tiers, update, io) if io.on_device else io.grad(update.grad_dtype)
+        matrices.collect(io, grad, options, grad_scale=of.grad_scale, step=of.step)
+        if (done := device.mark()) is not None and io.on_device:
+            done.wait()
+    if not visit.is_last:
+        return
+    matrices.orthogonalize(update.chunk, options)
+
+    def change() -> None:
+        io.changed = True
+        matrices.apply(io, options, lr=of.lr, weight_decay=of.weight_decay)
+
+    if io.on_device:
+        _on_device(tiers, update.chunk, io, change)
+        return
+    out = None if io.copy_is_master else io.make_copy()
+    change()
+    if out is not None:
+        cpu_adam.convert(out, io.master)

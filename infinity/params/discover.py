@@ -195,9 +195,10 @@ def param_specs(
     groups: Mapping[int, int],
     dtype: torch.dtype | None,
     kept: Collection[str] = (),
+    matrices: Collection[int] = (),
 ) -> list[list[ParamSpec]]:
     """Return the spec of each unit's parameters, in `dtype`; None: each in its own. `kept`: names of those
-    that are fp32 whatever `dtype` is.
+    that are fp32 whatever `dtype` is; `matrices`: the groups whose parameters Muon updates.
 
     Raises:
         PrecisionError: a parameter has a dtype that it cannot be offloaded in, or that needs a loss scale.
@@ -224,6 +225,7 @@ def param_specs(
                 precision_of(name, p),
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
+                p.requires_grad and groups.get(id(p), -1) in matrices,
             )
             for name, p in member.params.items()
         ]

@@ -7,6 +7,8 @@ there plus three *quotas* of the pool:
 - ``load``: leases through which compute parameters move from NVMe to the device;
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
+- ``matrix``, with Muon: one lease for the largest matrix in bf16, into which its chunks put the pieces of
+  their momentum, and from which they take those of their update;
 
 and, with ``activations="host"``, a heap for the inputs of checkpointed layers. Only the first forward shows
 their size, so the heap is a setting, or a share of the remaining memory.
@@ -14,28 +16,29 @@ their size, so the heap is a setting, or a share of the remaining memory.
 A pipeline takes one lease per chunk (the gradients' pipeline two) and a quota serves one pipeline, so no
 pipeline can starve another. Device memory is the state placed there, the units that are needed at once, and
 the gradients of two units (on a separate device also the gradient of one parameter, which autograd has just
-made). The rest of the budget is for prefetched units. The default budget of a separate device is nearly all
-of its memory, and would leave none for the first activation: then prefetched units get half of the rest.
+made), and with Muon the orthogonalization of the largest matrix. The rest of the budget is for prefetched
+units. The default budget of a separate device is nearly all of its memory, and would leave none for the first
+activation: then prefetched units get half of the rest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
-from .partition import UnitLayout
+from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
 
 #: What the load quota aims at; more hides no more of a drive's latency.
 _LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
-LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2}
+LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2, "matrix": 1}
 _GRADIENT_BUFFERS = 4
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
@@ -109,6 +112,7 @@ class Demand:
         host_elements: parameters that the CPU updates.
         arenas: of each directory.
         largest: name of the largest unit, and bytes of its copy.
+        matrix: name of the matrix whose orthogonalization takes the most, and what that takes on the device.
     """
 
     placed: Mapping[Tier, Mapping[str, int]]
@@ -128,6 +132,7 @@ class Demand:
     largest: tuple[str, int]
     units: int
     chunks: int
+    matrix: tuple[str, int] = ("", 0)
 
     def least_budget(self, config: Config) -> Budget:
         """Return the smallest budgets with which the run can begin; neither depends on the other."""
@@ -139,7 +144,11 @@ class Demand:
         )
 
     def _on_device(self) -> dict[str, int]:
-        more = {"units in use": self.working, "gradients in flight": self.gradients + self.arriving}
+        more = {
+            "units in use": self.working,
+            "gradients in flight": self.gradients + self.arriving,
+            "the update of a matrix": self.matrix[1],
+        }
         return {**self.placed[Tier.DEVICE], **{k: v for k, v in more.items() if v}}
 
     def check(self, config: Config, budget: Budget) -> None:
@@ -160,6 +169,8 @@ class Demand:
         named = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items())
         if short[0] is Tier.DEVICE and self.working:
             named += f" (the largest unit is {self.largest[0]!r}, {format_size(self.largest[1])})"
+        if self.matrix[1]:
+            named += f" (the largest matrix is {self.matrix[0]!r})"
         raise BudgetError(
             f"the run does not fit the {short[0]} memory that it may use",
             expected=f"{short[0]}_memory of at least {format_size(needed)} ({needed} bytes): {named}",
@@ -263,6 +274,11 @@ def demand(
     if waits:  # a rank's whole gradients, which make way for the sums of all, unit by unit
         by_tier[Tier.DEVICE]["gradients"] = sum(u.accumulated_nbytes for u in layouts)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
+    matrices = [p for u in layouts for p in u.params if p.matrix]
+    through_host = not staged or any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
+    matrix_buffer = max((2 * p.numel for p in matrices), default=0) if through_host else 0
+    working = ((_orthogonalization(p, staged=staged), p.name) for p in matrices)
+    most_of_matrix, name_of_matrix = max(working, default=(0, ""))
     return Demand(
         placed=by_tier,
         least={
@@ -271,12 +287,14 @@ def demand(
                 ("load", load_buffer),
                 ("update", update_buffer),
                 ("gradient", gradient_buffer),
+                ("matrix", ceil_to(matrix_buffer, ALIGNMENT)),
             )
         },
         most={
             "load": min(chunks_on_nvme, max(2, _LOAD_TARGET // load_buffer)) if load_buffer else 0,
             "update": _update_buffers(config, update_buffer, trainable_chunks),
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
+            "matrix": LEAST_BUFFERS["matrix"] if matrix_buffer else 0,
         },
         working=max(
             (sum(layouts[u].gathered_nbytes for u in set(s) if u not in resident) for s in at_once),
@@ -298,7 +316,19 @@ def demand(
         largest=(big.name, big.gathered_nbytes),
         units=len(layouts),
         chunks=len(plans),
+        matrix=(name_of_matrix, most_of_matrix),
     )
+
+
+def _of_matrices(layouts: Sequence[UnitLayout]) -> Iterator[Chunk]:
+    return (chunk for unit in layouts for chunk in unit.trainable_chunks if chunk.matrix)
+
+
+def _orthogonalization(spec: ParamSpec, *, staged: bool) -> int:
+    """Return the bytes on the device of one Newton–Schulz iteration, all bf16: the matrix before and after
+    it, and two squares of its smaller side; and the matrix as it came, which on a CPU is the lease."""
+    small = min(spec.shape)
+    return 2 * ((3 if staged else 2) * spec.numel + 2 * small * small)
 
 
 def _sent(stage: int, layouts: Sequence[UnitLayout], again: Sequence[int]) -> tuple[int, int, int]:

@@ -4,7 +4,8 @@ A *unit* is a list of parameters that are gathered and released together.
 
 - Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
   multiple of the alignment: SEGMENT_ELEMENTS, or MOMENT_BLOCK with moments in 8 bits, so that each of their
-  blocks lies in one chunk.
+  blocks lies in one chunk. A matrix that is updated as a whole (by Muon) is a run of its own, so that its
+  chunks have nothing else.
 - A run is cut into as many equal *slices* as there are ranks, padded to the alignment. They lie side by
   side in the unit's gathered storage; rank r has the r-th slice. The slices of a rank from all runs are its
   shard (with one rank, the whole unit).
@@ -31,13 +32,15 @@ if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `prec
 
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
-    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen."""
+    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`: Muon updates it,
+    which needs the whole at once, in its shape."""
 
     name: str
     shape: tuple[int, ...]
     precision: str
     trainable: bool
     group: int
+    matrix: bool = False
 
     @property
     def numel(self) -> int:
@@ -70,7 +73,8 @@ class Segment(NamedTuple):
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a unit's shard. `start` and `numel` count elements of the shard (padding
-    included), `copy_offset` bytes of the unit's gathered storage."""
+    included), `copy_offset` bytes of the unit's gathered storage. `matrix`: it is a piece of one matrix that
+    is updated as a whole, and of nothing else."""
 
     id: int
     unit: int
@@ -80,6 +84,7 @@ class Chunk:
     trainable: bool
     copy_offset: int
     segments: tuple[Segment, ...]
+    matrix: bool = False
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -260,9 +265,9 @@ def _cut(
 ) -> UnitLayout:
     # Wide dtypes first, trainable before frozen: runs are few, and the order depends on nothing
     # but the specs. The sort is stable, so registration order decides within a group.
-    def run_key(i: int) -> tuple[bool, int, str]:
+    def run_key(i: int) -> tuple[bool, int, str, int]:
         p = params[i]
-        return (not p.trainable, -ITEMSIZES[p.precision], p.precision)
+        return (not p.trainable, -ITEMSIZES[p.precision], p.precision, i if p.matrix else -1)
 
     order = sorted(range(len(params)), key=lambda i: (*run_key(i), params[i].group))
     byte_offsets = [0] * len(params)
@@ -298,6 +303,7 @@ def _cut(
                     trainable=first.trainable,
                     copy_offset=copy_offset + at * ITEMSIZES[first.precision],
                     segments=tuple(_segments(params, places, at, at + numel)),
+                    matrix=first.matrix,
                 )
             )
         start += slice_numel * len(shards)

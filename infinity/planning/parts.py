@@ -70,6 +70,8 @@ class Moment(NamedTuple):
 ADAM = ("exp_avg", "exp_avg_sq")
 #: Moments that are sums of squares, of any optimizer: they have no sign.
 SQUARES = frozenset({"exp_avg_sq", "sum"})
+#: What Muon keeps of a matrix, whatever other parameters have.
+MATRIX = ("momentum_buffer",)
 
 
 def moments_of(names: Sequence[str], config: Config) -> tuple[Moment, ...]:
@@ -182,6 +184,7 @@ class ChunkParts:
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
         place: how the compute parameters are read in place, from foreign files.
+        moments: what the state keeps beside the master.
     """
 
     parts: Mapping[str, Part]
@@ -191,6 +194,7 @@ class ChunkParts:
     gradient_lease: int
     moved: Moved
     place: InPlace | None = None
+    moments: tuple[Moment, ...] = ()
 
     @property
     def copy(self) -> Part:
@@ -234,7 +238,7 @@ def plan_chunks(
     """Return the parts of every chunk, by chunk id.
 
     Args:
-        moments: what the state keeps beside the master.
+        moments: what the state keeps beside the master, of what is no matrix.
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
         places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
@@ -248,11 +252,17 @@ def plan_chunks(
                 plans.append(_in_place(chunk, places[chunk.id]))
                 continue
             state_tier = assignment.states.get(chunk.id)
-            key = chunk.numel, chunk.precision, copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            tiers = copy_tier, state_tier, assignment.gradients.get(chunk.id)
+            key = chunk.numel, chunk.precision, chunk.matrix, tiers
             if key not in made:
-                made[key] = _parts_of(chunk, moments, *key[2:], staged=staged, delayed=delayed)
+                kept = _of_matrix(moments) if chunk.matrix else tuple(moments)
+                made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed)
             plans.append(made[key])
     return tuple(plans)
+
+
+def _of_matrix(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    return tuple(moments[0]._replace(name=name) for name in MATRIX)
 
 
 def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:
@@ -265,7 +275,7 @@ def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:
 
 def _parts_of(
     chunk: Chunk,
-    moments: Sequence[Moment],
+    moments: tuple[Moment, ...],
     copy_tier: Tier,
     state_tier: Tier | None,
     gradient_tier: Tier | None,
@@ -307,7 +317,8 @@ def _parts_of(
     }
     converted = gradient_tier is Tier.NVME or staged or chunk.precision != "fp32"
     moved = _with_update(used, parts, shared)
-    return ChunkParts(parts, shared, load_lease, sum(sizes), fp32 if converted else 0, moved)
+    gradient_lease = fp32 if converted else 0
+    return ChunkParts(parts, shared, load_lease, sum(sizes), gradient_lease, moved, moments=moments)
 
 
 def _with_update(used: Moved, parts: Mapping[str, Part], shared: bool) -> Moved:

@@ -1,0 +1,153 @@
+"""Muon: the bits of `torch.optim.Muon` for whole matrices, wherever their pieces are."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.errors import BudgetError, ConfigError, WrapError
+
+from .models import case
+from .offloaded import ON_HOST, config_for
+from .test_optimizers import PLACES, assert_equal, loss_of, state_of, trained
+from .whole import muon, train_whole
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bits_are_those_of_torch(place: str, tmp_path: Path) -> None:
+    wanted = train_whole(case("gpt").model, muon, loss_of, steps=STEPS)
+    assert_equal(trained(muon, tmp_path, steps=STEPS, **PLACES[place]), wanted)
+
+
+class Net(nn.Module):
+    """Matrices of several chunks of 65,536 elements each, tall and wide, a tied one, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(192, 800)
+        self.down = nn.Linear(800, 192, bias=False)
+        self.tied = nn.Linear(192, 192, bias=False)
+        self.again = nn.Linear(192, 192, bias=False)
+        self.again.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(x + self.tied(self.down(torch.relu(self.up(x)))))
+
+
+def loss_of_net(model: nn.Module, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(step)
+    return model(torch.randn(16, 192, generator=draw)).square().mean()
+
+
+def run_net(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        loss_of_net(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_matrix_that_chunks_cut_is_one(place: str, nesterov: bool, tmp_path: Path) -> None:
+    make = functools.partial(muon, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+    wanted = train_whole(Net(), make, loss_of_net, steps=STEPS)
+    model = Net()
+    settings = {"units": ["Net"], **PLACES[place], "chunk_elements": 65536}
+    model, optimizer = infinity.wrap(model, make(model.parameters()), config_for(tmp_path, **settings))
+    run_net(model, optimizer, range(STEPS))
+    assert_equal(state_of(model), wanted)
+    infinity.close(optimizer)
+
+
+def only_matrices() -> tuple[Net, torch.optim.Optimizer]:
+    """Return a net without vectors and a `torch.optim.Muon`, whose order is not the model's."""
+    model = Net()
+    model.up.bias = None  # type: ignore[assignment]
+    return model, torch.optim.Muon([*model.parameters()][::-1], lr=0.05)
+
+
+def test_accumulation_clipping_and_state_dicts_are_those_of_torch(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: Any, steps: range, clip: Any) -> None:
+        for step in steps:
+            for part in range(2):
+                (loss_of_net(model, 2 * step + part) / 2).backward()
+            clip(step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    norms: list[float] = []
+    model, optimizer = only_matrices()
+    config = config_for(tmp_path, units=["Net"], chunk_elements=65536)
+    model, optimizer = infinity.wrap(model, optimizer, config)
+    run(model, optimizer, range(2), lambda _: norms.append(float(optimizer.clip_grad_norm_(0.01))))  # type: ignore[attr-defined]
+    plain, theirs = only_matrices()
+
+    def clip(step: int) -> None:
+        for param in plain.parameters():
+            assert param.grad is not None
+            param.grad.mul_(min(1.0, 0.01 / (norms[step] + 1e-6)))
+
+    run(plain, theirs, range(2), clip)
+    found = state_of(model)
+    for name, param in plain.named_parameters():
+        assert torch.equal(found[name]["value"], param.detach()), name
+        assert torch.equal(found[name]["momentum_buffer"], theirs.state[param]["momentum_buffer"]), name
+    saved = optimizer.state_dict()
+    theirs.load_state_dict({key: saved[key] for key in ("state", "param_groups")})
+    run(plain, theirs, range(2, 4), lambda _: None)
+    run(model, optimizer, range(2, 4), lambda _: None)
+    found = state_of(model)
+    assert all(torch.equal(found[name]["value"], p.detach()) for name, p in plain.named_parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_resumes_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    def wrapped(name: str, **settings: Any) -> tuple[Net, Any]:
+        model = Net()
+        (tmp_path / name).mkdir()
+        config = config_for(tmp_path / name, optimizer_state_dtype=dtype, **settings)
+        return infinity.wrap(model, muon(model.parameters()), config)
+
+    model, optimizer = wrapped("whole")
+    run_net(model, optimizer, range(STEPS))
+    wanted = state_of(model)
+    infinity.close(optimizer)
+    model, optimizer = wrapped("first", **ON_HOST)
+    run_net(model, optimizer, range(2))
+    infinity.save(optimizer, tmp_path / "saved")
+    infinity.close(optimizer)
+    model, optimizer = wrapped("second", chunk_elements=131072)
+    infinity.load(optimizer, tmp_path / "saved")
+    run_net(model, optimizer, range(2, STEPS))
+    assert_equal(state_of(model), wanted)
+    infinity.close(optimizer)
+
+
+def test_a_torch_muon_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+    with pytest.raises(WrapError, match=r"infinity\.optim\.Muon"):
+        infinity.wrap(model, optimizer, config_for(tmp_path))
+
+
+def test_a_matrix_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    with pytest.raises(BudgetError, match="the update of a matrix"):
+        infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, device_memory="1MiB"))
+
+
+def test_delayed_updates_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    with pytest.raises(ConfigError, match="Muon is not available"):
+        infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, update="delayed"))
