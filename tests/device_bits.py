@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from infinity.core.sizes import NORM_BLOCK
+from infinity.core.sizes import MOMENT_BLOCK, NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Segment, rounding_key
 
@@ -65,11 +65,16 @@ def rules(device: str, dtype: torch.dtype) -> list[str]:
     for options in every:
         for count in RULES[type(options)]:
             here = state(n)[0], [m.to(dtype) for m in state(n)[1:][:count]]
+            begin, place = 3, (1 << 32) - 77
+            if dtype is torch.uint8:  # as before the first update: a code means nothing without its scale
+                scales = [torch.zeros(-(-n // MOMENT_BLOCK)) for _ in range(count)]
+                here = here[0], [torch.zeros(n, dtype=dtype) for _ in range(count)] + scales
+                begin, place = MOMENT_BLOCK, (1 << 32) - 3 * MOMENT_BLOCK
             there = here[0].to(device), [m.to(device) for m in here[1]]
             there = there[0].clone(), [m.clone() for m in there[1]]
             for step in (1, 2, 3):
                 key, grad = rounding_key("w", step), values(n, 9 + step).bfloat16()
-                cut = Segment(3, n - 3, (1 << 32) - 77, key, step, 1e-3, 0.1, 0.7, False, options)
+                cut = Segment(begin, n - begin, place, key, step, 1e-3, 0.1, 0.7, False, options)
                 cpu_adam.update_segments(*here, grad, None, [cut])
                 adam_reference.reference_segments(*there, grad.to(device), None, [cut])
             pairs = zip([there[0], *there[1]], [here[0], *here[1]], strict=True)
@@ -106,7 +111,10 @@ CHECKS: dict[str, Callable[[str], list[str]]] = {
         for out in (None, *DTYPES)
     },
     "segments": segments,
-    **{f"rules {d}": lambda device, d=d: rules(device, d) for d in (torch.float32, torch.bfloat16)},
+    **{
+        f"rules {d}": lambda device, d=d: rules(device, d)
+        for d in (torch.float32, torch.bfloat16, torch.uint8)
+    },
     **{f"norms {dtype}": lambda device, dtype=dtype: norms(device, dtype) for dtype in DTYPES},
     **{
         f"rounding {dtype}": lambda device, dtype=dtype: rounding(device, dtype)

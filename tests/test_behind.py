@@ -232,8 +232,8 @@ def test_units_are_updated_while_the_backward_runs(tmp_path: Path, monkeypatch: 
     order: list[str] = []
     changed, inner = threading.Condition(), update._compute
 
-    def compute(tiers: Any, work: Any, io: Any, **mode: Any) -> None:
-        inner(tiers, work, io, **mode)
+    def compute(tiers: Any, work: Any, *rest: Any, **mode: Any) -> None:
+        inner(tiers, work, *rest, **mode)
         with changed:
             order.append(units[work.chunk.unit].layout.name)
             changed.notify()

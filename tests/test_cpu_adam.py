@@ -84,7 +84,7 @@ def any_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -147,7 +147,8 @@ def test_a_matrix_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, device_memory="1MiB"))
 
 
-def test_delayed_updates_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"update": "delayed"}, {"optimizer_state_dtype": "8bit"}], ids=str)
+def test_what_is_not_available_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     model = Net()
     with pytest.raises(ConfigError, match="Muon is not available"):
-        infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, update="delayed"))
+        infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, **settings))
