@@ -8,6 +8,7 @@ meets all of them. What is compared:
 
 kernel      infinity's update: one pass
 kernel_bf16 the same with moments in bf16, rounded stochastically: 10 B read and 10 B written
+kernel_8bit the same with moments in 8 bits: 8.03 B read and 8.03 B written
 ceiling     the loads and stores of that pass and none of its arithmetic: 14 B read and 14 B written
             per parameter, with ordinary stores and with stores past the caches; the better counts
 torch       grad32.copy_(grad); AdamW(fused=True).step(); copy.copy_(master)
@@ -82,7 +83,7 @@ def main() -> None:
         return serve(*map(int, sys.argv[2:4]))
     import common
 
-    from infinity.cli.bench.adam import AdamWork
+    from infinity.cli.bench.adam import MOMENTS, AdamWork
     from infinity.hardware import cpu_adam
 
     parser = common.arguments((__doc__ or "").split("\n\n")[0], directory=False)
@@ -93,7 +94,7 @@ def main() -> None:
         parser.error("--repetitions: a median of fewer than 7 says little")
     torch.set_num_threads(args.threads)
     cpu_adam.set_threads(args.threads)
-    work, rounded = AdamWork(args.params), AdamWork(args.params, torch.bfloat16)
+    work, rounded, coded = (AdamWork(args.params, form) for form in MOMENTS)
 
     def ceiling(past_caches: bool) -> float:
         took = timed(functools.partial(work.traffic, past_caches=past_caches))
@@ -103,6 +104,7 @@ def main() -> None:
     runs: dict[str, Callable[[], float]] = {
         "kernel": functools.partial(timed, work.update),
         "kernel_bf16": functools.partial(timed, rounded.update),
+        "kernel_8bit": functools.partial(timed, coded.update),
         "torch": functools.partial(timed, peer_step("torch", args.params)),
         "ceiling_past_caches": functools.partial(ceiling, True),
         "ceiling_ordinary": functools.partial(ceiling, False),
@@ -120,10 +122,10 @@ def main() -> None:
     rate = {name: args.params / statistics.median(times) / 1e6 for name, times in seconds.items()}
     most = max(rate["ceiling_past_caches"], rate["ceiling_ordinary"])
     ratios = {"of_ceiling": rate["kernel"] / most}
-    ratios["of_kernel_bf16"] = rate["kernel"] / rate["kernel_bf16"]
+    ratios |= {f"of_kernel_{form}": rate["kernel"] / rate[f"kernel_{form}"] for form in ("bf16", "8bit")}
     ratios |= {f"of_{name}": rate["kernel"] / rate[name] for name in ("torch", "deepspeed") if name in rate}
     for name, value in rate.items():
-        moved = (rounded if name == "kernel_bf16" else work).moved
+        moved = {"kernel_bf16": rounded, "kernel_8bit": coded}.get(name, work).moved
         print(f"{name:22s} {value:8.1f} Mparam/s  {value * moved / 1e3:6.2f} GB/s")
     for name, value in ratios.items():
         print(f"kernel {name:15s} {value:8.3f}")

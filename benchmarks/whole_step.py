@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", nargs="+", choices=UPDATES, default=["sync"], help="of infinity's Config")
     parser.add_argument(
-        "--state-dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of the moments"
+        "--state-dtypes", nargs="+", choices=("fp32", "bf16", "8bit"), default=["fp32"], help="of the moments"
     )
     parser.add_argument("--burst", type=int, help="steps of a turn; 1 with --update sync, else 4")
     args = parser.parse_args()

@@ -137,6 +137,8 @@ def test_adam_is_measured_for_each_instruction_set() -> None:
         assert row["gb_per_s"] == pytest.approx(row["parameters_per_second"] * 28e-9)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / row["ceiling_gb_per_s"])
     assert (cpu_adam.isa(), cpu_adam.threads()) == before
+    coded = bench("adam", "--params", "70000", "--repeats", "1", "--moments", "8bit")
+    assert all(row["of_ceiling"] is None and row["parameters_per_second"] > 0 for row in coded["rows"])
     assert "sse9" in str(refused("adam", "--isa", "sse9"))
     assert "--params" in str(refused("adam", "--params", str(1 << 50)).cure)
     done = CliRunner().invoke(

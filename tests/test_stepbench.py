@@ -115,7 +115,7 @@ def check(row: dict[str, Any], nbytes: float | None) -> None:
         assert nbytes <= row["bytes_per_parameter"] < 2 * nbytes + 1
 
 
-@pytest.mark.parametrize(("moments", "nbytes"), [("fp32", 24), ("bf16", 16)])
+@pytest.mark.parametrize(("moments", "nbytes"), [("fp32", 24), ("bf16", 16), ("8bit", 12)])
 def test_a_case_beside_its_bound(moments: str, nbytes: int, tmp_path: Path) -> None:
     place = tmp_path / "d"
     place.mkdir()

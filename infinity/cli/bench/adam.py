@@ -15,22 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import click
 import torch
 
 from infinity.cli.console import finish, table_of, wide_console
 from infinity.cli.options import json_option, words_option
+from infinity.core.config import Config, StateDtype
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import MiB, ceil_to, dtype_name, format_size
+from infinity.core.sizes import MiB, ceil_to, format_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.probe import available_host_memory
-from infinity.planning.parts import ADAM, Moment, update_nbytes
+from infinity.planning.parts import ADAM, Moment, moments_of, update_nbytes
 from infinity.storage.memory import HostMapping
 
-#: Dtypes of the moments.
-MOMENTS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Forms of the moments.
+MOMENTS: Final[tuple[StateDtype, ...]] = get_args(StateDtype)
 _BF16: Final = 1  # as the native module numbers dtypes
 _ADAMW: Final = cpu_adam.Adam(0.9, 0.999, 1e-8)
 _SCALARS: Final = (1e-3, 0.01, 1.0)  # lr, weight_decay, grad_scale
@@ -49,7 +50,7 @@ def check_memory(what: str, need: int, have: int, cure: str, where: str = "host 
 
 
 class AdamWork:
-    """State, gradient and copy of `numel` parameters, and updates of them; `moments`: of which dtype.
+    """State, gradient and copy of `numel` parameters, and updates of them; `moments`: in which form.
 
     Attributes:
         moved: bytes that are read and written of one parameter.
@@ -58,40 +59,47 @@ class AdamWork:
         BudgetError: it does not fit host memory.
     """
 
-    def __init__(self, numel: int, moments: torch.dtype = torch.float32) -> None:
-        held = 4 + 2 * moments.itemsize + 4
-        kept = [Moment(name, dtype_name(moments)) for name in ADAM]
-        self.moved = update_nbytes(1, kept, 2, 2)
-        nbytes, free = numel * held, available_host_memory() * 9 // 10
-        check_memory("the state of so many parameters", nbytes, free, f"--params {free // 2 // held}")
-        self.numel = numel
-        self._mapping = HostMapping(nbytes + 5 * 2 * MiB, populate=True)
+    def __init__(self, numel: int, moments: StateDtype = "fp32") -> None:
+        kept = moments_of(ADAM, Config(optimizer_state_dtype=moments))
+        self.moved = update_nbytes(numel, kept, 2, 2) / numel
+        half = Moment("", "bf16")
+        tensors = [Moment("master", "fp32"), *kept, half, half]  # then gradient and copy
+        nbytes, free = sum(each.nbytes(numel) for each in tensors), available_host_memory() * 9 // 10
+        most = free // 2 * numel // nbytes
+        check_memory("the state of so many parameters", nbytes, free, f"--params {most}")
+        self.numel, self._is_coded = numel, moments == "8bit"
+        self._mapping = HostMapping(nbytes + len(tensors) * 2 * MiB, populate=True)
         at = 0
         self._tensors: list[torch.Tensor] = []
-        for dtype in (torch.float32, moments, moments, torch.bfloat16, torch.bfloat16):
-            self._tensors.append(self._mapping.tensor(at, numel * dtype.itemsize, dtype))
-            at += ceil_to(numel * dtype.itemsize, 4096)
+        for each in tensors:
+            self._tensors.append(self._mapping.tensor(at, each.nbytes(numel), each.dtype))
+            at += ceil_to(each.nbytes(numel), 4096)
         self.reset()
 
     def reset(self) -> None:
         """Put plausible values there, as before the first update."""
-        master, exp_avg, exp_avg_sq, grad, _ = self._tensors
+        master, *moments, grad, _ = self._tensors
         master.normal_(generator=torch.Generator().manual_seed(0))
         grad.copy_(master)
-        exp_avg.copy_(master).mul_(0.1)
-        exp_avg_sq.copy_(exp_avg).square_()
+        if self._is_coded:  # the first update makes the codes
+            for moment in moments:
+                moment.zero_()
+        else:
+            moments[0].copy_(master).mul_(0.1)
+            moments[1].copy_(moments[0]).square_()
         self._step = 0
 
     def update(self) -> None:
         """Update all of it once."""
         self._step += 1
-        master, exp_avg, exp_avg_sq, grad, copy = self._tensors
+        master, *moments, grad, copy = self._tensors
         key = cpu_adam.rounding_key("", self._step)
         segment = cpu_adam.Segment(0, self.numel, 0, key, self._step, *_SCALARS, False, _ADAMW)
-        cpu_adam.update_segments(master, (exp_avg, exp_avg_sq), grad, copy, (segment,))
+        cpu_adam.update_segments(master, moments, grad, copy, (segment,))
 
     def traffic(self, *, past_caches: bool) -> None:
-        """Move the bytes of an update without its arithmetic. The values become meaningless."""
+        """Move the bytes of an update without its arithmetic; not of moments in 8 bits. The values become
+        meaningless."""
         *state, grad, copy = (tensor.data_ptr() for tensor in self._tensors)
         kind = int(self._tensors[1].dtype is torch.bfloat16)
         _native.measure(*state, kind, grad, _BF16, copy, _BF16, self.numel, past_caches)
@@ -148,16 +156,18 @@ def as_before() -> Iterator[None]:
 
 @as_before()
 def measure(
-    numel: int, moments: str, isas: Sequence[str], threads: Sequence[int], repeats: int
+    numel: int, moments: StateDtype, isas: Sequence[str], threads: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """Return one row of figures for each instruction set and number of threads."""
-    work = AdamWork(numel, MOMENTS[moments])
+    """Return one row of figures for each instruction set and number of threads. Of moments in 8 bits there is
+    no ceiling: None."""
+    work = AdamWork(numel, moments)
     ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
     rows = []
     for count in threads:
         cpu_adam.set_threads(count)
         cpu_adam.set_isa(cpu_adam.available_isas()[-1])
-        ceiling = max(statistics.median(rate(way, numel, repeats)) for way in ways)
+        coded = moments == "8bit"
+        ceiling = None if coded else max(statistics.median(rate(way, numel, repeats)) for way in ways)
         for isa in isas:
             cpu_adam.set_isa(isa)
             work.reset()
@@ -170,8 +180,8 @@ def measure(
                     "parameters_per_second": middle,
                     "spread": spread(rates),
                     "gb_per_s": middle * work.moved / 1e9,
-                    "ceiling_gb_per_s": ceiling * work.moved / 1e9,
-                    "of_ceiling": middle / ceiling,
+                    "ceiling_gb_per_s": ceiling and ceiling * work.moved / 1e9,
+                    "of_ceiling": ceiling and middle / ceiling,
                 }
             )
     return rows
@@ -179,9 +189,7 @@ def measure(
 
 @click.command("adam")
 @click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
-@click.option(
-    "--moments", type=click.Choice([*MOMENTS]), default="fp32", show_default=True, help="Their dtype."
-)
+@click.option("--moments", type=click.Choice(MOMENTS), default="fp32", show_default=True, help="Their form.")
 @words_option(
     *("--isa", "isas", cpu_adam.available_isas()[::-1], "Instruction set; may be given again. Default: all."),
     what="this machine has no such instruction set",
@@ -191,7 +199,7 @@ def measure(
 @json_option
 def adam_command(
     params: int,
-    moments: str,
+    moments: StateDtype,
     isas: tuple[str, ...],
     threads: tuple[int, ...],
     repeats: int,
@@ -218,9 +226,10 @@ def show(result: Mapping[str, Any]) -> None:
         f"{result['moments']} moments → bf16 copy",
     )
     for row in result["rows"]:
+        most, share = row["ceiling_gb_per_s"], row["of_ceiling"]
         table.add_row(
             *(row["isa"], str(row["threads"]), f"{row['parameters_per_second'] / 1e6:,.0f}"),
-            *(f"{row['spread']:.0%}", f"{row['gb_per_s']:.1f}", f"{row['ceiling_gb_per_s']:.1f} GB/s"),
-            f"{row['of_ceiling']:.0%}",
+            *(f"{row['spread']:.0%}", f"{row['gb_per_s']:.1f}"),
+            *("–" if most is None else f"{most:.1f} GB/s", "–" if share is None else f"{share:.0%}"),
         )
     wide_console().print(table)

@@ -25,7 +25,7 @@ from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
 from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
 from infinity.cli.shape import KEYS, activations_of, config_from
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config, StateDtype
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
 from infinity.hardware import cpu_adam
@@ -62,12 +62,12 @@ _SHAPE: Final = ("layers", "width", "heads", "vocab")
 class Rates:
     """What measures the kernel and, with a `load`, the drive."""
 
-    def __init__(self, load: Load | None, settings: Settings, moments: str = "fp32") -> None:
+    def __init__(self, load: Load | None, settings: Settings, moments: StateDtype = "fp32") -> None:
         self._load, self._settings, self._moments = load, settings, moments
 
     @functools.cached_property
     def _work(self) -> AdamWork:
-        return AdamWork(_ADAM, MOMENTS[self._moments])
+        return AdamWork(_ADAM, self._moments)
 
     def drive(self, job: Job = _MIXED) -> float | None:
         """Return the bytes per second of a pass, read and written together; None: there is no drive."""
@@ -127,13 +127,13 @@ def beside(
 
 
 @contextlib.contextmanager
-def rates(directory: str | None, moments: str = "fp32") -> Iterator[Rates]:
+def rates(directory: str | None, moments: StateDtype = "fp32") -> Iterator[Rates]:
     """Lend what measures the rates; the drive's file is gone afterwards. The ring is opened as the
     store opens its own: as tuned, or with the defaults.
 
     Args:
         directory: on the drive to be measured; None: no drive.
-        moments: their dtype in the kernel.
+        moments: their form in the kernel.
 
     Raises:
         DirectoryError: the directory is unfit, or has not the room.
@@ -170,7 +170,7 @@ class Request:
     tokens: int = 128
     batch: int = 1
     dtype: str = "fp32"
-    moments: str = "fp32"
+    moments: StateDtype = "fp32"
     device: str = "cpu"
     placements: tuple[str, ...] = tuple(PLACEMENTS)
     updates: tuple[str, ...] = UPDATES
@@ -331,9 +331,7 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="In a sequence.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
-@click.option(
-    "--moments", type=click.Choice([*MOMENTS]), default="fp32", show_default=True, help="Their dtype."
-)
+@click.option("--moments", type=click.Choice(MOMENTS), default="fp32", show_default=True, help="Their form.")
 @device_option
 @click.option("--directory", default=".", metavar="DIR", help="On the drive to be measured. Default: here.")
 @words_option(
