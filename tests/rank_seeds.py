@@ -70,7 +70,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     rules = random.Random(f"rules {seed}")
     if rules.random() < 0.4:
         made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
-    config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "bf16"))
+    config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "fp32", "bf16", "8bit"))
     return made
 
 

@@ -73,7 +73,7 @@ def generate(seed: int) -> Json:
     rules = Random(f"rules {seed}")
     if rules.random() < 0.3:
         config["optimizer"] = rules.choice(("SGD", "momentum", "Adagrad", "Lion"))
-    config["state_dtype"] = rules.choices(("fp32", "bf16"), (3, 1))[0]
+    config["state_dtype"] = rules.choices(("fp32", "bf16", "8bit"), (6, 2, 1))[0]
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 

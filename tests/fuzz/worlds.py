@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware.log_codes import decode
+from infinity.planning.parts import SQUARES
+
 from .build import Json, Root, build
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -197,7 +201,6 @@ class PlainWorld(World):
         from infinity.hardware.cpu_adam import Segment, rounding_key
 
         names = {p: n for n, p in self.model.named_parameters()}
-        dtype = DTYPES[self.config["state_dtype"]]
         self.norm = self._norm()
         self.resumed = False
         self._publish()
@@ -214,7 +217,7 @@ class PlainWorld(World):
                     continue
                 self.updates[p] = self.updates.get(p, 0) + 1
                 if p not in self.moments:
-                    self.moments[p] = [torch.zeros(p.numel(), dtype=dtype) for _ in self.rule.moments]
+                    self.moments[p] = self._new_moments(p.numel())
                 segment = Segment(
                     *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
                     *(group["lr"], group["weight_decay"]),
@@ -326,10 +329,7 @@ class PlainWorld(World):
         return {
             "masters": {names[p]: v.clone() for p, v in self.masters.items() if p in self.learns},
             "fronts": {names[p]: p.detach().clone() for p in self.learns if self.late},
-            "moments": {
-                names[p]: [m.to(torch.float32, copy=True) for m in of_one]
-                for p, of_one in self.moments.items()
-            },
+            "moments": {names[p]: [m.clone() for m in of_one] for p, of_one in self.moments.items()},
             "updates": {names[p]: n for p, n in self.updates.items()},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "scale": (self.scale_now, self.good, self.steps),
@@ -347,10 +347,7 @@ class PlainWorld(World):
         for n, front in saved["fronts"].items():
             self.late[named[n]] = named[n].detach().clone()
             named[n].copy_(front)
-        dtype = DTYPES[self.config["state_dtype"]]
-        self.moments = {
-            named[n]: [m.to(dtype, copy=True) for m in of_one] for n, of_one in saved["moments"].items()
-        }
+        self.moments = {named[n]: [m.clone() for m in of_one] for n, of_one in saved["moments"].items()}
         self.updates = {named[n]: u for n, u in saved["updates"].items()}
         for group, old in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(old)
@@ -361,8 +358,23 @@ class PlainWorld(World):
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
         p = self.named()[name]
-        moments = [m.float() for m in self.moments.get(p, ())] or [None] * len(self.rule.moments)
-        return {"master": self.masters[p], **dict(zip(self.rule.moments, moments, strict=True))}
+        kinds, moments = self.rule.moments, self.moments.get(p)
+        if moments is None:
+            return {"master": self.masters[p], **dict.fromkeys(kinds)}
+        if self.config["state_dtype"] == "8bit":
+            pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
+            wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
+        else:
+            wide = [m.float() for m in moments]
+        return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
+
+    def _new_moments(self, numel: int) -> list[torch.Tensor]:
+        form = self.config["state_dtype"]
+        count = len(self.rule.moments)
+        if form != "8bit":
+            return [torch.zeros(numel, dtype=DTYPES[form]) for _ in range(count)]
+        codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(count)]
+        return codes + [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count)]
 
     def close(self) -> None:
         pass
