@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import BudgetError, ConfigError, WrapError
+from infinity.core.errors import BudgetError, ConfigError, ParameterError, WrapError
+from infinity.optim import matrices, update
 
 from .models import case
 from .offloaded import ON_HOST, config_for
@@ -152,3 +153,28 @@ def test_what_is_not_available_is_refused(settings: dict[str, Any], tmp_path: Pa
     model = Net()
     with pytest.raises(ConfigError, match="Muon is not available"):
         infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("changed", ["no first visit", "no pieces behind the first", "one more is expected"])
+def test_a_matrix_that_is_lost_is_an_error(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine must not do: the update says so, and a flattened or partial matrix is never a step."""
+    model, config = Net(), config_for(tmp_path, update="sync", **ON_HOST)
+    model, optimizer = infinity.wrap(model, muon(model.parameters()), config)
+    if changed == "one more is expected":
+        expect = matrices.Matrices.expect
+        monkeypatch.setattr(matrices.Matrices, "expect", lambda self, count: expect(self, count + 1))
+    elif changed == "no first visit":
+        monkeypatch.setattr(update, "visits_of", lambda *_: (matrices.Visit(False, True),))
+    else:
+        collect = matrices.Matrices.collect
+
+        def first_alone(self: Any, io: Any, *given: Any, **options: Any) -> None:
+            if io.chunk.segments[0].offset == 0:
+                collect(self, io, *given, **options)
+
+        monkeypatch.setattr(matrices.Matrices, "collect", first_alone)
+    loss_of_net(model, 0).backward()
+    with pytest.raises(ParameterError, match="the update of a matrix is not complete"):
+        optimizer.step()
