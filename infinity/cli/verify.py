@@ -69,15 +69,15 @@ PLACEMENTS: Final[dict[str, Sequence[Any]]] = {
 #: when that one is over may change the step. The reference of such a case is named `_LOOP`.
 _BEHIND: Final = {"accumulation": 2, "max_grad_norm": None}
 _LOOP: Final = "as behind the backward"
-#: Rounded to bf16, with the same random numbers everywhere. The reference of such a case has them, too.
-_ROUNDED: Final = "bf16 moments"
+#: Rounded stochastically, with the same random numbers everywhere. The reference has them, too.
+_ROUNDED: Final = {"bf16": "bf16 moments", "8bit": "8-bit moments"}
 #: What words in the name of a case stand for, beside the setting of that name.
 _MORE: Final[dict[str, dict[str, Any]]] = {
     "fp16": {"loss_scale": 2.0**19, "loss_scale_window": 2},  # overflows, and not with what it falls to
     "delayed": {"delay_warmup_steps": 3},  # some steps before a delay, some after
     "backward": _BEHIND,
     _LOOP: _BEHIND,
-    _ROUNDED: {"optimizer_state_dtype": "bf16"},
+    **{name: {"optimizer_state_dtype": form} for form, name in _ROUNDED.items()},
     "two directories": {"nvme": ["first", "second"]},
     # As little at once as there can be, and one thread.
     "tight": dict(read_ahead_memory=0, prefetch_memory=0, update_depth=1, queue_depth=1, threads=1),
@@ -105,7 +105,7 @@ def reference_of(case: Case) -> Case:
     """Return what `case` must equal: everything on the host, in its dtype, ``sync`` (or ``delayed``)."""
     update = "delayed" if case.settings["update"] == "delayed" else "sync"
     more = [_LOOP] if "accumulation" in case.settings else []
-    more += [_ROUNDED] if "optimizer_state_dtype" in case.settings else []
+    more += [_ROUNDED[form]] if (form := case.settings.get("optimizer_state_dtype")) else []
     return _case(HOST, update, case.settings["dtype"], *more)
 
 
@@ -124,13 +124,16 @@ def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Cas
             cases += [_case(place, update, dtype) for place in PLACEMENTS]
     cases.append(_case(HOST, "sync", "fp16"))
     cases += [_case(place, default, "fp16") for place in (NVME, "state on NVMe", "split")]
-    cases += [_case(place, "sync", "bf16", _ROUNDED) for place in (HOST, "all on device", NVME, "split")]
+    places = HOST, "all on device", NVME, "split"
+    cases += [_case(place, "sync", "bf16", form) for form in _ROUNDED.values() for place in places]
     for more in ("tight", "two directories"):
         cases += [_case(NVME, default, dtype, more) for dtype in ("fp32", "bf16")]
     turns = itertools.cycle(DTYPES)
     others = [each for each in isas if each != isa]
     cases += [_case(place, default, next(turns), each, isa=each) for each in others for place in (HOST, NVME)]
-    cases += [_case(HOST, default, "bf16", _ROUNDED, each, isa=each) for each in others]
+    cases += [
+        _case(HOST, default, "bf16", form, each, isa=each) for form in _ROUNDED.values() for each in others
+    ]
     return cases + [_case(NVME, default, next(turns), each, aio_backend=each) for each in backends]
 
 
