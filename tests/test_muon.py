@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import BudgetError, ConfigError, ParameterError, WrapError
+from infinity.core.errors import BudgetError, ConfigError, OptimizerTypeError, ParameterError, WrapError
 from infinity.optim import matrices, update
 
 from .models import case
@@ -178,3 +178,70 @@ def test_a_matrix_that_is_lost_is_an_error(
     loss_of_net(model, 0).backward()
     with pytest.raises(ParameterError, match="the update of a matrix is not complete"):
         optimizer.step()
+
+
+def two_matrices(count: int) -> tuple[nn.Module, Any]:
+    """Return a model of two matrices, of which Muon updates `count`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    params = [*model.parameters()]
+    first = {"params": params[:count], "use_muon": True}
+    second = {"params": params[count:], "use_muon": False, "lr": 0.01, "weight_decay": 0.0}
+    return model, infinity.optim.Muon([group for group in (first, second) if group["params"]])
+
+
+def test_a_matrix_that_adamw_updates_after_a_load_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    model, optimizer = infinity.wrap(*two_matrices(2), config_for(tmp_path / "a", **ON_HOST))
+    for _ in range(3):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    infinity.save(optimizer, tmp_path / "saved")
+    infinity.close(optimizer)
+    (tmp_path / "b").mkdir()
+    places = {**ON_HOST, "parameters": "device"}
+    model, optimizer = infinity.wrap(*two_matrices(1), config_for(tmp_path / "b", **places))
+    infinity.load(optimizer, tmp_path / "saved", strict=False)
+    before = model[1].weight.detach().clone()
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    assert [int(state["step"]) for state in optimizer.state_dict()["state"].values()] == [4, 1]
+    torch.testing.assert_close((model[1].weight - before).abs(), torch.full((6, 6), 0.01), rtol=1e-3, atol=0)
+
+
+def test_a_group_that_has_changed_use_muon_is_refused(tmp_path: Path) -> None:
+    model, optimizer = infinity.wrap(*two_matrices(1), config_for(tmp_path, **ON_HOST))
+    for index in range(2):
+        group = optimizer.param_groups[index]
+        group["use_muon"] = not group["use_muon"]
+        model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(OptimizerTypeError, match="has changed use_muon"):
+            optimizer.step()
+        group["use_muon"] = not group["use_muon"]
+    optimizer.step()
+
+
+def test_a_matrix_without_elements_is_no_matrix_that_is_lost(tmp_path: Path) -> None:
+    model: Any = nn.Linear(6, 4, bias=False)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    model.register_forward_hook(lambda module, _, out: out + module.none.sum())
+    model, optimizer = infinity.wrap(
+        model, torch.optim.Muon(model.parameters()), config_for(tmp_path, **ON_HOST)
+    )
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+
+
+def test_a_muon_of_torch_and_ours_load_each_other(tmp_path: Path) -> None:
+    model, ours = two_matrices(2)
+    theirs = torch.optim.Muon(model.parameters())
+    for first, second in ((theirs, ours), (ours, theirs)):
+        model, optimizer = infinity.wrap(model, first, config_for(tmp_path, **ON_HOST))
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        model = infinity.unwrap(model)
+        model, optimizer = infinity.wrap(model, second, config_for(tmp_path, **ON_HOST))
+        optimizer.load_state_dict(saved)
+        infinity.unwrap(model)

@@ -351,3 +351,28 @@ def test_a_lion_of_another_library_is_one(make: Make, tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused(make: Make, found: str, tmp_path: Path) -> None:
     with pytest.raises(OptimizerTypeError, match=found):
         wrapped(make, tmp_path)
+
+
+def test_a_momentum_that_there_is_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    def wrapped_sgd(momentum: float) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        model, optimizer = infinity.wrap(model, sgd, infinity.Config(device="cpu", host_memory="64MiB"))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    optimizer = wrapped_sgd(0.9)
+    infinity.save(optimizer, tmp_path / "saved")
+    saved = optimizer.state_dict()
+    infinity.close(optimizer)
+    optimizer = wrapped_sgd(0.0)
+    for load in (
+        lambda: infinity.load(optimizer, tmp_path / "saved"),
+        lambda: optimizer.load_state_dict(saved),
+    ):
+        with pytest.raises(StateDictError, match="has a momentum"):
+            load()
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+    optimizer.step()

@@ -386,8 +386,10 @@ class _Loading:
                 file.compare([of_rank[stem] for of_rank in pieces])
         for sharded, name in self._names.items():
             saved = index["parameters"][name]
-            # What was frozen there, or is here, has no moments: they begin anew, and so do its steps.
+            # What was frozen there, or is here, or had other moments: they begin anew, and so do its steps.
             has_moments = sharded.spec.trainable and saved["trainable"] and self._same_kind
+            files = [self._files.get(kind) for kind in engine.states.kinds_of(sharded)]
+            has_moments = has_moments and all(file is not None and name in file.entries for file in files)
             sharded.step = int(saved["step"]) if has_moments else 0
         for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
             group.update(options)

@@ -96,7 +96,7 @@ def match(
                 f"the state dict was saved by another optimizer than {rule.kind}",
                 expected=" and ".join(rule.moments) or "no moments",
                 found=f"{', '.join(others)} of {sharded.name!r}",
-                cure=f"load a state dict of a {rule.kind}",
+                cure=f"load a state dict of {rule.kind}",
             )
         for key in (*rule.moments, "master", "front"):
             value = values.get(key)

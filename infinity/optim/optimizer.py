@@ -235,7 +235,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         work = chunk_updates(self._tiers, self._residency.cache.forward_order(), updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
-        matrices = sum(s.spec.matrix for s in present)
+        matrices = sum(s.spec.matrix and s.spec.numel > 0 for s in present)
         if self.delaying:
             # The next forward uses what has just been published ([Note: two versions]).
             self._updater.post(work, delayed=True)
@@ -396,14 +396,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
             rule = self.rule.of(group)
-            of_group = ParamUpdate(
-                lr=float(group["lr"]),
-                weight_decay=float(group["weight_decay"]),
-                step=0,
-                grad_scale=1.0,
-                maximize=bool(group.get("maximize", False)),
-                options=rule.options(group),
-            )
             ours = [self._params[p] for p in group["params"] if p in self._params]
             if any(s.spec.trainable and s.spec.matrix != rule.whole for s in ours):
                 raise OptimizerTypeError(
@@ -412,6 +404,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     found=f"use_muon={rule.whole} in param group {index}",
                     cure="restore it; or build the optimizer with other groups before `wrap`",
                 )
+            of_group = ParamUpdate(
+                lr=float(group["lr"]),
+                weight_decay=float(group["weight_decay"]),
+                step=0,
+                grad_scale=1.0,
+                maximize=bool(group.get("maximize", False)),
+                options=rule.options(group),
+            )
             options.update(dict.fromkeys(ours, of_group))
         return options
 

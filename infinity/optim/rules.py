@@ -97,11 +97,13 @@ class Rule:
     def check_saved(self, group: Group, saved: str, here: Group) -> None:
         """Raise `StateDictError` for options that this rule does not have; `saved` is what has them, and
         `here` the group that gets them."""
-        if bool(group.get("use_muon")) != bool(here.get("use_muon")):
+        # A torch.optim.Muon has no use_muon, and has matrices alone.
+        theirs, ours = (bool(each.get("use_muon", "ns_steps" in each)) for each in (group, here))
+        if theirs != ours:
             raise StateDictError(
                 f"{saved} has a param group with another use_muon than the optimizer",
-                expected=f"use_muon={here.get('use_muon')}",
-                found=f"use_muon={group.get('use_muon')}",
+                expected=f"use_muon={ours}",
+                found=f"use_muon={theirs}",
                 cure="build the same groups as in what was saved",
             )
         if (rule := self.of(here)) is not self:
@@ -113,14 +115,21 @@ class Rule:
                 f"{saved} was saved by another optimizer",
                 expected=f"param groups with {', '.join(lacks)}",
                 found=f"a param group with {', '.join(k for k in group if k != 'params')}",
-                cure=f"load a state dict of a {self.kind}",
+                cure=f"load a state dict of {self.kind}",
+            )
+        if group.get("momentum") and not self.moments:
+            raise StateDictError(
+                f"{saved} has a momentum, and `wrap` made no room for momentum_buffer",
+                expected="momentum=0, as in all groups at `wrap`",
+                found=f"momentum={group['momentum']!r}",
+                cure="set a momentum in one of the groups before `wrap`",
             )
         for option, expected in self._unsupported(group):
             raise StateDictError(
                 f"{saved} was saved with {option}={group[option]!r}",
                 expected=expected,
                 found=f"{option}={group[option]!r}",
-                cure=f"load a state dict of a plain {self.kind}",
+                cure=f"load a state dict of plain {self.kind}",
             )
 
     def steps(self, state: Group) -> int:
