@@ -326,8 +326,8 @@ def sample(injections: list[Injection], count: int, random: random.Random) -> li
                 groups.setdefault((i.backend, i.op, i.kind, i.value, i.repeat), []).append(i)
         for group in groups.values():
             random.shuffle(group)
-        # There are more groups than a small sample holds: kinds, and of each the ways in which it may end, take
-        # turns, lest chance leave one out.
+        # There are more groups than a small sample holds: kinds take turns, and so do the ways in which each
+        # may end, lest chance leave one out.
         kinds: dict[str, list[list[Injection]]] = {}
         for key in random.sample(list(groups), len(groups)):
             kinds.setdefault(f"{key[2]} {sorted(allowed(groups[key][0]))}", []).append(groups[key])
