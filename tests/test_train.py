@@ -20,8 +20,10 @@ import infinity
 from infinity.cli.data import ByteStream, Corpus, TokenStream, find_files, open_stream
 from infinity.cli.main import run
 from infinity.cli.output import read_run
+from infinity.cli.settings import MOMENTS
 from infinity.cli.train import train
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
+from infinity.optim.rules import rule_of
 
 from .command_line import give_tokenizer, mounted, python, started, wait_for_line
 from .quick import quick
@@ -744,3 +746,11 @@ def test_a_seed_is_that_of_every_generator(text: str, nvme: str) -> None:
         random.setstate(states[0])
         np.random.set_state(states[1])
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plan_knows_what_each_optimizer_keeps(name: Any) -> None:
+    """It imports no torch, so it has a table of its own."""
+    made = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(2))])
+    assert tuple(MOMENTS[name]) == rule_of(made).moments
+    assert OPTIMIZERS.keys() == MOMENTS.keys()

@@ -35,7 +35,8 @@ def add_cure(
     if isinstance(error, DirectoryError) and error.errno != errno.ENOSPC:
         return
     machine = machine_here(config, device.memory_free() if device.staged else None)
-    planner = Planner(Model(units, working_sets, moments=[moment.name for moment in moments]))
+    names = [moment.name for moment in moments if moment.block == 1]  # a plan adds scales by itself
+    planner = Planner(Model(units, working_sets, moments=names))
 
     def tried(change: Change, free: int | None) -> Plan:
         new = config.replace(**change)

@@ -145,10 +145,10 @@ class States:
         may be under way."""
         nbytes = 0
         for chunk in (c for unit in self._tiers.units for c in unit.layout.trainable_chunks):
-            sections = len(self.moments) + (not self._tiers.plans[chunk.id].copy_is_master)
-            nbytes += sections * ceil_to(
-                chunk.section_nbytes, ALIGNMENT
-            )  # in fp32, whatever they are kept in
+            plan = self._tiers.plans[chunk.id]
+            sections = sum(m.block == 1 for m in plan.moments) + (not plan.copy_is_master)
+            # In fp32, whatever they are kept in.
+            nbytes += sections * ceil_to(chunk.section_nbytes, ALIGNMENT)
         nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.fronts())
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
