@@ -186,6 +186,6 @@ def _lost(expected: str, found: str) -> ParameterError:
         "the update of a matrix is not complete",
         expected=expected,
         found=found,
-        cure="build the model again and load the last checkpoint (`infinity.load`), and report this: it is an "
-        "error of the engine",
+        cure="build the model again and load the last checkpoint (`infinity.load`), and report this: it is "
+        "an error of the engine",
     )
