@@ -19,6 +19,7 @@ def derive(
 def update(
     rule: int,
     master: int,
+    split: bool,
     first: int,
     second: int,
     first_scales: int,

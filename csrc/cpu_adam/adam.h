@@ -47,13 +47,14 @@ struct Scalars {
 };
 
 struct Buffers {
-  float* master;
+  float* master;     // null where it is split
   void* moments[2];  // null where the rule has fewer
   const void* grad;
   void* out;                                  // null with Dtype::none
   Dtype moment_dtype, grad_dtype, out_dtype;  // of moments, f32, bf16 or log8
   Rule rule;
   uint32_t* scales[2];  // of moments in log8, one of each block of the chunk
+  uint16_t* low;        // of a split master, whose upper half is `out`, in bf16; null: `master` is whole
 };
 
 // One instruction set's functions. Each works on elements [begin, end) on the calling thread.

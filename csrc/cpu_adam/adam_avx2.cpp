@@ -85,6 +85,7 @@ struct Vector {
     __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(half, half));
   }
+  static void store_upper(uint16_t* p, U a) { put(p, upper(a)); }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     __m256i sum = _mm256_add_epi32(_mm256_castps_si256(x), below);

@@ -89,6 +89,7 @@ struct Vector {
   static void store_codes(uint8_t* p, U a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
+  static void store_upper(uint16_t* p, U a) { put(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16))); }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     __m512i sum = _mm512_add_epi32(_mm512_castps_si512(x), below);

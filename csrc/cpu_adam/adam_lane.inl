@@ -159,6 +159,10 @@ struct One {
   static void ustore(uint32_t* p, U a) { *p = a; }
   static U load_codes(const uint8_t* p) { return *p; }
   static void store_codes(uint8_t* p, U a) { *p = static_cast<uint8_t>(a); }
+  static void store_upper(uint16_t* p, U a) {
+    uint16_t upper = static_cast<uint16_t>(a >> 16);
+    __builtin_memcpy(p, &upper, sizeof upper);
+  }
   static void store_rounded(float* p, F x, U) { store(p, x); }
   static void store_rounded(Bf16* p, F x, U below) {
     uint32_t bits = as_bits(x);
@@ -223,17 +227,59 @@ static inline typename L::F add_l2(typename L::F g, typename L::F p, typename L:
   return L::narrow(gd);
 }
 
+struct Whole {  // a master in fp32
+  float* p;
+  template <class L>
+  typename L::F load(int64_t i) const {
+    return L::load(p + i);
+  }
+  template <class L>
+  void store(int64_t i, typename L::F x) const {
+    L::store(p + i, x);
+  }
+};
+
+// [Note: a split master] A master in two halves: the bf16 copy, and the lower 16 bits, `low`. The copy is the
+// master to nearest, ties away from zero, so that `low` tells which way it was rounded: below half a place it
+// was down, and the upper half is the copy; else it was up, and the upper half is one less. That is exact for
+// all values but NaNs, which become one first. An edit of the copy leaves `low` as it is, and the master is
+// within half a place of the edit; where the two would be a NaN (an edit to zero or to Inf), it is the edit.
+struct Halves {
+  uint16_t* low;
+  Bf16* copy;
+  template <class L>
+  static typename L::U above_inf(typename L::U bits) {  // not 0: a NaN
+    const typename L::U inf = L::uset(0x7f800000u);
+    return L::usub(L::imax(L::uand(bits, L::uset(0x7fffffffu)), inf), inf);
+  }
+  template <class L>
+  typename L::F load(int64_t i) const {
+    typename L::U upper = L::bits(L::load(copy + i)),
+                  lower = L::bits(L::load(reinterpret_cast<Bf16*>(low) + i));
+    typename L::U up = L::template up<16>(L::template down<31>(lower));
+    typename L::U bits = L::uor(L::usub(upper, up), L::template down<16>(lower));
+    return L::floats(L::uxor(bits, L::where_not_zero(above_inf<L>(bits), L::uxor(bits, upper))));
+  }
+  template <class L>
+  void store(int64_t i, typename L::F x) const {
+    typename L::U bits = L::bits(x), nan = L::uxor(bits, L::uset(0x7fc00000u));
+    bits = L::uxor(bits, L::where_not_zero(above_inf<L>(bits), nan));
+    L::store_upper(reinterpret_cast<uint16_t*>(copy) + i, L::uadd(bits, L::uset(0x8000u)));
+    L::store_upper(low + i, L::template up<16>(bits));
+  }
+};
+
 // [Note: one rounding per operation]. A multiplication by exactly 1 changes nothing, so `decay`
 // and `grad_scale` need no branch; `l2` does (0 * Inf is NaN).
-template <class L, class R, class Grad>
-static inline typename L::F step_of(float* master, typename L::F* m, const Grad* grad, int64_t i,
+template <class L, class R, class Master, class Grad>
+static inline typename L::F step_of(const Master& master, typename L::F* m, const Grad* grad, int64_t i,
                                     const Constants<L>& c) {
-  typename L::F p = L::load(master + i);
+  typename L::F p = master.template load<L>(i);
   typename L::F g = L::mul(L::load(grad + i), c.grad_scale);
   if (c.with_l2) g = add_l2<L>(g, p, c.l2);
   p = L::mul(p, c.decay);
   R::template apply<L>(p, m, g, c);
-  L::store(master + i, p);
+  master.template store<L>(i, p);
   return p;
 }
 
@@ -242,8 +288,8 @@ static inline typename L::U random_at(int64_t i, const Constants<L>& c) {
   return hashed<L>(L::uxor(L::uadd(L::uset(c.offset + static_cast<uint32_t>(i)), L::count()), c.key));
 }
 
-template <class L, class R, class Moment, class Grad>
-static inline typename L::F step(float* master, Moment* const* moments, const Grad* grad, int64_t i,
+template <class L, class R, class Master, class Moment, class Grad>
+static inline typename L::F step(const Master& master, Moment* const* moments, const Grad* grad, int64_t i,
                                  const Constants<L>& c) {
   typename L::F m[R::moments + 1];
   for (int k = 0; k < R::moments; ++k) m[k] = L::load(moments[k] + i);
@@ -382,8 +428,9 @@ struct BothConstants {
 };
 
 // [Note: moments in 8 bits]. `begin` is the first element of a block.
-template <class R, class Grad, class Out>
-static void update_coded(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+template <class R, class Master, class Grad, class Out>
+static void update_coded(const Buffers& b, const Master& master, int64_t begin, int64_t end, const Scalars& s,
+                         bool stream) {
   const BothConstants c(s, begin);
   uint8_t* const codes[2] = {static_cast<uint8_t*>(b.moments[0]), static_cast<uint8_t*>(b.moments[1])};
   float values[2][kBlock];
@@ -399,7 +446,7 @@ static void update_coded(const Buffers& b, int64_t begin, int64_t end, const Sca
       typename L::F m[R::moments + 1];
       if constexpr (R::moments > 0) m[0] = decoded<L, R::squares[0]>(codes[0] + i, scales[0]);
       if constexpr (R::moments > 1) m[1] = decoded<L, R::squares[1]>(codes[1] + i, scales[1]);
-      typename L::F p = step_of<L, R>(b.master, m, grad, i, c.of<L>());
+      typename L::F p = step_of<L, R>(master, m, grad, i, c.of<L>());
       for (int k = 0; k < R::moments; ++k) L::store(values[k] + (i - at), m[k]);
       return p;
     });
@@ -420,14 +467,15 @@ static void update_coded(const Buffers& b, int64_t begin, int64_t end, const Sca
   }
 }
 
-template <class R, class Moment, class Grad, class Out>
-static void update_typed(const Buffers& b, int64_t begin, int64_t end, const Scalars& s, bool stream) {
+template <class R, class Master, class Moment, class Grad, class Out>
+static void update_typed(const Buffers& b, const Master& master, int64_t begin, int64_t end, const Scalars& s,
+                         bool stream) {
   const BothConstants c(s, begin);
   Moment* const moments[2] = {static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1])};
   sweep<R::moments, Moment, Grad, Out>(b, moments, begin, end, stream,
                                        [&](auto lane, const Grad* grad, int64_t i) {
                                          using L = decltype(lane);
-                                         return step<L, R>(b.master, moments, grad, i, c.of<L>());
+                                         return step<L, R>(master, moments, grad, i, c.of<L>());
                                        });
 }
 
@@ -540,6 +588,15 @@ struct Pointee<const T*> {
   using type = T;
 };
 
+template <class T>
+struct Plain;
+template <class T>
+struct Plain<const T&> {
+  using type = T;
+};
+template <class T>
+using Bare = typename Plain<T>::type;
+
 // Calls each(moment, grad, out), pointers that say which types these have.
 template <class Each>
 static inline void with_buffers(const Buffers& b, Each each) {
@@ -560,8 +617,16 @@ static void update_by(const Buffers& b, int64_t begin, int64_t end, const Scalar
     using Moment = typename Pointee<decltype(moment)>::type;
     using Grad = typename Pointee<decltype(grad)>::type;
     using Out = typename Pointee<decltype(out)>::type;
-    if constexpr (Same<Moment, Log8>::value) update_coded<R, Grad, Out>(b, begin, end, s, stream);
-    else update_typed<R, Moment, Grad, Out>(b, begin, end, s, stream);
+    auto by = [&](const auto& master, auto written) {
+      using Master = Bare<decltype(master)>;
+      using Written = decltype(written);
+      if constexpr (Same<Moment, Log8>::value)
+        update_coded<R, Master, Grad, Written>(b, master, begin, end, s, stream);
+      else update_typed<R, Master, Moment, Grad, Written>(b, master, begin, end, s, stream);
+    };
+    if (!b.low) return by(Whole{b.master}, Out());
+    if constexpr (Same<Out, Bf16>::value)  // the copy is a half of the master
+      by(Halves{b.low, static_cast<Bf16*>(b.out)}, Nothing());
   });
   if (stream) Vector::fence();
 }

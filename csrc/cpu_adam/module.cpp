@@ -19,10 +19,10 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-Buffers buffers(int rule, uintptr_t master, uintptr_t first, uintptr_t second, uintptr_t first_scales,
-                uintptr_t second_scales, int moment_dtype, uintptr_t grad, int grad_dtype, uintptr_t out,
-                int out_dtype) {
-  return {at<float>(master),
+Buffers buffers(int rule, uintptr_t master, bool split, uintptr_t first, uintptr_t second,
+                uintptr_t first_scales, uintptr_t second_scales, int moment_dtype, uintptr_t grad,
+                int grad_dtype, uintptr_t out, int out_dtype) {
+  return {split ? nullptr : at<float>(master),
           {at<void>(first), at<void>(second)},
           at<void>(grad),
           at<void>(out),
@@ -30,7 +30,8 @@ Buffers buffers(int rule, uintptr_t master, uintptr_t first, uintptr_t second, u
           static_cast<Dtype>(grad_dtype),
           static_cast<Dtype>(out_dtype),
           static_cast<Rule>(rule),
-          {at<uint32_t>(first_scales), at<uint32_t>(second_scales)}};
+          {at<uint32_t>(first_scales), at<uint32_t>(second_scales)},
+          split ? at<uint16_t>(master) : nullptr};
 }
 
 // The segments, unpacked; throws ValueError for the first one that is wrong.
@@ -48,11 +49,11 @@ std::vector<Segment> unpacked(int rule, const py::bytes& packed, int64_t numel) 
   return segments;
 }
 
-void py_update(int rule, uintptr_t master, uintptr_t first, uintptr_t second, uintptr_t first_scales,
-               uintptr_t second_scales, int moment_dtype, uintptr_t grad, int grad_dtype, uintptr_t out,
-               int out_dtype, int64_t numel, const py::bytes& packed) {
+void py_update(int rule, uintptr_t master, bool split, uintptr_t first, uintptr_t second,
+               uintptr_t first_scales, uintptr_t second_scales, int moment_dtype, uintptr_t grad,
+               int grad_dtype, uintptr_t out, int out_dtype, int64_t numel, const py::bytes& packed) {
   std::vector<Segment> segments = unpacked(rule, packed, numel);
-  Buffers b = buffers(rule, master, first, second, first_scales, second_scales, moment_dtype, grad,
+  Buffers b = buffers(rule, master, split, first, second, first_scales, second_scales, moment_dtype, grad,
                       grad_dtype, out, out_dtype);
   py::gil_scoped_release release;
   update(b, segments.data(), static_cast<int64_t>(segments.size()));
@@ -83,16 +84,17 @@ PYBIND11_MODULE(_cpu_adam, m) {
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, arg("count"));
   m.def("derive", &py_derive, arg("rule"), arg("segment"));
-  m.def("update", &py_update, arg("rule"), arg("master"), arg("first"), arg("second"), arg("first_scales"),
-        arg("second_scales"), arg("moment_dtype"), arg("grad"), arg("grad_dtype"), arg("out"),
-        arg("out_dtype"), arg("numel"), arg("segments"));
+  m.def("update", &py_update, arg("rule"), arg("master"), arg("split"), arg("first"), arg("second"),
+        arg("first_scales"), arg("second_scales"), arg("moment_dtype"), arg("grad"), arg("grad_dtype"),
+        arg("out"), arg("out_dtype"), arg("numel"), arg("segments"));
   m.def(
       "measure",
       [](uintptr_t master, uintptr_t first, uintptr_t second, int moment_dtype, uintptr_t grad,
          int grad_dtype, uintptr_t out, int out_dtype, int64_t numel, bool stream) {
         py::gil_scoped_release release;
-        measure(buffers(0, master, first, second, 0, 0, moment_dtype, grad, grad_dtype, out, out_dtype),
-                numel, stream);
+        measure(
+            buffers(0, master, false, first, second, 0, 0, moment_dtype, grad, grad_dtype, out, out_dtype),
+            numel, stream);
       },
       arg("master"), arg("first"), arg("second"), arg("moment_dtype"), arg("grad"), arg("grad_dtype"),
       arg("out"), arg("out_dtype"), arg("numel"), arg("stream"));

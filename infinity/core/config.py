@@ -85,6 +85,11 @@ class Config:
             quarter of them: codes, and a scale for each 256 elements of a parameter. Both round the moments
             stochastically after each update. This changes the result, by rounding errors that are zero on
             average. The bits do not depend on placements, chunks or ranks.
+        split_master: with a compute dtype of bf16, keep of each master weight the compute parameter, which is
+            its upper half, and its lower 16 bits: 2 bytes per parameter fewer. The master weights stay exact.
+            The compute parameters are rounded to nearest, and ties away from zero. An edit of a parameter
+            outside of `load` and `load_state_dict` keeps the lower bits: the master weight is then within
+            half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
         gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
@@ -166,6 +171,7 @@ class Config:
     parameters: Tiers = "device"
     optimizer_state: Tiers = "host"
     optimizer_state_dtype: StateDtype = "fp32"
+    split_master: bool = False
     gradients: Tiers | None = None
     activations: Activations = "device"
     activation_memory: Size | None = None
@@ -240,6 +246,27 @@ class Config:
             self._check_type(each)
         if self.update == "backward":
             self._check_behind()
+        for wrong, expected, found, cure in (
+            (
+                self.dtype not in (None, "bf16"),
+                "compute parameters in bf16, which are the upper halves of the master weights",
+                f"dtype={self.dtype!r}",
+                'dtype="bf16"',
+            ),
+            (
+                self.update == "delayed",
+                "an update without delay: a delayed one has two versions of the compute parameters",
+                'update="delayed"',
+                'update="overlap"',
+            ),
+        ):
+            if self.split_master and wrong:
+                raise ConfigError(
+                    "split_master=True cannot be used",
+                    expected=expected,
+                    found=found,
+                    cure=f"{cure}, or leave split_master out",
+                )
         if self.activation_memory is not None and self.activations != "host":
             raise ConfigError(
                 "activation_memory is given, but activations stay on the device",

@@ -18,7 +18,7 @@ import torch
 
 from infinity.core.sizes import MOMENT_BLOCK, NORM_BLOCK, ceil_to
 
-from . import log_codes
+from . import halves, log_codes
 from .cpu_adam import (
     _CODES,
     RULES,
@@ -109,6 +109,11 @@ def reference_segments(
         if runs and not rounds and runs[-1][1:3] == (start, scalars):
             start = runs.pop().first
         runs.append(_Run(start, end, scalars, segment.first, segment.key))
+    if master.dtype is torch.int16:
+        assert out is not None, "`_state` has checked it"
+        for run in runs:
+            _in_halves(rule, master, out, moments, grad, run)
+        return
     fuses = master.device.type in _FUSED_ON and not (moments and moments[0].dtype is torch.uint8)
     common = master.device, grad.dtype, rule, rounds
     kinds = [(*common, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
@@ -117,6 +122,26 @@ def reference_segments(
         kernel(rule, master, moments, grad, *run)
         if out is not None:
             out[run.first : run.last].copy_(master[run.first : run.last])
+
+
+def _in_halves(
+    rule: int,
+    low: torch.Tensor,
+    copy: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    run: _Run,
+) -> None:
+    """Update a split master: slice by slice, as a whole one."""
+    kept, scales = codes_and_scales(moments)
+    for start in range(run.first, run.last, SLICE):
+        part = slice(start, min(start + SLICE, run.last))
+        blocks = slice(start // MOMENT_BLOCK, ceil_to(part.stop, MOMENT_BLOCK) // MOMENT_BLOCK)
+        master = halves.join(copy[part], low[part], torch.empty(part.stop - start, device=low.device))
+        own = [*(m[part] for m in kept), *(s[blocks] for s in scales)]
+        place = run.place + start - run.first
+        _in_torch(rule, master, own, grad[part], 0, master.numel(), run.scalars, place, run.key)
+        halves.split(master, copy[part], low[part])
 
 
 def _in_torch(

@@ -220,6 +220,8 @@ def update_segments(
     """Update the segments of a chunk in one call; nothing between them is read or written.
 
     Args:
+        master: (n,) float32; or (n,) int16, the lower halves of a split master, of which `out`, in bfloat16,
+            has the upper halves: [Note: a split master] in csrc/cpu_adam/adam_lane.inl.
         moments: what the segments' rule keeps, (n,) each, all float32, or all bfloat16, which is rounded
             stochastically. Or all in 8 bits: their codes, (n,) uint8 each, then the scales of each,
             (⌈n / 256⌉,) float32. Then each segment begins at a multiple of 256 in the chunk, and in its
@@ -245,6 +247,7 @@ def update_segments(
         _native.update(
             rule,
             master.data_ptr(),
+            master.dtype is torch.int16,
             first,
             second,
             first_scales,
@@ -397,9 +400,12 @@ _Named = Sequence[tuple[str, torch.Tensor]]
 def _state(
     master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None
 ) -> _Named:
-    _check("master", master, (torch.float32,))
+    _check("master", master, (torch.float32, torch.int16))
     numel = master.numel()
     named = [("master", master)]
+    if master.dtype is torch.int16 and (out is None or out.dtype is not torch.bfloat16):
+        found = "no out" if out is None else str(out.dtype)
+        raise _wrong("a split master has no upper halves", "out in bfloat16", found, "pass the bf16 copy")
     kept, scales = codes_and_scales(moments)
     for number, moment in enumerate(kept):
         name = "exp_avg" if number == 0 else "exp_avg_sq"

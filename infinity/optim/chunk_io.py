@@ -13,7 +13,7 @@ import torch
 
 from infinity.core.sizes import Tier, ceil_to
 from infinity.grads.gradients import Gradients
-from infinity.hardware import cpu_adam
+from infinity.hardware import cpu_adam, halves
 from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
 from infinity.params.publish import Publisher
@@ -48,12 +48,15 @@ class Tiers:
         self.gradients = gradients
         self.on_device: dict[int, torch.Tensor] = {}
         self.sections: dict[int, tuple[torch.Tensor, ...]] = {}  # of states that are worked on where they lie
+        #: Of split masters, the last copies of upper halves to the device.
+        self.copied: dict[int, Event] = {}
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
                 self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
 
     def drop_memory(self) -> None:
         """Hold no memory any more: the engine is closed."""
+        self.copied.clear()
         self.sections.clear()
         self.on_device.clear()
 
@@ -82,12 +85,13 @@ class ChunkIO:
         self._begun = False
         self._delayed = False
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
+        self._joined: torch.Tensor | None = None  # a split master, whole
         self._priority = Priority.NORMAL
         self._gradient: Slot | Version = Version.FRONT
 
     def read_state(self, *, early: bool = False, copy: bool = False) -> None:
-        """Start reading the state from NVMe, once. The copy is read where it is the master, or
-        when asked for. `early`: nobody waits for it yet."""
+        """Start reading the state from NVMe, once. The copy is read where it is the master, or a half of it,
+        or when asked for. `early`: nobody waits for it yet."""
         priority = Priority.BACKGROUND if early else self._priority
         plan, store, lease = self._plan, self._tiers.store, self.lease
         if self._begun or lease is None:
@@ -95,7 +99,7 @@ class ChunkIO:
         assert plan.place is None, "a copy that is read in place is never worked on"
         self._begun = True
         names = ["state"] if plan.state_tier is Tier.NVME else []
-        if plan.copy_tier is Tier.NVME and (copy or plan.copy_is_master):
+        if plan.copy_tier is Tier.NVME and (copy or plan.begins_with_copy):
             names.append("copy")
         for name in names:
             offset = self._offset(name)
@@ -115,12 +119,19 @@ class ChunkIO:
         gradient: torch.dtype | None = None,
         version: Slot | Version = Version.FRONT,
         copy: bool = False,
+        halves: bool = False,
     ) -> None:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
-        says which."""
+        says which. `halves`: for an update, that of a split master which is a copy on a device."""
         self.read_state(copy=copy)
         self._gradient = version
         lease = self.lease
+        if halves and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
+            self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
+            if self._made is not None:
+                device, number = self._tiers.device, self.chunk.id
+                events = device.mark(), self._tiers.copied.get(number)
+                self._arriving.append(device.d2h(self._made, self._device_copy, *events, chunk=number))
         if gradient is None or lease is None or self._plan.parts["gradient"].lease_offset is None:
             return
         if self._plan.gradient_tier is Tier.NVME:
@@ -195,8 +206,9 @@ class ChunkIO:
 
     def make_copy(self) -> torch.Tensor:
         """Return where an update makes a copy, all of it. For a device with memory of its own that is the
-        lease, which has no values from before, and from which `write` takes the whole to the device."""
-        if self._plan.copy_tier is Tier.DEVICE and not self._delayed:
+        lease, which has no values from before but for those of a split master, and from which `write` takes
+        the whole to the device."""
+        if self._plan.copy_tier is Tier.DEVICE and not self._delayed and self._made is None:
             self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
         return self.copy if self._made is None else self._made
 
@@ -221,7 +233,7 @@ class ChunkIO:
         numel = self.chunk.numel
         kept = [(moment.dtype, moment.count(numel)) for moment in self._plan.moments]
         if not self._plan.copy_is_master:
-            kept.insert(0, (torch.float32, numel))
+            kept.insert(0, (torch.int16 if self._plan.is_split else torch.float32, numel))
         sections = state.split(self._plan.parts["state"].sections)
         return tuple(s.view(dtype)[:count] for s, (dtype, count) in zip(sections, kept, strict=True))
 
@@ -231,9 +243,33 @@ class ChunkIO:
         return self._plan.copy_is_master
 
     @property
+    def begins_with_copy(self) -> bool:
+        """See `ChunkParts.begins_with_copy`."""
+        return self._plan.begins_with_copy
+
+    @property
+    def low(self) -> torch.Tensor | None:
+        """The lower halves of a split master, in int16; None: it is whole."""
+        return self._sections()[0] if self._plan.is_split else None
+
+    @property
     def master(self) -> torch.Tensor:
-        """The fp32 weights."""
-        return self.copy if self._plan.copy_is_master else self._sections()[0]
+        """The fp32 weights. Of a split master a copy on the host, after its halves were read; `write` puts
+        the copy back into them."""
+        if (low := self.low) is None:
+            return self.copy if self._plan.copy_is_master else self._sections()[0]
+        if self._joined is None:
+            upper = self.copy.to(low.device)
+            self._joined = halves.join(upper, low, torch.empty(low.numel(), device=low.device))
+        return self._joined
+
+    def _take_apart(self) -> None:
+        """Make a split master what `master` is by now."""
+        joined, self._joined, low = self._joined, None, self.low
+        if joined is not None and low is not None:
+            upper = torch.empty(low.numel(), dtype=self.chunk.dtype, device=low.device)
+            halves.split(joined, upper, low)
+            (self.copy if self._made is None else self._made).copy_(upper)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -279,6 +315,7 @@ class ChunkIO:
         """Start sending back what was not changed where it lies; `close` waits for it. `after`: what a copy
         to the device comes after; None: what the current stream has been given."""
         plan, store, lease = self._plan, self._tiers.store, self.lease
+        self._take_apart()
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
             if copy and plan.copy_tier is Tier.NVME:
@@ -292,6 +329,8 @@ class ChunkIO:
                 device, target = self._tiers.device, self._device_copy
                 after = after or device.mark()
                 self._event = device.h2d(target, self._made, after, chunk=self.chunk.id)
+                if plan.is_split:
+                    self._tiers.copied[self.chunk.id] = self._event
 
     @property
     def copied(self) -> Event | None:

@@ -12,7 +12,7 @@ there is nothing to take over.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterChangedError
@@ -25,7 +25,7 @@ from infinity.params.unit import ParamUnit, UnitState, unseen
 from infinity.params.uses import Use, UseKind
 
 from .chunk_io import Tiers
-from .pieces import follow_copy, part_of
+from .pieces import part_of
 from .state_io import States, bump
 from .whole import agree_on_edits
 
@@ -138,10 +138,14 @@ class Edits:
 
     @deferred
     def adopt_all(
-        self, units: Collection[ParamUnit] | None = None, found: Iterable[ShardedParam] | None = None
+        self,
+        units: Collection[ParamUnit] | None = None,
+        found: Iterable[ShardedParam] | None = None,
+        all_new: Container[ShardedParam] = (),
     ) -> None:
         """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
-        that keeps them. `found`: those that were edited; None: they are looked for."""
+        that keeps them. `found`: those that were edited; None: they are looked for. `all_new`: those of which
+        all values are new, if they were edited."""
         known: dict[int, set[int]] = {}
         for sharded in found or ():
             known.setdefault(sharded.unit, set()).add(sharded.index)
@@ -151,24 +155,13 @@ class Edits:
             elif unit.on_device:
                 edited = _edited(unit) if found is None else known.get(unit.index)
                 if edited:
-                    self.adopt(unit, edited)
+                    self.adopt(unit, edited, all_new)
 
     @deferred
-    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
-        """Make the values on the device, of the parameters in `edited`, the ones that count.
-
-        Where a value still is the master rounded, the master stays: an edit of one element does
-        not cost the others their low bits.
-        """
-        kinds = ("copy", "master")
-        for sharded, segment, tensors in self._states.segments(
-            kinds, [unit.params[i] for i in sorted(edited)], written=kinds
-        ):
-            new = part_of(unit.values(sharded), segment)
-            if "master" in tensors:
-                follow_copy(tensors["master"], new)
-            if not unit.on_device:
-                tensors["copy"].copy_(new)
+    def adopt(self, unit: ParamUnit, edited: set[int], all_new: Container[ShardedParam] = ()) -> None:
+        """Make the values on the device, of the parameters in `edited`, the ones that count: `follow`."""
+        params = [unit.params[i] for i in sorted(edited)]
+        self._states.follow(params, lambda p, segment: part_of(unit.values(p), segment), all_new)
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)

@@ -132,12 +132,15 @@ class Matrices:
         self._is_orthogonal = True
         self._made += 1
 
-    def apply(self, io: ChunkIO, options: muon.Muon, *, lr: float, weight_decay: float) -> None:
-        """Make the second visit of a chunk, after `orthogonalize`: update its piece of the master."""
+    def apply(
+        self, io: ChunkIO, master: torch.Tensor, options: muon.Muon, *, lr: float, weight_decay: float
+    ) -> None:
+        """Make the second visit of a chunk, after `orthogonalize`: update its piece of the matrix in
+        `master`."""
         [segment] = io.chunk.segments
         spec = self._spec(io.chunk, segment)
         source, (here, there) = self._memory(spec, on_device=io.on_device), _places(segment)
-        parts = io.master[here], source[there], options, spec.shape
+        parts = master[here], source[there], options, spec.shape
         muon.step_along(*parts, lr=lr, weight_decay=weight_decay)
         self._applied += segment.numel
         if self._applied == spec.numel:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -205,7 +205,8 @@ class States:
         Args:
             kinds: some of `self.kinds`: "copy" (compute dtype), "master" (fp32) and the moments, in the dtype
                 in which they are kept; scales have a value for each block. A frozen chunk has a copy alone.
-                Where the copy is the master and both are asked for, "master" is left out.
+                Where the copy is the master and both are asked for, "master" is left out. With "low", the
+                lower half of a split master comes in place of it.
             params: in any order; what comes is in the order of units and chunks.
             written: which of `kinds` the caller changes: they are sent back when their chunk is over.
                 A unit that is not placed on the device must be off the device then. Chunks that are read in
@@ -308,13 +309,13 @@ class States:
                 if back:
                     io.delay()
                 io.wait_unread()
-                tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
-                if fresh and all(s.param in of[chunk.unit] for s in chunk.segments):
-                    for tensor in (tensors if back else self._tensors(io, self.kinds)).values():
-                        tensor.zero_()
-                else:
+                begins = fresh and all(s.param in of[chunk.unit] for s in chunk.segments)
+                if not begins:
                     io.read(copy="copy" in kinds)
                     io.wait()
+                tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
+                for tensor in (tensors if back else self._tensors(io, self.kinds)).values() if begins else ():
+                    tensor.zero_()
                 yield from self._each(chunk, of, tensors)
                 # While its values are on their way, the next chunk's begin.
                 for one in leaving:
@@ -349,7 +350,9 @@ class States:
         if "copy" in kinds:
             tensors["copy"] = io.copy
         if io.chunk.trainable:
-            if "master" in kinds and not (io.copy_is_master and "copy" in kinds):
+            if "low" in kinds and io.low is not None:
+                tensors["low"] = io.low
+            elif "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
             tensors.update(zip(io.kinds, io.moments, strict=True))
         return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
@@ -505,12 +508,29 @@ class States:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
         flat = values.detach().reshape(-1)
-        kinds = ("copy", "master")
-        for _, segment, tensors in self.segments(kinds, [sharded], written=kinds):
-            tensors["copy"].copy_(part_of(flat, segment))
-            if "master" in tensors:
-                follow_copy(tensors["master"], tensors["copy"])
+        self.follow([sharded], lambda _, segment: part_of(flat, segment), {sharded})
         bump([sharded])
+
+    @deferred
+    def follow(
+        self,
+        params: Sequence[ShardedParam],
+        values: Callable[[ShardedParam, Segment], torch.Tensor],
+        all_new: Container[ShardedParam] = (),
+    ) -> None:
+        """Make the `values` of segments of parameters the ones that count: the copy, and the master where it
+        does not round to them: an edit of one element does not cost the others their low bits. Nobody knows
+        which values of a split master were edited: its lower half stays, except of parameters in `all_new`,
+        and each value is within half a place of its copy."""
+        kinds = ("copy", "master", "low")
+        for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
+            new = values(sharded, segment)
+            if not self._tiers.units[sharded.unit].on_device:
+                new = tensors["copy"].copy_(new)
+            if "master" in tensors:
+                follow_copy(tensors["master"], new)
+            elif "low" in tensors and sharded in all_new:
+                tensors["low"].zero_()
 
 
 def _close_first(leaving: deque[LeavingChunk]) -> None:

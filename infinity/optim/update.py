@@ -25,7 +25,7 @@ from infinity.core.errors import GradientError, OutOfMemoryError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
-from infinity.hardware import adam_reference, cpu_adam
+from infinity.hardware import adam_reference, cpu_adam, halves
 from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.muon import Muon
@@ -446,7 +446,8 @@ def _run(
                 if drift is not None:
                     io.delay()
                 first = update.visit is None or update.visit.is_first
-                io.read(gradient=update.grad_dtype if first else None, version=update.gradient)
+                dtype = update.grad_dtype if first else None
+                io.read(gradient=dtype, version=update.gradient, halves=update.is_last)
                 if len(reading) > 2 and not tiers.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
             update, io = left[0], reading[0]
@@ -539,7 +540,7 @@ def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
     """Return the bytes of memory that the kernel reads and writes: state, gradient and copy."""
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
-    copy = 0 if io.copy_is_master else chunk.dtype.itemsize
+    copy = 0 if io.begins_with_copy else chunk.dtype.itemsize
     return update_nbytes(chunk.numel, tiers.plans[chunk.id].moments, grad.itemsize, copy)
 
 
@@ -555,11 +556,12 @@ def _compute(
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
     out = None if io.copy_is_master else io.make_copy()
-    if out is not None and len(segments) < len(update.chunk.segments):
+    if out is not None and len(segments) < len(update.chunk.segments) and io.low is None:
         # The copy of a segment that this update skips is its master, rounded.
         cpu_adam.convert(out, io.master)
     grad = io.grad(update.grad_dtype)
-    cpu_adam.update_segments(io.master, io.moments, grad, out, segments)
+    master = io.master if io.low is None else io.low
+    cpu_adam.update_segments(master, io.moments, grad, out, segments)
     io.changed = True  # not before: what that raises it raises before a byte is written
 
 
@@ -585,9 +587,10 @@ def _compute_on_device(
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
     grad = _gradient_on_device(tiers, update, io)
 
-    def work() -> None:
+    def work(copy: torch.Tensor | None) -> None:
         io.changed = True  # it takes memory on its way
-        adam_reference.reference_segments(io.master, io.moments, grad, None, segments)
+        master, out = (io.master, None) if io.low is None else (io.low, copy)
+        adam_reference.reference_segments(master, io.moments, grad, out, segments)
 
     _on_device(tiers, update.chunk, io, work, delayed=delayed)
 
@@ -601,18 +604,26 @@ def _gradient_on_device(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> torch
 
 
 def _on_device(
-    tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[], None], *, delayed: bool = False
+    tiers: Tiers,
+    chunk: Chunk,
+    io: ChunkIO,
+    change: Callable[[torch.Tensor | None], None],
+    *,
+    delayed: bool = False,
 ) -> None:
-    """Make a `change` of a master that is on the device, and its copy; when this returns, all is done."""
+    """Make a `change` of a master that is on the device, and its copy; when this returns, all is done.
+    `change` gets the copy there, which it changes itself if that is the upper half of the master."""
     device = tiers.device
     in_place = tiers.plans[chunk.id].copy_tier is Tier.DEVICE and not delayed
     made: torch.Tensor | None = None
     if not io.copy_is_master:
         made = io.copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
+        if io.low is not None and not in_place:
+            device.wait_on_device(device.h2d(made, io.copy, device.mark(), chunk=chunk.id))
 
     def work() -> None:
-        change()
-        if made is not None:
+        change(made)
+        if made is not None and io.low is None:
             made.copy_(io.master)
 
     device.compute(work)
@@ -637,14 +648,20 @@ def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO
         return
     matrices.orthogonalize(update.chunk, options)
 
-    def change() -> None:
+    def change(copy: torch.Tensor | None) -> None:
+        master = io.master if io.low is None else None
+        if io.low is not None and copy is not None:
+            master = halves.join(copy, io.low, torch.empty(io.low.numel(), device=io.low.device))
+        assert master is not None
         io.changed = True
-        matrices.apply(io, options, lr=of.lr, weight_decay=of.weight_decay)
+        matrices.apply(io, master, options, lr=of.lr, weight_decay=of.weight_decay)
+        if io.low is not None and copy is not None:
+            halves.split(master, copy, io.low)
 
     if io.on_device:
         _on_device(tiers, update.chunk, io, change)
         return
     out = None if io.copy_is_master else io.make_copy()
-    change()
-    if out is not None:
+    change(out)
+    if out is not None and io.low is None:
         cpu_adam.convert(out, io.master)

@@ -7,8 +7,8 @@ in that function's lease and in `_with_update`, a name in `PURPOSES`, and its re
 
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;
-- ``state``: [master,] in fp32, then the moments of the optimizer, in `optimizer_state_dtype`; of moments in 8
-  bits the codes, then the scales;
+- ``state``: [master,] in fp32, or of a split one the lower halves; then the moments of the optimizer, in
+  `optimizer_state_dtype`; of moments in 8 bits the codes, then the scales;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 
@@ -177,9 +177,13 @@ class ChunkParts:
     forward that uses the copy in place, on the device, and not where there are no moments: a state has a
     section.
 
+    [Note: halves] With `split_master` the copy of a chunk in bf16 is the upper half of its master: an update
+    begins with it, and `state` has the lower halves.
+
     Attributes:
         parts: by name; one that is not there does not exist.
-        copy_is_master: see the note.
+        copy_is_master: see the first note.
+        is_split: see the second note.
         load_lease, update_lease, gradient_lease: of the lease through which the copy comes to the
             device, in which the chunk is updated, and in which its gradient is worked on; 0: none.
         moved: what it moves.
@@ -195,6 +199,12 @@ class ChunkParts:
     moved: Moved
     place: InPlace | None = None
     moments: tuple[Moment, ...] = ()
+    is_split: bool = False
+
+    @property
+    def begins_with_copy(self) -> bool:
+        """Whether an update needs the copy's values: they are the master, or the upper half of it."""
+        return self.copy_is_master or self.is_split
 
     @property
     def copy(self) -> Part:
@@ -233,6 +243,7 @@ def plan_chunks(
     *,
     staged: bool,
     delayed: bool = False,
+    split: bool = False,
     places: Mapping[int, InPlace] | None = None,
 ) -> tuple[ChunkParts, ...]:
     """Return the parts of every chunk, by chunk id.
@@ -241,6 +252,7 @@ def plan_chunks(
         moments: what the state keeps beside the master, of what is no matrix.
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
+        split: masters are split where the copy is in bf16: [Note: halves].
         places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
     """
     made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
@@ -256,7 +268,8 @@ def plan_chunks(
             key = chunk.numel, chunk.precision, chunk.matrix, tiers
             if key not in made:
                 kept = _of_matrix(moments) if chunk.matrix else tuple(moments)
-                made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed)
+                halved = split and chunk.precision == "bf16"
+                made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed, split=halved)
             plans.append(made[key])
     return tuple(plans)
 
@@ -282,6 +295,7 @@ def _parts_of(
     *,
     staged: bool,
     delayed: bool,
+    split: bool,
 ) -> ChunkParts:
     nbytes, fp32 = ceil_to(chunk.copy_nbytes, ALIGNMENT), ceil_to(chunk.section_nbytes, ALIGNMENT)
     on_nvme = copy_tier is Tier.NVME
@@ -300,7 +314,7 @@ def _parts_of(
     # The update's lease: what is on NVMe, and what crosses to where the state is; one part after the other.
     crossing = {Tier.NVME, Tier.DEVICE} if staged and state_tier is not Tier.DEVICE else {Tier.NVME}
     of_moments = (ceil_to(moment.nbytes(chunk.numel), ALIGNMENT) for moment in moments)
-    sections = (*(() if shared else (fp32,)), *of_moments)
+    sections = (*(() if shared else (nbytes,) if split else (fp32,)), *of_moments)
     sizes = (
         sum(sections) if state_tier is Tier.NVME else 0,
         fp32 if gradient_tier in crossing else 0,
@@ -316,18 +330,19 @@ def _parts_of(
         "gradient": Part((fp32,), (gradient_tier,) * (2 if delayed else 1), gradient_begins),
     }
     converted = gradient_tier is Tier.NVME or staged or chunk.precision != "fp32"
-    moved = _with_update(used, parts, shared)
+    moved = _with_update(used, parts, shared or split)
     gradient_lease = fp32 if converted else 0
-    return ChunkParts(parts, shared, load_lease, sum(sizes), gradient_lease, moved, moments=moments)
+    leases = load_lease, sum(sizes), gradient_lease
+    return ChunkParts(parts, shared, *leases, moved, moments=moments, is_split=split)
 
 
-def _with_update(used: Moved, parts: Mapping[str, Part], shared: bool) -> Moved:
+def _with_update(used: Moved, parts: Mapping[str, Part], begins_with_copy: bool) -> Moved:
     copy, state, gradient = parts["copy"], parts["state"], parts["gradient"]
     nbytes = copy.nbytes  # also of a gradient, in the compute dtype, until there is a second one
     moved = dict.fromkeys(Moved._fields, 0)
     if copy.tier is Tier.NVME:
         moved["written"] += nbytes
-        moved["read"] += nbytes if shared else 0
+        moved["read"] += nbytes if begins_with_copy else 0
     if state.tier is Tier.NVME:
         moved["read"] += state.nbytes
         moved["written"] += state.nbytes
@@ -340,5 +355,5 @@ def _with_update(used: Moved, parts: Mapping[str, Part], shared: bool) -> Moved:
     if gradient.tier is not Tier.DEVICE:
         moved["link_each"] += nbytes
     if state.tier is not Tier.DEVICE and copy.tier is Tier.DEVICE:
-        moved["link_once"] += nbytes
+        moved["link_once"] += 2 * nbytes if begins_with_copy else nbytes
     return Moved(*(a + b for a, b in zip(used, moved.values(), strict=True)))

@@ -190,6 +190,7 @@ class Planner:
                 moments_of(self.model.moments, config),
                 staged=machine.staged,
                 delayed=config.update == "delayed",
+                split=config.split_master,
             )
             sets, staged = self.model.working_sets, machine.staged
             self._demands[key] = demand(
