@@ -94,7 +94,13 @@ def main() -> None:
         parser.error("--repetitions: a median of fewer than 7 says little")
     torch.set_num_threads(args.threads)
     cpu_adam.set_threads(args.threads)
-    work, rounded, coded = (AdamWork(args.params, form) for form in MOMENTS)
+    forms = {
+        "kernel" + ("" if form == "fp32" else f"_{form}") + ("_split" if split else ""): (form, split)
+        for split in (False, True)
+        for form in MOMENTS
+    }
+    works = {name: AdamWork(args.params, form, split_master=split) for name, (form, split) in forms.items()}
+    work = works["kernel"]
 
     def ceiling(past_caches: bool) -> float:
         took = timed(functools.partial(work.traffic, past_caches=past_caches))
@@ -102,9 +108,7 @@ def main() -> None:
         return took
 
     runs: dict[str, Callable[[], float]] = {
-        "kernel": functools.partial(timed, work.update),
-        "kernel_bf16": functools.partial(timed, rounded.update),
-        "kernel_8bit": functools.partial(timed, coded.update),
+        **{name: functools.partial(timed, each.update) for name, each in works.items()},
         "torch": functools.partial(timed, peer_step("torch", args.params)),
         "ceiling_past_caches": functools.partial(ceiling, True),
         "ceiling_ordinary": functools.partial(ceiling, False),
@@ -122,10 +126,10 @@ def main() -> None:
     rate = {name: args.params / statistics.median(times) / 1e6 for name, times in seconds.items()}
     most = max(rate["ceiling_past_caches"], rate["ceiling_ordinary"])
     ratios = {"of_ceiling": rate["kernel"] / most}
-    ratios |= {f"of_kernel_{form}": rate["kernel"] / rate[f"kernel_{form}"] for form in ("bf16", "8bit")}
+    ratios |= {f"of_{name}": rate["kernel"] / rate[name] for name in works if name != "kernel"}
     ratios |= {f"of_{name}": rate["kernel"] / rate[name] for name in ("torch", "deepspeed") if name in rate}
     for name, value in rate.items():
-        moved = {"kernel_bf16": rounded, "kernel_8bit": coded}.get(name, work).moved
+        moved = works.get(name, work).moved
         print(f"{name:22s} {value:8.1f} Mparam/s  {value * moved / 1e3:6.2f} GB/s")
     for name, value in ratios.items():
         print(f"kernel {name:15s} {value:8.3f}")

@@ -69,7 +69,8 @@ def race(mode: str, folder: str, rates: Rates, args: argparse.Namespace) -> dict
         kind, _, rest = name.partition("-")
         if kind == "infinity":
             update, _, form = rest.partition("-")
-            of_form = {"optimizer_state_dtype": form} if form else {}
+            dtype, _, split = form.partition("+")
+            of_form = {"optimizer_state_dtype": dtype, "split_master": bool(split)} if form else {}
             return settings_of(mode, update, model.largest_unit) | of_form | json.loads(args.config)
         state, parameters = DEEPSPEED.get(mode, ("cpu", "device"))
         return {"state": state, "parameters": parameters} if kind == "deepspeed" else {}
@@ -162,7 +163,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", nargs="+", choices=UPDATES, default=["sync"], help="of infinity's Config")
     parser.add_argument(
-        "--state-dtypes", nargs="+", choices=("fp32", "bf16", "8bit"), default=["fp32"], help="of the moments"
+        "--state-dtypes",
+        nargs="+",
+        choices=[dtype + split for dtype in ("fp32", "bf16", "8bit") for split in ("", "+split")],
+        default=["fp32"],
+        help="of the moments; +split: with split masters, for --dtype bf16",
     )
     parser.add_argument("--burst", type=int, help="steps of a turn; 1 with --update sync, else 4")
     args = parser.parse_args()

@@ -71,6 +71,8 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     if rules.random() < 0.4:
         made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
     config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "fp32", "bf16", "8bit"))
+    if config["dtype"] == "bf16" and config.get("update") != "delayed":
+        config["split_master"] = rules.random() < 0.4
     return made
 
 

@@ -38,7 +38,7 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import GradientError, RankError
 from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import adam_reference, cpu_adam, log_codes
+from infinity.hardware import adam_reference, cpu_adam, halves, log_codes
 from infinity.optim.rules import rule_of
 from infinity.planning.parts import SQUARES
 
@@ -49,6 +49,19 @@ from .whole import OPTIMIZERS
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = dict[str, Any]
+
+
+def halves_of(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the halves of a split master, flat."""
+    copy = torch.empty(master.numel(), dtype=torch.bfloat16)
+    low = torch.empty(master.numel(), dtype=torch.int16)
+    halves.split(master.view(-1), copy, low)
+    return copy, low
+
+
+def copy_of(master: torch.Tensor, is_split: bool) -> torch.Tensor:
+    """Return what the compute parameters are rounded from."""
+    return halves_of(master)[0].view(master.shape) if is_split else master
 
 
 def wide_of(kind: str, moments: list[torch.Tensor], number: int) -> torch.Tensor:
@@ -329,9 +342,12 @@ def reference(
         if isinstance(m, nn.modules.batchnorm._BatchNorm)
         for p in m.parameters()
     }
+    is_split = bool(settings["config"].get("split_master"))
     masters = {n: p.detach().float().clone() for n, p in made.model.named_parameters()}
     for param in made.model.parameters():
-        param.data = param.data.to(torch.float32 if param in keep else dtype)
+        as_kept = copy_of(param.data, is_split) if param.requires_grad and param not in keep else param.data
+        param.data = as_kept.to(torch.float32 if param in keep else dtype)
+    halved = {n for n, p in made.model.named_parameters() if is_split and p.dtype is torch.bfloat16}
     models = [copy.deepcopy(made.model) for _ in range(world)]
     came: dict[str, list[torch.Tensor]] = {}  # of one rank, in one backward
     for model in models:
@@ -381,7 +397,7 @@ def reference(
             flat = masters[name].view(-1), moments[name], grad.reshape(-1)
             adam_reference.reference_segments(*flat, None, [segment])
             for model in models:
-                model.get_parameter(name).data.copy_(masters[name])
+                model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
 
     for number, step in enumerate(program(settings)):
         backwards: list[list[dict[str, list[torch.Tensor]]]] = [[] for _ in models]
@@ -419,19 +435,28 @@ def reference(
         edited = dict(copy.deepcopy(models[source]).named_parameters())
         edit(edited, step.get("edits", {}), source)
         changed = {name: edited[name].detach() for name in step.get("edits", {})}
-        for values in (changed, step.get("loads", {})):
+        loads = step.get("loads", {})
+        for values in (changed, loads):
             for name, value in values.items():
                 before = models[source].get_parameter(name).detach()
                 after = before * value if isinstance(value, float) else value
-                masters[name] = torch.where(before != after, after.float(), masters[name])
+                if name not in halved:
+                    masters[name] = torch.where(before != after, after.float(), masters[name])
+                elif values is loads:
+                    masters[name] = after.float()
+                else:  # the lower halves stay
+                    low = halves_of(masters[name])[1]
+                    masters[name] = halves.join(after.view(-1), low, torch.empty(low.numel())).view(
+                        after.shape
+                    )
                 for model in models:
-                    model.get_parameter(name).data.copy_(masters[name])
+                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
         for name, factor in step.get("masters", {}).items():
             param = models[0].get_parameter(name)
             if param.requires_grad and param.dtype is not torch.float32:
                 masters[name] = masters[name] * factor
                 for model in models:
-                    model.get_parameter(name).data.copy_(masters[name])
+                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
     state = {
         n: {
             "step": torch.tensor(float(steps[n])),

@@ -62,7 +62,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_matrices, check_ranks, check_same, check_stage, claim_directories
+from .ranks import check_matrices, check_ranks, check_same, check_split, check_stage, claim_directories
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -136,6 +136,7 @@ class Engine:
         specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices)
         if matrices:
             check_matrices(comm.world, config)
+        check_split(specs, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)

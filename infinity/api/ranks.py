@@ -59,6 +59,18 @@ def check_matrices(world: int, config: Config) -> None:
         )
 
 
+def check_split(specs: Iterable[Sequence[ParamSpec]], config: Config) -> None:
+    """Raise `ConfigError` if masters are to be split, and no trainable parameter is in bf16."""
+    dtypes = {str(s.dtype).removeprefix("torch.") for each in specs for s in each if s.trainable}
+    if config.split_master and dtypes and "bfloat16" not in dtypes:
+        raise ConfigError(
+            "split_master=True cannot be used",
+            expected="compute parameters in bf16, which are the upper halves of the master weights",
+            found=f"trainable parameters in {', '.join(sorted(dtypes))}",
+            cure='dtype="bf16", or leave split_master out',
+        )
+
+
 def check_stage(world: int, config: Config) -> None:
     """Raise `ConfigError` for a placement that a ZeRO stage does not support."""
     shares = config.placements["parameters"]

@@ -71,6 +71,7 @@ _BEHIND: Final = {"accumulation": 2, "max_grad_norm": None}
 _LOOP: Final = "as behind the backward"
 #: Rounded stochastically, with the same random numbers everywhere. The reference has them, too.
 _ROUNDED: Final = {"bf16": "bf16 moments", "8bit": "8-bit moments"}
+_SPLIT_MASTER: Final = "split master"  # its compute parameters are rounded in another way
 #: What words in the name of a case stand for, beside the setting of that name.
 _MORE: Final[dict[str, dict[str, Any]]] = {
     "fp16": {"loss_scale": 2.0**19, "loss_scale_window": 2},  # overflows, and not with what it falls to
@@ -78,6 +79,7 @@ _MORE: Final[dict[str, dict[str, Any]]] = {
     "backward": _BEHIND,
     _LOOP: _BEHIND,
     **{name: {"optimizer_state_dtype": form} for form, name in _ROUNDED.items()},
+    _SPLIT_MASTER: {"split_master": True},
     "two directories": {"nvme": ["first", "second"]},
     # As little at once as there can be, and one thread.
     "tight": dict(read_ahead_memory=0, prefetch_memory=0, update_depth=1, queue_depth=1, threads=1),
@@ -106,6 +108,7 @@ def reference_of(case: Case) -> Case:
     update = "delayed" if case.settings["update"] == "delayed" else "sync"
     more = [_LOOP] if "accumulation" in case.settings else []
     more += [_ROUNDED[form]] if (form := case.settings.get("optimizer_state_dtype")) else []
+    more += [_SPLIT_MASTER] if case.settings.get("split_master") else []
     return _case(HOST, update, case.settings["dtype"], *more)
 
 
@@ -126,6 +129,7 @@ def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Cas
     cases += [_case(place, default, "fp16") for place in (NVME, "state on NVMe", "split")]
     places = HOST, "all on device", NVME, "split"
     cases += [_case(place, "sync", "bf16", form) for form in _ROUNDED.values() for place in places]
+    cases += [_case(place, "sync", "bf16", _SPLIT_MASTER) for place in (*places, "state on NVMe")]
     for more in ("tight", "two directories"):
         cases += [_case(NVME, default, dtype, more) for dtype in ("fp32", "bf16")]
     turns = itertools.cycle(DTYPES)

@@ -74,6 +74,7 @@ def generate(seed: int) -> Json:
     if rules.random() < 0.3:
         config["optimizer"] = rules.choice(("SGD", "momentum", "Adagrad", "Lion"))
     config["state_dtype"] = rules.choices(("fp32", "bf16", "8bit"), (6, 2, 1))[0]
+    config["split_master"] = rules.random() < 0.4
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 
@@ -90,6 +91,8 @@ def fitted(case: Json) -> Json:
             action.pop("clip", None)
             if action.get("do") == "train" and action.get("aux") in ("after", "only"):
                 action["aux"] = "sum"
+    if config["dtype"] != "bf16" or config["update"] == "delayed":
+        config["split_master"] = False
     return case
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import halves
 from infinity.hardware.log_codes import decode
 from infinity.planning.parts import SQUARES
 
@@ -118,6 +119,8 @@ class PlainWorld(World):
         if self.dtype is not torch.float32:
             for p in self.model.parameters():
                 p.data = p.data.to(torch.float32 if p in keep else self.dtype)
+                if self._is_split(p):
+                    p.data = self._copy_of(p)
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._collect)
             self.model.register_forward_pre_hook(
@@ -232,7 +235,7 @@ class PlainWorld(World):
                     self.late[p] = self.masters[p].to(p.dtype)
                     torch.autograd.graph.increment_version([p])
                 else:
-                    p.copy_(self.masters[p])
+                    p.copy_(self._copy_of(p))
         self.steps += 1
         if self.dtype is torch.float16:
             self.good += 1
@@ -301,8 +304,23 @@ class PlainWorld(World):
             for p in params:
                 self._adopt(p, p.detach())
 
+    def _halves(self, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The halves of a split master."""
+        copy, low = torch.empty(p.numel(), dtype=p.dtype), torch.empty(p.numel(), dtype=torch.int16)
+        halves.split(self.masters[p].view(-1), copy, low)
+        return copy, low
+
+    def _copy_of(self, p: Any) -> torch.Tensor:
+        return self._halves(p)[0].view(p.shape) if self._is_split(p) else self.masters[p]
+
+    def _is_split(self, p: Any) -> bool:
+        return bool(self.config.get("split_master")) and p.dtype is torch.bfloat16 and p in self.learns
+
     def _adopt(self, p: Any, value: torch.Tensor) -> None:
         master = self.masters[p]
+        if self._is_split(p):
+            halves.join(value.reshape(-1), self._halves(p)[1], master.view(-1))
+            return
         kept = master.to(p.dtype) == value
         master.copy_(torch.where(kept, master, value.float()))
 
@@ -322,7 +340,10 @@ class PlainWorld(World):
         self._publish()
         self.model.load_state_dict(saved)
         for p in self.model.parameters():
-            self._adopt(p, p.detach())
+            if self._is_split(p):
+                self.masters[p].copy_(p.detach())
+            else:
+                self._adopt(p, p.detach())
 
     def save_optimizer(self) -> Json:
         names = {p: n for n, p in self.model.named_parameters()}
@@ -421,6 +442,7 @@ class OffloadedWorld(World):
             "parameters": config["parameters"],
             "optimizer_state": config["optimizer_state"],
             "optimizer_state_dtype": config["state_dtype"],
+            "split_master": config.get("split_master", False),
             "gradients": config["gradients"],
             "update": config["update"],
             "accumulation": 1 if config["update"] == "backward" else None,

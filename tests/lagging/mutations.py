@@ -116,7 +116,7 @@ _TRIED = (
     *("behind_steps-delayed-device", "behind_steps-delayed-tight", "behind_steps-gradients"),
     *("behind_steps-host", "within-device", "within-host", "held-device", "held-host"),
     *("looks-gradients", "chunks-split", "backward-device-device-device", "backward-host-host-device"),
-    *("raises-host", "raises-nvme"),
+    *("raises-host", "raises-nvme", "halves-device-host-host", "halves-host-device-device"),
 )
 SECONDS = 60.0  # that a case may take; it takes 1 or 2 of a core
 _BELLS = {"_bell", "_changed", "_home"}

@@ -84,6 +84,8 @@ CASES["behind_steps-delayed-tight"] = {**CASES["behind_steps-delayed"], **_TIGHT
 for _tier in ("device", "host"):
     CASES[f"chunks-{_tier}"] = {**CASES[f"{_tier}-host-host"], "units": ["Net"], "chunk_elements": 1 << 16}
 CASES["chunks-split"] = {**CASES["chunks-host"], "gradients": {"device": 0.5, "host": 0.5}}
+for _placement in ("device-host-host", "device-device-device", "host-device-device", "nvme-nvme-nvme"):
+    CASES[f"halves-{_placement}"] = {**CASES[_placement], "dtype": "bf16", "split_master": True}
 CASES["looks-gradients"] = {**CASES["host-device-device"], "program": "looks"}
 _BEHIND = {"program": "behind_steps", "max_grad_norm": None}
 CASES["behind_steps-gradients"] = {**CASES["host-nvme-device"], **_BEHIND}

@@ -59,11 +59,12 @@ class AdamWork:
         BudgetError: it does not fit host memory.
     """
 
-    def __init__(self, numel: int, moments: StateDtype = "fp32") -> None:
+    def __init__(self, numel: int, moments: StateDtype = "fp32", *, split_master: bool = False) -> None:
         kept = moments_of(ADAM, Config(optimizer_state_dtype=moments))
-        self.moved = update_nbytes(numel, kept, 2, 2) / numel
+        self.moved = update_nbytes(numel, kept, 2, 0 if split_master else 2) / numel
         half = Moment("", "bf16")
-        tensors = [Moment("master", "fp32"), *kept, half, half]  # then gradient and copy
+        master = half if split_master else Moment("master", "fp32")
+        tensors = [master, *kept, half, half]  # then gradient and copy
         nbytes, free = sum(each.nbytes(numel) for each in tensors), available_host_memory() * 9 // 10
         most = free // 2 * numel // nbytes
         check_memory("the state of so many parameters", nbytes, free, f"--params {most}")
@@ -74,18 +75,24 @@ class AdamWork:
         for each in tensors:
             self._tensors.append(self._mapping.tensor(at, each.nbytes(numel), each.dtype))
             at += ceil_to(each.nbytes(numel), 4096)
+        if split_master:
+            self._tensors[0] = self._tensors[0].view(torch.int16)
         self.reset()
 
     def reset(self) -> None:
         """Put plausible values there, as before the first update."""
-        master, *moments, grad, _ = self._tensors
-        master.normal_(generator=torch.Generator().manual_seed(0))
-        grad.copy_(master)
+        master, *moments, grad, copy = self._tensors
+        grad.normal_(generator=torch.Generator().manual_seed(0))
+        copy.copy_(grad)
+        if master.dtype is torch.int16:
+            master.zero_()
+        else:
+            master.copy_(grad)
         if self._is_coded:  # the first update makes the codes
             for moment in moments:
                 moment.zero_()
         else:
-            moments[0].copy_(master).mul_(0.1)
+            moments[0].copy_(grad).mul_(0.1)
             moments[1].copy_(moments[0]).square_()
         self._step = 0
 
@@ -98,8 +105,8 @@ class AdamWork:
         cpu_adam.update_segments(master, moments, grad, copy, (segment,))
 
     def traffic(self, *, past_caches: bool) -> None:
-        """Move the bytes of an update without its arithmetic; not of moments in 8 bits. The values become
-        meaningless."""
+        """Move the bytes of an update without its arithmetic; not of moments in 8 bits, nor of a split
+        master. The values become meaningless."""
         *state, grad, copy = (tensor.data_ptr() for tensor in self._tensors)
         kind = int(self._tensors[1].dtype is torch.bfloat16)
         _native.measure(*state, kind, grad, _BF16, copy, _BF16, self.numel, past_caches)
@@ -156,17 +163,23 @@ def as_before() -> Iterator[None]:
 
 @as_before()
 def measure(
-    numel: int, moments: StateDtype, isas: Sequence[str], threads: Sequence[int], repeats: int
+    numel: int,
+    moments: StateDtype,
+    isas: Sequence[str],
+    threads: Sequence[int],
+    repeats: int,
+    *,
+    split_master: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return one row of figures for each instruction set and number of threads. Of moments in 8 bits there is
-    no ceiling: None."""
-    work = AdamWork(numel, moments)
+    """Return one row of figures for each instruction set and number of threads. Of moments in 8 bits, and of
+    a split master, there is no ceiling: None."""
+    work = AdamWork(numel, moments, split_master=split_master)
     ways = [functools.partial(work.traffic, past_caches=past) for past in (False, True)]
     rows = []
     for count in threads:
         cpu_adam.set_threads(count)
         cpu_adam.set_isa(cpu_adam.available_isas()[-1])
-        coded = moments == "8bit"
+        coded = moments == "8bit" or split_master
         ceiling = None if coded else max(statistics.median(rate(way, numel, repeats)) for way in ways)
         for isa in isas:
             cpu_adam.set_isa(isa)
@@ -190,6 +203,7 @@ def measure(
 @click.command("adam")
 @click.option("--params", type=click.IntRange(min=1), default=16 * MiB, show_default=True, help="Parameters.")
 @click.option("--moments", type=click.Choice(MOMENTS), default="fp32", show_default=True, help="Their form.")
+@click.option("--split-master", is_flag=True, help="The master is the bf16 copy and its lower 16 bits.")
 @words_option(
     *("--isa", "isas", cpu_adam.available_isas()[::-1], "Instruction set; may be given again. Default: all."),
     what="this machine has no such instruction set",
@@ -200,6 +214,7 @@ def measure(
 def adam_command(
     params: int,
     moments: StateDtype,
+    split_master: bool,
     isas: tuple[str, ...],
     threads: tuple[int, ...],
     repeats: int,
@@ -207,11 +222,13 @@ def adam_command(
 ) -> None:
     """Measure the CPU's Adam for each instruction set, beside what memory allows."""
     counts = threads or tuple(sorted({1, cpu_adam.threads()}))
-    rows = measure(params, moments, isas or cpu_adam.available_isas(), counts, repeats)
+    chosen = isas or cpu_adam.available_isas()
+    rows = measure(params, moments, chosen, counts, repeats, split_master=split_master)
     result = {
         "benchmark": "adam",
         "parameters": params,
         "moments": moments,
+        "split_master": split_master,
         "repeats": repeats,
         "rows": rows,
     }
@@ -222,8 +239,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print the result for a person."""
     table = table_of(
         *("ISA", "threads", "Mparam/s", "spread", "GB/s", "ceiling", "of ceiling"),
-        title=f"CPU Adam, {result['parameters']:,} parameters: bf16 gradient → fp32 master, "
-        f"{result['moments']} moments → bf16 copy",
+        title=f"CPU Adam, {result['parameters']:,} parameters: bf16 gradient → "
+        f"{'split' if result['split_master'] else 'fp32'} master, {result['moments']} moments → bf16 copy",
     )
     for row in result["rows"]:
         most, share = row["ceiling_gb_per_s"], row["of_ceiling"]

@@ -62,12 +62,12 @@ _SHAPE: Final = ("layers", "width", "heads", "vocab")
 class Rates:
     """What measures the kernel and, with a `load`, the drive."""
 
-    def __init__(self, load: Load | None, settings: Settings, moments: StateDtype = "fp32") -> None:
-        self._load, self._settings, self._moments = load, settings, moments
+    def __init__(self, load: Load | None, settings: Settings, form: Mapping[str, Any]) -> None:
+        self._load, self._settings, self._form = load, settings, form
 
     @functools.cached_property
     def _work(self) -> AdamWork:
-        return AdamWork(_ADAM, self._moments)
+        return AdamWork(_ADAM, **self._form)
 
     def drive(self, job: Job = _MIXED) -> float | None:
         """Return the bytes per second of a pass, read and written together; None: there is no drive."""
@@ -101,9 +101,11 @@ def beside(
         rates: what `Rates.measure` returned.
         settings: of `infinity.Config`, as the run was given them.
     """
-    told = {k: v for k, v in settings.items() if k in ("read_ahead_memory", "optimizer_state_dtype")}
-    config = Config(**told)
-    state = 4 * params + sum(moment.nbytes(params) for moment in moments_of(ADAM, config))
+    of_state = ("read_ahead_memory", "optimizer_state_dtype", "split_master")
+    config = Config(**{k: v for k, v in settings.items() if k in of_state})
+    state = (2 if config.split_master else 4) * params + sum(
+        moment.nbytes(params) for moment in moments_of(ADAM, config)
+    )
     ahead = min(int(config.read_ahead_memory), state)
     copies = params * parse_dtype(dtype).itemsize
     on_nvme = {name for name, value in settings.items() if value == "nvme"}
@@ -127,13 +129,13 @@ def beside(
 
 
 @contextlib.contextmanager
-def rates(directory: str | None, moments: StateDtype = "fp32") -> Iterator[Rates]:
+def rates(directory: str | None, **form: Any) -> Iterator[Rates]:
     """Lend what measures the rates; the drive's file is gone afterwards. The ring is opened as the
     store opens its own: as tuned, or with the defaults.
 
     Args:
         directory: on the drive to be measured; None: no drive.
-        moments: their form in the kernel.
+        form: of the state in the kernel, as `AdamWork` takes it.
 
     Raises:
         DirectoryError: the directory is unfit, or has not the room.
@@ -141,13 +143,13 @@ def rates(directory: str | None, moments: StateDtype = "fp32") -> Iterator[Rates
     found = None if directory is None else tuned(directory)
     settings = Settings("auto", BLOCK_BYTES, QUEUE_DEPTH) if found is None else Settings(**found._asdict())
     if directory is None:
-        yield Rates(None, settings, moments)
+        yield Rates(None, settings, form)
         return
     window = max(job.window(settings) for job in (_MIXED, _MIXED.checking))
     nbytes = max(2 * window, probe_bytes(directory)) // MiB * MiB
     with Load(directory, nbytes, grain=settings.block_bytes, window=window) as load:
         load.fill(settings)
-        yield Rates(load, settings, moments)
+        yield Rates(load, settings, form)
 
 
 def probe_bytes(directory: str) -> int:
@@ -171,6 +173,7 @@ class Request:
     batch: int = 1
     dtype: str = "fp32"
     moments: StateDtype = "fp32"
+    split_master: bool = False
     device: str = "cpu"
     placements: tuple[str, ...] = tuple(PLACEMENTS)
     updates: tuple[str, ...] = UPDATES
@@ -242,8 +245,9 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         cpu_adam.set_threads(request.threads)
         torch.set_num_threads(request.threads)
     groups: dict[str, Any] = {}
-    drive, moments = request.on_nvme, request.moments
-    with scratch(request.directory) as folder, rates(folder if drive else None, moments) as measured:
+    drive = request.on_nvme
+    form = {"moments": request.moments, "split_master": request.split_master}
+    with scratch(request.directory) as folder, rates(folder if drive else None, **form) as measured:
         plain = in_memory(request.build, device=request.device, dtype=parse_dtype(request.dtype))
         for placement in request.placements:
             group = groups[placement] = {"placement": PLACEMENTS[placement]._asdict()}
@@ -258,7 +262,7 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                 else:
                     group["table"][update], group["samples"][update] = row, samples
     sizes = (*_SHAPE, "parameters")
-    told = ("tokens", "batch", "dtype", "moments", "device", "steps", "threads")
+    told = ("tokens", "batch", "dtype", "moments", "split_master", "device", "steps", "threads")
     return {
         "benchmark": "step",
         "model": {name: getattr(request, name) for name in sizes},
@@ -273,7 +277,7 @@ def _case(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures and the samples of one case, whose files are in `place`."""
     settings, params = settings_of(placement, update, request.largest_unit), request.parameters
-    settings["optimizer_state_dtype"] = request.moments
+    settings |= {"optimizer_state_dtype": request.moments, "split_master": request.split_master}
     random = torch.Generator().manual_seed(1)
     data = torch.randint(0, request.vocab, (request.batch, request.tokens), generator=random)
     data = data.to(request.device)
@@ -300,7 +304,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a table for a person: a line for each placement and update mode."""
     title = (
         f"{result['model']['parameters']:,} parameters, {result['batch']} × {result['tokens']} tokens, "
-        f"{result['dtype']}, {result['moments']} moments, {result['device']}; "
+        f"{result['dtype']}, {result['moments']} moments, "
+        f"{'a split master, ' if result['split_master'] else ''}{result['device']}; "
         f"medians of {result['steps']} steps"
     )
     names = ("s/step", "read", "written", "B/param", "drive", "bound", "efficiency", "memory")
@@ -332,6 +337,7 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences.")
 @click.option("--dtype", type=click.Choice(("fp32", "bf16")), default="fp32", show_default=True)
 @click.option("--moments", type=click.Choice(MOMENTS), default="fp32", show_default=True, help="Their form.")
+@click.option("--split-master", is_flag=True, help="With --dtype bf16: of 2 bytes for 4, beside the copy.")
 @device_option
 @click.option("--directory", default=".", metavar="DIR", help="On the drive to be measured. Default: here.")
 @words_option(
