@@ -1,5 +1,7 @@
-"""A master in two halves, the bf16 copy and the lower 16 bits, in plain torch: the bits of the native kernel
-([Note: a split master] in csrc/cpu_adam/adam_lane.inl)."""
+"""A master in two halves, the bf16 copy and the lower 16 bits, in plain torch: the bits of the native kernel.
+
+See [Note: a split master] in csrc/cpu_adam/adam_lane.inl.
+"""
 
 from __future__ import annotations
 
