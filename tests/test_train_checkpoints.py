@@ -386,7 +386,13 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"update": "delayed", "delay_warmup_steps": 0}, {"dtype": "bf16"}, {"optimizer": "adagrad"}],
+    [
+        {},
+        {"update": "delayed", "delay_warmup_steps": 0},
+        {"dtype": "bf16"},
+        {"optimizer": "adagrad"},
+        {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*embed*", "*norm*")},
+    ],
 )
 def test_the_planned_bytes_of_a_checkpoint(
     changes: dict[str, Any], text: str, nvme: str, tmp_path: Path

@@ -133,7 +133,8 @@ class Engine:
 
         members, scopes = discover(model, config.units)
         matrices = matrices_of(optimizer, rule)
-        specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices)
+        fp32 = config.optimizer_state_fp32 if optimizer is not None else ()
+        specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
             check_matrices(comm.world, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]

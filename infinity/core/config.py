@@ -85,6 +85,10 @@ class Config:
             quarter of them: codes, and a scale for each 256 elements of a parameter. Both round the moments
             stochastically after each update. This changes the result, by rounding errors that are zero on
             average. The bits do not depend on placements, chunks or ranks.
+        optimizer_state_fp32: names of the parameters whose moments stay fp32 where `optimizer_state_dtype` is
+            ``"bf16"`` or ``"8bit"``. Each is a name as in `named_parameters()`, without the prefix of a
+            compiled module, or a shell pattern: ``"*embed*"``, ``"*norm*"``, ``"*.bias"``. A pattern that
+            matches no trainable parameter is an error.
         gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
@@ -166,6 +170,7 @@ class Config:
     parameters: Tiers = "device"
     optimizer_state: Tiers = "host"
     optimizer_state_dtype: StateDtype = "fp32"
+    optimizer_state_fp32: Sequence[str] = ()
     gradients: Tiers | None = None
     activations: Activations = "device"
     activation_memory: Size | None = None
@@ -217,7 +222,8 @@ class Config:
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
         put(self, "placements", {n: _placement(n, v) for n, v in given.items()})
         if self.units is not None:
-            put(self, "units", _names(self.units))
+            put(self, "units", _names("units", self.units))
+        put(self, "optimizer_state_fp32", _names("optimizer_state_fp32", self.optimizer_state_fp32))
         self._check()
 
     def _check(self) -> None:
@@ -246,6 +252,13 @@ class Config:
                 expected='activations="host" with activation_memory',
                 found=f"activations={self.activations!r}",
                 cure='activations="host", or leave activation_memory out',
+            )
+        if self.optimizer_state_fp32 and self.optimizer_state_dtype == "fp32":
+            raise ConfigError(
+                "optimizer_state_fp32 is given, but all moments are fp32",
+                expected='optimizer_state_dtype="bf16" or "8bit" with optimizer_state_fp32',
+                found=f"optimizer_state_dtype={self.optimizer_state_dtype!r}",
+                cure='optimizer_state_dtype="bf16", or leave optimizer_state_fp32 out',
             )
         if self.device is not None and not _DEVICE.fullmatch(str(self.device)):
             raise ConfigError(
@@ -418,14 +431,19 @@ def _suggest(word: str, known: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
-def _names(value: Any) -> tuple[str, ...]:
+#: Of settings that are names: what they are names of, what is expected, and an example.
+_NAMED: Final = {
+    "units": ("module", "names of module classes, or of modules as in `named_modules()`, or None", "Block"),
+    "optimizer_state_fp32": ("parameter", "shell patterns for names of parameters", "*norm*"),
+}
+
+
+def _names(setting: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(n, str) and n for n in names):
+        of, expected, example = _NAMED[setting]
         raise ConfigError(
-            "units names no module",
-            expected="names of module classes, or of modules as in `named_modules()`, or None",
-            found=repr(value),
-            cure='units=["Block"]',
+            f"{setting} names no {of}", expected=expected, found=repr(value), cure=f'{setting}=["{example}"]'
         )
     return names
 
