@@ -309,6 +309,7 @@ def smaller(case: Json) -> Iterator[Json]:
         "activations": "device",
         "optimizer": "AdamW",
         "state_dtype": "fp32",
+        "state_fp32": [],
         "groups": 1,
         "init": False,
         "ending": "close",
