@@ -133,7 +133,7 @@ class Engine:
 
         members, scopes = discover(model, config.units)
         matrices = matrices_of(optimizer, rule)
-        fp32 = config.optimizer_state_fp32 if optimizer is not None else ()
+        fp32 = config.fp32_moments if optimizer is not None else ()
         specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
             check_matrices(comm.world, config)

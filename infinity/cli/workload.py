@@ -78,7 +78,7 @@ class Workload:
         if config.units is not None:
             return planned_from(self.structure, config)
         dtype, found = self.dtype(config), units_of(self.shape)
-        fp32 = matched(config.optimizer_state_fp32, [n for _, params in found for n, _ in params])
+        fp32 = matched(config.fp32_moments, [n for _, params in found for n, _ in params])
         units = [
             (name, [ParamSpec(n, s, dtype, True, _group(len(s)), fp32_moments=n in fp32) for n, s in params])
             for name, params in found
@@ -336,8 +336,8 @@ def planned_from(model: nn.Module, config: Config) -> Model:
 
     members, scopes = discover(model, config.units)
     groups = {id(p): _group(p.ndim) for p in model.parameters()}
-    patterns = config.optimizer_state_fp32
-    specs = param_specs(model, members, groups, config.compute_dtype, fp32_moments=patterns)
+    dtype, patterns = config.compute_dtype, config.fp32_moments
+    specs = param_specs(model, members, groups, dtype, fp32_moments=patterns)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
     uses = Counter(unit for scope in scopes for unit in scope.units)
     again = [unit for unit, count in uses.items() for _ in range(count - 1)]

@@ -253,13 +253,6 @@ class Config:
                 found=f"activations={self.activations!r}",
                 cure='activations="host", or leave activation_memory out',
             )
-        if self.optimizer_state_fp32 and self.optimizer_state_dtype == "fp32":
-            raise ConfigError(
-                "optimizer_state_fp32 is given, but all moments are fp32",
-                expected='optimizer_state_dtype="bf16" or "8bit" with optimizer_state_fp32',
-                found=f"optimizer_state_dtype={self.optimizer_state_dtype!r}",
-                cure='optimizer_state_dtype="bf16", or leave optimizer_state_fp32 out',
-            )
         if self.device is not None and not _DEVICE.fullmatch(str(self.device)):
             raise ConfigError(
                 "unknown device",
@@ -350,6 +343,11 @@ class Config:
         if name == "auto":
             name = None if self.dtype is None else "fp32"
         return None if name is None else torch_dtype(str(name))
+
+    @property
+    def fp32_moments(self) -> Sequence[str]:
+        """`optimizer_state_fp32`; nothing where all moments are fp32."""
+        return () if self.optimizer_state_dtype == "fp32" else self.optimizer_state_fp32
 
     @property
     def elements_per_chunk(self) -> int:

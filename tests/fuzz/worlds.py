@@ -39,9 +39,7 @@ def groups_of(model: nn.Module, config: Json) -> list[Json]:
 
 
 def patterns_of(model: nn.Module, config: Json) -> list[str]:
-    """Return those of the patterns for moments in fp32 that match something; none, if all are fp32."""
-    if config["state_dtype"] == "fp32":
-        return []
+    """Return those of the patterns for moments in fp32 that match something."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return [pattern for pattern in config["state_fp32"] if any(fnmatchcase(n, pattern) for n in names)]
 
