@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import warnings
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "fp32", "bf16", "8bit"))
     if config["dtype"] == "bf16" and config.get("update") != "delayed":
         config["split_master"] = rules.random() < 0.4
+    if config["optimizer_state_dtype"] != "fp32" and rules.random() < 0.5:
+        named = build(model, **sizes).named_parameters()
+        trained = [n for n, _ in named if not n.startswith(tuple(frozen))]
+        patterns = [p for p in ("*.weight", "*.bias", "*") if any(fnmatchcase(n, p) for n in trained)]
+        config["optimizer_state_fp32"] = [rules.choice((rules.choice(trained), *patterns))]
     return made
 
 

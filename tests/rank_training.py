@@ -28,6 +28,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -363,8 +364,9 @@ def reference(
                 param.register_post_accumulate_grad_hook(take)
     groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
     adam = optimizer_of(settings, groups)
-    rule, form = rule_of(adam), settings["config"].get("optimizer_state_dtype", "fp32")
-    kept = torch.uint8 if form == "8bit" else DTYPES[form]
+    rule, asked = rule_of(adam), settings["config"].get("optimizer_state_dtype", "fp32")
+    exact = settings["config"].get("optimizer_state_fp32", ())
+    forms = {n: "fp32" if any(fnmatchcase(n, each) for each in exact) else asked for n in masters}
     names = {p: n for n, p in made.model.named_parameters()}
     scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
     moments: dict[str, list[torch.Tensor]] = {}
@@ -385,9 +387,10 @@ def reference(
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
             if name not in moments:
+                kept = torch.uint8 if forms[name] == "8bit" else DTYPES[forms[name]]
                 moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
                 blocks = -(-grad.numel() // MOMENT_BLOCK)
-                moments[name] += [torch.zeros(blocks) for _ in rule.moments if form == "8bit"]
+                moments[name] += [torch.zeros(blocks) for _ in rule.moments if forms[name] == "8bit"]
             segment = cpu_adam.Segment(
                 *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
                 *(group["lr"], group["weight_decay"], 1.0 / scale * clip),

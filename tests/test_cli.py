@@ -127,7 +127,8 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert options["engine", "block_bytes"].kind.metavar == "SIZE"
     assert options["engine", "gradients"].kind.metavar == "PLACE"
     assert options["train", "resume"].flags == "--resume/--no-resume"
-    assert [name for (_, name), option in options.items() if option.kind.many] == ["nvme", "units"]
+    several = [name for (_, name), option in options.items() if option.kind.many]
+    assert several == ["nvme", "optimizer_state_fp32", "units"]
     run(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "--activation-memory SIZE Bytes of host memory for --activations host;" in said
@@ -247,6 +248,20 @@ def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str])
     assert sum(result["nvme"].values()) == pytest.approx(18 * result["parameters"], rel=1e-3)
 
 
+def test_plan_counts_moments_that_stay_fp32(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nvme = ["--nvme", str(tmp_path), "--optimizer-state", "nvme", "--optimizer-state-dtype", "8bit"]
+    cases = [[], ["--optimizer-state-fp32", "*embed*", "--optimizer-state-fp32", "*norm*"]]
+    plans = [plan(capsys, "--width", "512", *nvme, *more)[1] for more in cases]
+    wanted = 6 * (256 + 5) * 512 - 2 * 4 * (256 + 5) * 2  # without codes and scales
+    (first, second) = (each["standing"][0]["checkpoints"] for each in plans)
+    assert second - first == wanted
+    for section, name in (("nvme", "optimizer state"), ("per_step", "nvme_written")):
+        more = plans[1][section][name] - plans[0][section][name]
+        assert more == pytest.approx(wanted, rel=0.1), name  # chunks are padded
+    assert run(["plan", *SMALL, *nvme, "--optimizer-state-fp32", "*embde*"]) == 2
+    assert "--optimizer-state-fp32 matches no trainable parameter" in capsys.readouterr().err
+
+
 def test_a_device_that_is_not_here_must_be_described(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         return
@@ -265,6 +280,8 @@ engine:
   optimizer_state: {host: 0.25, nvme: 0.75}
   nvme: [/a, /b]
   host_memory: 1GiB
+  optimizer_state_dtype: 8bit
+  optimizer_state_fp32: ["*norm*", "*.bias"]
 """
 
 
@@ -293,9 +310,12 @@ def test_a_file_says_what_options_say_and_options_win(tmp_path: Path) -> None:
             "optimizer_state": "host:0.25,nvme:0.75",
             "nvme": ("/c",),
             "host_memory": "1GiB",
+            "optimizer_state_dtype": "8bit",
+            "optimizer_state_fp32": ("*norm*", "*.bias"),
         },
     )
     assert by_options == from_file
+    assert by_options.config().optimizer_state_fp32 == ("*norm*", "*.bias")
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def test_the_command_trains_here(capsys: pytest.CaptureFixture[str], tmp_path: P
     drive.mkdir()
     limits = ["--host-memory", "24MiB", "--device-memory", "9MiB", "--device", "cpu", *CHUNKS]
     short = ["--steps", "2", "--sample-tokens", "0", "--data", str(text), "--nvme", str(drive)]
+    short += ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*norm*"]
     code, result = plan(capsys, *MODEL, *limits, *short, "--fit")
     assert code == 0
     words = shlex.split(result["command"])

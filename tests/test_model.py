@@ -62,7 +62,7 @@ def test_units_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any]) -> None:
-    config = Config(dtype="bf16", device="cpu")
+    config = Config(dtype="bf16", device="cpu", optimizer_state_dtype="8bit", optimizer_state_fp32="*norm*")
     workload = small(**variant)
     found, planned = planned_from(workload.structure, config), workload.planned(config)
     assert [(n, list(p)) for n, p in planned.units] == [(n, list(p)) for n, p in found.units]

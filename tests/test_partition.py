@@ -24,7 +24,8 @@ def models(draw: st.DrawFn) -> list[tuple[str, list[ParamSpec]]]:
         for i in range(draw(st.integers(1, 5))):
             trainable = draw(st.booleans())
             group = draw(st.integers(0, 2)) if trainable else -1
-            params.append(ParamSpec(f"u{u}.p{i}", draw(shapes), draw(dtypes), trainable, group))
+            spec = ParamSpec(f"u{u}.p{i}", draw(shapes), draw(dtypes), trainable, group)
+            params.append(spec._replace(fp32_moments=trainable and draw(st.booleans())))
         units.append((f"u{u}", params))
     return units
 
@@ -51,6 +52,7 @@ def _check(layouts: tuple[UnitLayout, ...], rank: int, covered: list[list[int]],
                     end = segment.start + segment.numel
                     spec = layout.params[segment.param]
                     assert (spec.dtype, spec.trainable) == (chunk.dtype, chunk.trainable)
+                    assert spec.fp32_moments == chunk.fp32_moments
                     assert segment.offset == seen[segment.param]
                     seen[segment.param] += segment.numel
                     place = at + segment.start * chunk.dtype.itemsize

@@ -47,16 +47,24 @@ def ranks(world: int, *jobs: Any) -> list[dict[str, Any]]:
     return first
 
 
+MOMENTS = {form: {"optimizer_state_dtype": form} for form in ("fp32", "bf16", "8bit")}
+MOMENTS["8bit, some"] = {**MOMENTS["8bit"], "optimizer_state_fp32": ["norm.*", "layers.0.0.*"]}
+MOMENTS["bf16, others"] = {**MOMENTS["bf16"], "optimizer_state_fp32": ["*.weight"]}
+
+
 @pytest.mark.parametrize(
     ("dtype", "moments"),
-    quick([("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "8bit")], [("bf16", "fp32"), ("bf16", "8bit")]),
+    quick(
+        [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "8bit"), ("bf16", "8bit, some")],
+        [("bf16", "fp32"), ("bf16", "8bit, some")],
+    ),
 )
 def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, moments: str, tmp_path: Path) -> None:
     """One rank → four, on NVMe → one, two and three, elsewhere; and the files are the same ones."""
 
     def one_of(*args: Any, **more: Any) -> Any:
         config, rest = job(*args, **more)
-        return {**config, "optimizer_state_dtype": moments}, rest
+        return {**config, **MOMENTS[moments]}, rest
 
     one, four, two, three = (tmp_path / name for name in ("one", "four", "two", "three"))
     wanted = alone(one_of(tmp_path, "host", dtype, before=2, save=one))
@@ -82,6 +90,29 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, moments: s
     assert first == second
     for other in (four, two, three, tmp_path / "stage 1", tmp_path / "stage 0"):
         assert contents(other / "step-2") == contents(one / "step-2")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    quick(
+        [(a, b) for a in MOMENTS for b in MOMENTS if a != b and "," in a + b],
+        [("8bit, some", "bf16, others")],
+        [("8bit, some", "8bit"), ("8bit", "8bit, some"), ("bf16, others", "8bit, some")],
+    ),
+)
+def test_moments_become_those_of_the_run_that_loads_them(saved: str, loaded: str, tmp_path: Path) -> None:
+    def one_of(form: str, place: str, **more: Any) -> Any:
+        config, rest = job(tmp_path, place, **more)
+        return {**config, **MOMENTS[form]}, rest
+
+    one, four, two, three, wanted = (tmp_path / name for name in ("one", "four", "two", "three", "wanted"))
+    alone(one_of(saved, "host", before=2, save=one))
+    ranks(4, one_of(saved, "nvme", load=one, save=four))
+    goes_on = alone(one_of(loaded, "host", load=one, save=wanted))
+    assert ranks(2, one_of(loaded, "state on nvme", load=four, save=two)) == [goes_on]
+    ranks(3, one_of(loaded, "split", load=four, save=three))
+    for other in (two, three):
+        assert contents(other / "step-2") == contents(wanted / "step-2")
 
 
 def test_what_one_rank_cannot_do_ends_on_all_and_the_run_goes_on(tmp_path: Path) -> None:

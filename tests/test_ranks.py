@@ -96,6 +96,26 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         *(2, "gpt", "state on nvme", "fp32"),
         {"config": {"optimizer_state_dtype": "8bit", "zero_stage": 1}},
     ),
+    "gpt, 8-bit moments and fp32 ones": (
+        *(3, "gpt", "split", "bf16"),
+        {
+            "config": {
+                "optimizer_state_dtype": "8bit",
+                "optimizer_state_fp32": ["*norm*", "*.bias", "tokens*"],
+            }
+        },
+    ),
+    "gpt, bf16 moments and fp32 ones, stage 1": (
+        *(2, "gpt", "state on nvme", "bf16"),
+        {
+            "accumulate": 2,
+            "config": {
+                "optimizer_state_dtype": "bf16",
+                "optimizer_state_fp32": ["blocks.*.weight"],
+                "zero_stage": 1,
+            },
+        },
+    ),
     "gpt, Lion, bf16 moments, stage 1": (
         *(2, "gpt", "state on nvme", "fp32"),
         {"optimizer": "lion", "config": {"optimizer_state_dtype": "bf16", "zero_stage": 1}},

@@ -221,6 +221,10 @@ def test_a_run_from_text_to_sample(
         pytest.param(
             {"optimizer": "lion", "lr": 1e-3, "optimizer_state_dtype": "bf16"}, marks=pytest.mark.later
         ),
+        pytest.param(
+            {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*embed*", "*norm*")},
+            marks=pytest.mark.later,
+        ),
     ],
     ids=str,
 )

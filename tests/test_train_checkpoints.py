@@ -69,12 +69,20 @@ def assert_equal(one: str, other: str) -> None:
             assert "numpy" in name or torch.equal(tensor, theirs[stem][name]), (stem, name)
 
 
-@pytest.mark.parametrize("update", ["overlap", "delayed"])
+SOME_IN_FP32 = ("--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*norm*")
+
+
+@pytest.mark.parametrize(("update", "more"), [("overlap", ()), ("delayed", ()), ("overlap", SOME_IN_FP32)])
 def test_a_run_that_goes_on_is_the_run_that_nobody_disturbed(
-    update: str, text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    update: str,
+    more: tuple[str, ...],
+    text: str,
+    nvme: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Losses, parameters, moments, generators, the log and the sample."""
-    common = trained(text, nvme, "--steps", "7", "--update", update, "--delay-warmup-steps", "1")
+    common = trained(text, nvme, "--steps", "7", "--update", update, "--delay-warmup-steps", "1", *more)
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
     first = result_of(capsys, *common, "--output", whole, "--json-log", str(logs[0]))
@@ -291,7 +299,8 @@ def _given(text: str, nvme: str) -> dict[str, Any]:
 
 def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: Path) -> None:
     root = str(tmp_path / "out")
-    train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
+    forms = {"optimizer_state_dtype": "bf16", "optimizer_state_fp32": ("*norm*",)}
+    train(read_run(None, {**_given(text, nvme), **forms, "steps": 2, "output": root}))
     there = {"resume": True, "output": root}
     of_optimizer: tuple[dict[str, Any], ...] = ({"optimizer": "lion"}, {"warmup": 1})
     for change in ({"batch": 2}, {"width": 64}, {"seed": 3}, {"preset": "10m"}, *of_optimizer):
@@ -313,8 +322,9 @@ def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: 
     for change in ({"output": root}, {"save_every": 2}):
         with pytest.raises(ConfigError, match="cannot be used"):
             read_run(None, {"save": False, **change})
-    # Where the bytes lie may change, and how many steps there are.
-    result = train(read_run(None, {**there, "steps": 3, "parameters": "host", "optimizer_state": "host"}))
+    # Where the bytes lie may change, in which form moments are, and how many steps there are.
+    host = {"parameters": "host", "optimizer_state": "host", "optimizer_state_dtype": "fp32"}
+    result = train(read_run(None, {**there, "steps": 3, **host}))
     assert result["steps"] == 3
     Path(text).write_text(Path(text).read_text().replace("return", "retorn"))
     with pytest.raises(DataError, match="not the one that the run began with"):
@@ -386,7 +396,13 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"update": "delayed", "delay_warmup_steps": 0}, {"dtype": "bf16"}, {"optimizer": "adagrad"}],
+    [
+        {},
+        {"update": "delayed", "delay_warmup_steps": 0},
+        {"dtype": "bf16"},
+        {"optimizer": "adagrad"},
+        {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*embed*", "*norm*")},
+    ],
 )
 def test_the_planned_bytes_of_a_checkpoint(
     changes: dict[str, Any], text: str, nvme: str, tmp_path: Path

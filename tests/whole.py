@@ -7,7 +7,7 @@ its state is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,27 +47,36 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Whole:
-    """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says.
+    """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says; those of
+    the parameters `fp32` are fp32.
 
     Attributes:
-        moments: of each parameter, by name, in `dtype`.
+        moments: of each parameter, by name.
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, dtype: torch.dtype
+        self,
+        params: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype,
+        fp32: Collection[str] = (),
     ) -> None:
         self._params, self._optimizer, self._rule = params, optimizer, rule_of(optimizer)
         self._steps = dict.fromkeys(params, 0)
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        dtypes = {name: torch.float32 if name in fp32 else dtype for name in params}
         self.moments = {
-            name: {moment: torch.zeros(p.numel(), dtype=dtype) for moment in self._rule.of(groups[p]).moments}
+            name: {
+                moment: torch.zeros(p.numel(), dtype=dtypes[name])
+                for moment in self._rule.of(groups[p]).moments
+            }
             for name, p in params.items()
         }
         #: Of moments in 8 bits (uint8).
         self.scales = {
             name: {kind: torch.zeros(-(-m.numel() // MOMENT_BLOCK)) for kind, m in moments.items()}
             for name, moments in self.moments.items()
-            if dtype is torch.uint8
+            if dtypes[name] is torch.uint8
         }
 
     def step(self) -> None:
@@ -113,10 +122,11 @@ def train_whole(
     *,
     steps: int,
     dtype: torch.dtype = torch.float32,
+    fp32: Collection[str] = (),
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Train a plain model; return its values and moments (in fp32), by name."""
     named = dict(model.named_parameters())
-    whole = Whole(named, make(model.parameters()), dtype)
+    whole = Whole(named, make(model.parameters()), dtype, fp32)
     for step in range(steps):
         loss_of(model, step).backward()
         whole.step()

@@ -133,7 +133,8 @@ class Engine:
 
         members, scopes = discover(model, config.units)
         matrices = matrices_of(optimizer, rule)
-        specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices)
+        fp32 = config.fp32_moments if optimizer is not None else ()
+        specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
             check_matrices(comm.world, config)
         check_split(specs, config)

@@ -232,8 +232,9 @@ class _Loading:
     def _check_here(self) -> None:
         """Raise `DirectoryError` if something that this rank reads was saved on another file system, and is
         not here."""
-        needed, blocks = ranges_here(self._engine, own=False), self._engine.states.kept
+        needed, of = ranges_here(self._engine, own=False), self._engine.states.moments_of
         for sharded, name in self._names.items():
+            blocks = {moment.name: moment.block for moment in of(sharded)}
             for begin, end in needed.get(sharded, ()):
                 for stem, file in self._files.items():
                     if (entry := file.entries.get(name)) is None:
@@ -448,10 +449,13 @@ class _Loading:
             for kind in states.kinds_of(sharded):
                 if kind not in files or name not in files[kind].entries:
                     pieces[kind].zero_()
-                elif (scales := self._scales[kind]) in pieces and scales in files:
+                    continue
+                scales = self._scales[kind]
+                coded = scales in files and name in files[scales].entries
+                if coded and scales in pieces:
                     files[kind].read(name, segment.offset, pieces[kind], under_way)
                     files[scales].read(name, segment.offset // MOMENT_BLOCK, pieces[scales], under_way)
-                elif scales in pieces or scales in files:
+                elif coded or scales in pieces:
                     self._convert(kind, name, segment.offset, pieces)
                 else:
                     files[kind].read(name, segment.offset, pieces[kind], under_way)

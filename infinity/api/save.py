@@ -452,22 +452,20 @@ class _Saving:
 
     def _specs_of(self) -> dict[str, dict[str, Spec]]:
         """Return what is in each file that is written chunk by chunk."""
-        names, of = self._names, self._engine.states.moments_of
+        names, states = self._names, self._engine.states
         specs: dict[str, dict[str, Spec]] = {
             "parameters": {
                 n: (torch.float32 if s.spec.trainable else s.spec.dtype, s.spec.shape)
                 for s, n in names.items()
             },
             **{
-                moment.name: {
-                    names[s]: (
-                        moment.dtype,
-                        s.spec.shape if moment.block == 1 else (moment.count(s.spec.numel),),
-                    )
-                    for s in names
-                    if moment in of(s)
+                kind: {
+                    n: (m.dtype, s.spec.shape if m.block == 1 else (m.count(s.spec.numel),))
+                    for s, n in names.items()
+                    for m in states.moments_of(s)
+                    if m.name == kind
                 }
-                for moment in self._engine.tiers.moments
+                for kind in states.kept
             },
             "front": {names[s]: (s.spec.dtype, s.spec.shape) for s in self._newer},
         }

@@ -380,7 +380,7 @@ def _options(section: str, described: Mapping[str, str]) -> Iterator[Option]:
         default: Any = said.get("default", each.default)
         if kind.metavar == "SIZE" and default is not None:
             default = format_size(default)
-        shown = "" if default is None or kind.type is None else f" [{default}]"
+        shown = "" if default in (None, ()) or kind.type is None else f" [{default}]"
         text = said.get("help") or described.get(each.name, "")
         yield Option(section, each.name, kind, said.get("flag") or flags, text + kind.note + shown)
 

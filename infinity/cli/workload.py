@@ -19,7 +19,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.optional import broken, optional
 from infinity.core.sizes import ITEMSIZES, dtype_name
-from infinity.planning.partition import ParamSpec
+from infinity.planning.partition import ParamSpec, matched
 from infinity.planning.planner import Model
 
 from .settings import RunSettings
@@ -77,10 +77,11 @@ class Workload:
         """Return what planning needs to know. In closed form, unless units are named."""
         if config.units is not None:
             return planned_from(self.structure, config)
-        dtype = self.dtype(config)
+        dtype, found = self.dtype(config), units_of(self.shape)
+        fp32 = matched(config.fp32_moments, [n for _, params in found for n, _ in params])
         units = [
-            (name, [ParamSpec(n, s, dtype, True, _group(len(s))) for n, s in params])
-            for name, params in units_of(self.shape)
+            (name, [ParamSpec(n, s, dtype, True, _group(len(s)), fp32_moments=n in fp32) for n, s in params])
+            for name, params in found
         ]
         again = [0] if self.shape[KEYS["tied"]] else []
         return Model(units, [(i,) for i in [*range(len(units)), *again]], idle_of(self.shape), again)
@@ -335,7 +336,8 @@ def planned_from(model: nn.Module, config: Config) -> Model:
 
     members, scopes = discover(model, config.units)
     groups = {id(p): _group(p.ndim) for p in model.parameters()}
-    specs = param_specs(model, members, groups, config.compute_dtype)
+    dtype, patterns = config.compute_dtype, config.fp32_moments
+    specs = param_specs(model, members, groups, dtype, fp32_moments=patterns)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
     uses = Counter(unit for scope in scopes for unit in scope.units)
     again = [unit for unit, count in uses.items() for _ in range(count - 1)]

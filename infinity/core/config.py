@@ -90,6 +90,10 @@ class Config:
             The compute parameters are rounded to nearest, and ties away from zero. An edit of a parameter
             outside of `load` and `load_state_dict` keeps the lower bits: the master weight is then within
             half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
+        optimizer_state_fp32: names of the parameters whose moments stay fp32 where `optimizer_state_dtype` is
+            ``"bf16"`` or ``"8bit"``. Each is a name as in `named_parameters()`, without the prefix of a
+            compiled module, or a shell pattern: ``"*embed*"``, ``"*norm*"``, ``"*.bias"``. A pattern that
+            matches no trainable parameter is an error.
         gradients: placement of the gradients between backward and update, chunk by chunk. None: ``"host"``;
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
@@ -172,6 +176,7 @@ class Config:
     optimizer_state: Tiers = "host"
     optimizer_state_dtype: StateDtype = "fp32"
     split_master: bool = False
+    optimizer_state_fp32: Sequence[str] = ()
     gradients: Tiers | None = None
     activations: Activations = "device"
     activation_memory: Size | None = None
@@ -223,7 +228,8 @@ class Config:
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
         put(self, "placements", {n: _placement(n, v) for n, v in given.items()})
         if self.units is not None:
-            put(self, "units", _names(self.units))
+            put(self, "units", _names("units", self.units))
+        put(self, "optimizer_state_fp32", _names("optimizer_state_fp32", self.optimizer_state_fp32))
         self._check()
 
     def _check(self) -> None:
@@ -366,6 +372,11 @@ class Config:
         return None if name is None else torch_dtype(str(name))
 
     @property
+    def fp32_moments(self) -> Sequence[str]:
+        """`optimizer_state_fp32`; nothing where all moments are fp32."""
+        return () if self.optimizer_state_dtype == "fp32" else self.optimizer_state_fp32
+
+    @property
     def elements_per_chunk(self) -> int:
         """`chunk_elements`; if that is None, 2 Mi with anything on NVMe, and 4 Mi otherwise. Drives are as
         fast with smaller chunks, which need smaller leases; memory is not. With 16 Mi an update on the host
@@ -445,14 +456,19 @@ def _suggest(word: str, known: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
-def _names(value: Any) -> tuple[str, ...]:
+#: Of settings that are names: what they are names of, what is expected, and an example.
+_NAMED: Final = {
+    "units": ("module", "names of module classes, or of modules as in `named_modules()`, or None", "Block"),
+    "optimizer_state_fp32": ("parameter", "shell patterns for names of parameters", "*norm*"),
+}
+
+
+def _names(setting: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(n, str) and n for n in names):
+        of, expected, example = _NAMED[setting]
         raise ConfigError(
-            "units names no module",
-            expected="names of module classes, or of modules as in `named_modules()`, or None",
-            found=repr(value),
-            cure='units=["Block"]',
+            f"{setting} names no {of}", expected=expected, found=repr(value), cure=f'{setting}=["{example}"]'
         )
     return names
 

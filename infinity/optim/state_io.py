@@ -21,7 +21,7 @@ from infinity.params.given import own
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
-from infinity.planning.partition import Chunk, Segment
+from infinity.planning.partition import Chunk, ParamSpec, Segment
 from infinity.planning.parts import Moment
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
@@ -59,12 +59,12 @@ class States:
         self.room = room  # host bytes that the budget leaves
         #: What the optimizer has beside the master. By kind, of how many elements a value is that is kept of
         #: that: the scales of moments in 8 bits are kinds, too. All that a trainable parameter has.
-        self.moments = tuple(moment.name for moment in tiers.moments if moment.block == 1)
         self.kept = {moment.name: moment.block for moment in tiers.moments}
+        self.moments = tuple(name for name, block in self.kept.items() if block == 1)
         self.kinds = ("copy", "master", *self.kept)
-        #: Those of a matrix, and of what is none.
-        self._of: dict[bool, tuple[Moment, ...]] = {
-            chunk.matrix: tiers.plans[chunk.id].moments
+        #: Those of each kind of parameters.
+        self._of: dict[tuple[bool, bool], tuple[Moment, ...]] = {
+            _kind_of(chunk): tiers.plans[chunk.id].moments
             for unit in tiers.units
             for chunk in unit.layout.trainable_chunks
         }
@@ -75,7 +75,7 @@ class States:
 
     def moments_of(self, sharded: ShardedParam) -> tuple[Moment, ...]:
         """Return what the state of a parameter has beside the master."""
-        return self._of[sharded.spec.matrix] if sharded.spec.trainable else ()
+        return self._of[_kind_of(sharded.spec)] if sharded.spec.trainable else ()
 
     def kinds_of(self, sharded: ShardedParam) -> tuple[str, ...]:
         """Return the names of the moments of a parameter, without their scales."""
@@ -531,6 +531,10 @@ class States:
                 follow_copy(tensors["master"], new)
             elif "low" in tensors and sharded in all_new:
                 tensors["low"].zero_()
+
+
+def _kind_of(of: Chunk | ParamSpec) -> tuple[bool, bool]:
+    return of.matrix, of.fp32_moments
 
 
 def _close_first(leaving: deque[LeavingChunk]) -> None:

@@ -568,7 +568,7 @@ def _compute(
 def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
     """Return what an update does to its chunk. Its key makes stochastic rounding the same wherever the
     elements of a parameter are: it depends on the parameter's name and on its step."""
-    rounds = any(moment.dtype is not torch.float32 for moment in tiers.moments)
+    rounds = any(moment.dtype is not torch.float32 for moment in tiers.plans[update.chunk.id].moments)
     params, segments = tiers.units[update.chunk.unit].params, []
     for segment in update.chunk.segments:
         if (of := update.params.get(segment.param)) is not None:

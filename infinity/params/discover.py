@@ -24,7 +24,9 @@ from torch import nn
 
 from infinity.core.errors import ConfigError, PrecisionError
 from infinity.core.sizes import ITEMSIZES, dtype_name
-from infinity.planning.partition import ParamSpec
+from infinity.planning.partition import ParamSpec, matched
+
+from .param import plain_name
 
 
 @dataclass
@@ -196,13 +198,18 @@ def param_specs(
     dtype: torch.dtype | None,
     kept: Collection[str] = (),
     matrices: Collection[int] = (),
+    fp32_moments: Sequence[str] = (),
 ) -> list[list[ParamSpec]]:
     """Return the spec of each unit's parameters, in `dtype`; None: each in its own. `kept`: names of those
-    that are fp32 whatever `dtype` is; `matrices`: the groups whose parameters Muon updates.
+    that are fp32 whatever `dtype` is; `matrices`: the groups whose parameters Muon updates; `fp32_moments`:
+    patterns for the names of those whose moments are fp32.
 
     Raises:
+        ConfigError: a pattern matches no trainable parameter.
         PrecisionError: a parameter has a dtype that it cannot be offloaded in, or that needs a loss scale.
     """
+    trainable = [plain_name(n) for m in members for n, p in m.params.items() if p.requires_grad]
+    fp32 = matched(fp32_moments, trainable)
     trains = any(id(p) in groups and p.requires_grad for member in members for p in member.params.values())
     # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
     keep = {
@@ -226,6 +233,7 @@ def param_specs(
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
                 p.requires_grad and groups.get(id(p), -1) in matrices,
+                p.requires_grad and plain_name(name) in fp32,
             )
             for name, p in member.params.items()
         ]

@@ -32,7 +32,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
 from .partition import Chunk, ParamSpec, UnitLayout
-from .parts import PURPOSES, ChunkParts, Moved
+from .parts import PURPOSES, ChunkParts, Moved, update_nbytes
 from .placement import spread_over_directories
 
 #: What the load quota aims at; more hides no more of a drive's latency.
@@ -109,7 +109,8 @@ class Demand:
         link: between host and device: of each backward, and of each step.
         sent: from this rank to others, at most: of each backward with its forward, of each step, and of each
             step of several backwards.
-        host_elements: parameters that the CPU updates.
+        updated: host memory that updates on the CPU read and write in a step, with gradients and compute
+            parameters of two bytes.
         arenas: of each directory.
         largest: name of the largest unit, and bytes of its copy.
         matrix: name of the matrix whose orthogonalization takes the most, and what that takes on the device.
@@ -127,7 +128,7 @@ class Demand:
     again: tuple[int, int]
     link: tuple[int, int]
     sent: tuple[int, int, int]
-    host_elements: int
+    updated: int
     arenas: tuple[int, ...]
     largest: tuple[str, int]
     units: int
@@ -231,7 +232,7 @@ def demand(
     """
     by_tier: dict[Tier, dict[str, int]] = {t: {} for t in Tier}
     moved = [0] * len(Moved._fields)
-    load_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = on_host = 0
+    load_buffer = update_buffer = gradient_buffer = chunks_on_nvme = trainable_chunks = updated = 0
     # Nearly all chunks are alike: each kind is looked at once.
     kinds = Counter((id(plans[c.id]), c.numel, c.trainable) for u in layouts for c in u.chunks)
     by_id = {id(p): p for p in plans}
@@ -250,7 +251,8 @@ def demand(
         if trainable:
             update_buffer = max(update_buffer, plan.update_lease)
             trainable_chunks += count
-            on_host += numel * count if plan.state_tier is not Tier.DEVICE else 0
+            if plan.state_tier is not Tier.DEVICE:
+                updated += update_nbytes(numel, plan.moments, 2, 2) * count
     total = Moved(*moved)
 
     arenas: tuple[int, ...] = (sum(by_tier[Tier.NVME].values()),)
@@ -311,7 +313,7 @@ def demand(
         again=(total.read_again, total.written_again),
         link=(total.link_each, total.link_once),
         sent=_sent(config.zero_stage, layouts, again),
-        host_elements=on_host,
+        updated=updated,
         arenas=arenas,
         largest=(big.name, big.gathered_nbytes),
         units=len(layouts),

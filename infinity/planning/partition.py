@@ -5,7 +5,7 @@ A *unit* is a list of parameters that are gathered and released together.
 - Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
   multiple of the alignment: SEGMENT_ELEMENTS, or MOMENT_BLOCK with moments in 8 bits, so that each of their
   blocks lies in one chunk. A matrix that is updated as a whole (by Muon) is a run of its own, so that its
-  chunks have nothing else.
+  chunks have nothing else. Parameters whose moments stay fp32 are in runs of their own, too.
 - A run is cut into as many equal *slices* as there are ranks, padded to the alignment. They lie side by
   side in the unit's gathered storage; rank r has the r-th slice. The slices of a rank from all runs are its
   shard (with one rank, the whole unit).
@@ -18,12 +18,14 @@ Frozen chunks have compute parameters and nothing else.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, SEGMENT_ELEMENTS, ceil_to, torch_dtype
 
 if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `precision`, and needs no torch
@@ -33,7 +35,8 @@ if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `prec
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
     ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`: Muon updates it,
-    which needs the whole at once, in its shape."""
+    which needs the whole at once, in its shape. `fp32_moments`: its moments are fp32, whatever form
+    those of other parameters have."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,6 +44,7 @@ class ParamSpec(NamedTuple):
     trainable: bool
     group: int
     matrix: bool = False
+    fp32_moments: bool = False
 
     @property
     def numel(self) -> int:
@@ -74,7 +78,7 @@ class Segment(NamedTuple):
 class Chunk:
     """A piece of a unit's shard. `start` and `numel` count elements of the shard (padding
     included), `copy_offset` bytes of the unit's gathered storage. `matrix`: it is a piece of one matrix that
-    is updated as a whole, and of nothing else."""
+    is updated as a whole, and of nothing else. `fp32_moments`: as all of its parameters have it."""
 
     id: int
     unit: int
@@ -85,6 +89,7 @@ class Chunk:
     copy_offset: int
     segments: tuple[Segment, ...]
     matrix: bool = False
+    fp32_moments: bool = False
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -231,6 +236,27 @@ class UnitLayout:
         return sum(r.nbytes for r in self.trainable_runs)
 
 
+def matched(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    """Return those of `names`, of trainable parameters, that match one of the shell patterns of
+    `Config.optimizer_state_fp32`.
+
+    Raises:
+        ConfigError: a pattern matches none of them.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        these = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not these:
+            raise ConfigError(
+                f"the pattern {pattern!r} of the setting optimizer_state_fp32 matches no trainable parameter",
+                expected="shell patterns for names of trainable parameters, as in `named_parameters()`",
+                found=f"{pattern!r}, and names such as {', '.join(map(repr, names[:3]))}",
+                cure=f"correct {pattern!r}, or leave it out",
+            )
+        found.update(these)
+    return frozenset(found)
+
+
 def partition(
     units: Sequence[tuple[str, Sequence[ParamSpec]]],
     chunk_elements: int,
@@ -265,9 +291,10 @@ def _cut(
 ) -> UnitLayout:
     # Wide dtypes first, trainable before frozen: runs are few, and the order depends on nothing
     # but the specs. The sort is stable, so registration order decides within a group.
-    def run_key(i: int) -> tuple[bool, int, str, int]:
+    def run_key(i: int) -> tuple[bool, int, str, bool, int]:
         p = params[i]
-        return (not p.trainable, -ITEMSIZES[p.precision], p.precision, i if p.matrix else -1)
+        matrix = i if p.matrix else -1
+        return (not p.trainable, -ITEMSIZES[p.precision], p.precision, p.fp32_moments, matrix)
 
     order = sorted(range(len(params)), key=lambda i: (*run_key(i), params[i].group))
     byte_offsets = [0] * len(params)
@@ -304,6 +331,7 @@ def _cut(
                     copy_offset=copy_offset + at * ITEMSIZES[first.precision],
                     segments=tuple(_segments(params, places, at, at + numel)),
                     matrix=first.matrix,
+                    fp32_moments=first.fp32_moments,
                 )
             )
         start += slice_numel * len(shards)

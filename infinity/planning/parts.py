@@ -8,7 +8,8 @@ in that function's lease and in `_with_update`, a name in `PURPOSES`, and its re
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;
 - ``state``: [master,] in fp32, or of a split one the lower halves; then the moments of the optimizer, in
-  `optimizer_state_dtype`; of moments in 8 bits the codes, then the scales;
+  `optimizer_state_dtype`, or, of parameters that `optimizer_state_fp32` matches, in fp32; of moments in 8 bits
+  the codes, then the scales;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 
@@ -30,7 +31,7 @@ from infinity.core.sizes import (
 )
 
 from .in_place import InPlace
-from .partition import Chunk, UnitLayout
+from .partition import Chunk, ParamSpec, UnitLayout
 from .placement import Assignment
 
 if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, and needs no torch
@@ -249,7 +250,7 @@ def plan_chunks(
     """Return the parts of every chunk, by chunk id.
 
     Args:
-        moments: what the state keeps beside the master, of what is no matrix.
+        moments: what the state keeps beside the master, of what is no matrix and has no `fp32_moments`.
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
         split: masters are split where the copy is in bf16: [Note: halves].
@@ -265,17 +266,19 @@ def plan_chunks(
                 continue
             state_tier = assignment.states.get(chunk.id)
             tiers = copy_tier, state_tier, assignment.gradients.get(chunk.id)
-            key = chunk.numel, chunk.precision, chunk.matrix, tiers
+            key = chunk.numel, chunk.precision, chunk.matrix, chunk.fp32_moments, tiers
             if key not in made:
-                kept = _of_matrix(moments) if chunk.matrix else tuple(moments)
-                halved = split and chunk.precision == "bf16"
+                kept, halved = kept_of(chunk, moments), split and chunk.precision == "bf16"
                 made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed, split=halved)
             plans.append(made[key])
     return tuple(plans)
 
 
-def _of_matrix(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    return tuple(moments[0]._replace(name=name) for name in MATRIX)
+def kept_of(of: Chunk | ParamSpec, moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Return what the state keeps of a chunk or a parameter, where it is `moments` of most."""
+    if of.fp32_moments:
+        moments = [moment._replace(precision="fp32") for moment in moments if moment.block == 1]
+    return tuple(moments[0]._replace(name=name) for name in MATRIX) if of.matrix else tuple(moments)
 
 
 def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:

@@ -17,7 +17,7 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import ADAM, alignment_of, moments_of, plan_chunks, update_nbytes
+from .parts import ADAM, alignment_of, kept_of, moments_of, plan_chunks
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
@@ -281,7 +281,7 @@ class Planner:
                 wanted.read + further * wanted.again[0],
                 wanted.written + further * wanted.again[1],
                 wanted.link[1] + accumulation * (wanted.link[0] + 2 * min(inputs, taken.activation_nbytes)),
-                update_nbytes(wanted.host_elements, moments_of(self.model.moments, config), 2, 2),
+                wanted.updated,
                 wanted.sent[1 if accumulation == 1 else 2] + accumulation * wanted.sent[0],
             ),
             problems=tuple(problems),
@@ -308,7 +308,7 @@ def checkpoint_nbytes(model: Model, config: Config) -> int:
     saved, moments = 0, moments_of(model.moments, config)
     for param in (p for _, params in model.units for p in params):
         if param.trainable:
-            saved += 4 * param.numel + sum(moment.nbytes(param.numel) for moment in moments)
+            saved += 4 * param.numel + sum(m.nbytes(param.numel) for m in kept_of(param, moments))
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
 

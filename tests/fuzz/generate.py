@@ -75,6 +75,9 @@ def generate(seed: int) -> Json:
         config["optimizer"] = rules.choice(("SGD", "momentum", "Adagrad", "Lion"))
     config["state_dtype"] = rules.choices(("fp32", "bf16", "8bit"), (6, 2, 1))[0]
     config["split_master"] = rules.random() < 0.4
+    patterns = ("*weight*", "*bias*", "*[02468]*", "*")
+    some = rules.sample(patterns, rules.choice((1, 2))) if rules.random() < 0.5 else []
+    config["state_fp32"] = some if config["state_dtype"] != "fp32" else []
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 

@@ -310,6 +310,7 @@ def smaller(case: Json) -> Iterator[Json]:
         "optimizer": "AdamW",
         "state_dtype": "fp32",
         "split_master": False,
+        "state_fp32": [],
         "groups": 1,
         "init": False,
         "ending": "close",

@@ -11,6 +11,7 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def groups_of(model: nn.Module, config: Json) -> list[Json]:
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def patterns_of(model: nn.Module, config: Json) -> list[str]:
+    """Return those of the patterns for moments in fp32 that match something."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return [pattern for pattern in config["state_fp32"] if any(fnmatchcase(n, pattern) for n in names)]
 
 
 def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
@@ -220,7 +227,7 @@ class PlainWorld(World):
                     continue
                 self.updates[p] = self.updates.get(p, 0) + 1
                 if p not in self.moments:
-                    self.moments[p] = self._new_moments(p.numel())
+                    self.moments[p] = self._new_moments(names[p], p.numel())
                 segment = Segment(
                     *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
                     *(group["lr"], group["weight_decay"]),
@@ -382,15 +389,16 @@ class PlainWorld(World):
         kinds, moments = self.rule.moments, self.moments.get(p)
         if moments is None:
             return {"master": self.masters[p], **dict.fromkeys(kinds)}
-        if self.config["state_dtype"] == "8bit":
+        if moments and moments[0].dtype is torch.uint8:
             pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
             wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
         else:
             wide = [m.float() for m in moments]
         return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
 
-    def _new_moments(self, numel: int) -> list[torch.Tensor]:
-        form = self.config["state_dtype"]
+    def _new_moments(self, name: str, numel: int) -> list[torch.Tensor]:
+        exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
+        form = "fp32" if exact else self.config["state_dtype"]
         count = len(self.rule.moments)
         if form != "8bit":
             return [torch.zeros(numel, dtype=DTYPES[form]) for _ in range(count)]
@@ -443,6 +451,7 @@ class OffloadedWorld(World):
             "optimizer_state": config["optimizer_state"],
             "optimizer_state_dtype": config["state_dtype"],
             "split_master": config.get("split_master", False),
+            "optimizer_state_fp32": patterns_of(build(self.tree, seed), config),
             "gradients": config["gradients"],
             "update": config["update"],
             "accumulation": 1 if config["update"] == "backward" else None,
