@@ -71,6 +71,9 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     if rules.random() < 0.4:
         made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
     config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "fp32", "bf16", "8bit"))
+    own = random.Random(f"own {seed}")
+    if config["optimizer_state_dtype"] == "fp32" and own.random() < 0.2:
+        made["optimizer"] = own.choice(("centered", "nadam", "asgd"))
     return made
 
 

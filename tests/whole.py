@@ -58,6 +58,24 @@ OWN: dict[str, Make] = {
 }
 
 
+def update_by_own_code(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    master: torch.Tensor,
+    grad: torch.Tensor,
+) -> Mapping[str, Any]:
+    """Update a whole master by a new optimizer of the same class in plain torch, with the options of `group`
+    and `state`, if there is any; return its state."""
+    param = nn.Parameter(master)
+    param.grad = grad
+    theirs = type(optimizer)([{**group, "params": [param]}])
+    if state:
+        theirs.state[param] = {**state}
+    theirs.step()
+    return theirs.state[param]
+
+
 class Whole:
     """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says.
 

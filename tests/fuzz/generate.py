@@ -74,6 +74,8 @@ def generate(seed: int) -> Json:
     if rules.random() < 0.3:
         config["optimizer"] = rules.choice(("SGD", "momentum", "Adagrad", "Lion"))
     config["state_dtype"] = rules.choices(("fp32", "bf16", "8bit"), (6, 2, 1))[0]
+    if config["state_dtype"] == "fp32" and Random(f"own {seed}").random() < 0.15:
+        config["optimizer"] = "RMSprop"  # by its own code
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 
