@@ -7,7 +7,7 @@ The reference has one copy of the model for each rank, in one process: it adds u
 answers between steps, values and state are compared bit for bit; norms to 1e-12, because they are summed in
 another order.
 
-Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.OPTIMIZERS`), `clip`,
+Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole`), `clip`,
 `clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does, as
 `one_step` and `between` have it, and then
 
@@ -45,7 +45,7 @@ from infinity.planning.parts import SQUARES
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
-from .whole import OPTIMIZERS
+from .whole import OPTIMIZERS, OWN, update_by_own_code
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -170,7 +170,7 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
 def optimizer_of(settings: dict[str, Any], groups: Any) -> torch.optim.Optimizer:
     """Return torch's optimizer of the settings over `groups`."""
     name = settings.get("optimizer")
-    return torch.optim.AdamW(groups, lr=LR) if name is None else OPTIMIZERS[name](groups)
+    return torch.optim.AdamW(groups, lr=LR) if name is None else {**OPTIMIZERS, **OWN}[name](groups)
 
 
 def load_values(model: Any, factors: Mapping[str, float]) -> None:
@@ -370,6 +370,7 @@ def reference(
     names = {p: n for n, p in made.model.named_parameters()}
     scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
     moments: dict[str, list[torch.Tensor]] = {}
+    states: dict[str, Mapping[str, Any]] = {}  # of optimizers that run by their own code
     steps = dict.fromkeys(masters, 0)
     random = []
     for rank in range(world):
@@ -386,6 +387,13 @@ def reference(
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
+            if rule.code is not None:
+                scaled = grad.float() * (1.0 / scale * clip)
+                states[name] = update_by_own_code(adam, group, states.get(name, {}), masters[name], scaled)
+                moments[name] = [states[name][kind].view(-1) for kind in rule.moments]
+                for model in models:
+                    model.get_parameter(name).data.copy_(masters[name])
+                continue
             if name not in moments:
                 kept = torch.uint8 if forms[name] == "8bit" else DTYPES[forms[name]]
                 moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
@@ -470,9 +478,16 @@ def reference(
         }
         for n, of_one in moments.items()
     }
+    for name, of_one in states.items():
+        state[name] = {
+            kind: value.view(masters[name].shape if value.ndim else ()) for kind, value in of_one.items()
+        }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
             nothing = {kind: torch.zeros(param.shape) for kind in rule.moments}
+            if rule.code is not None:
+                begins = {"mu_product": 1.0, "mu": 1.0, "eta": scalars[name]["lr"]}
+                nothing |= {n: torch.tensor(begins[n]) for n in rule.code.counters if n in begins}
             state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
             state[name]["master"] = masters[name]
     return [

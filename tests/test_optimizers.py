@@ -342,7 +342,7 @@ def test_a_lion_of_another_library_is_one(make: Make, tmp_path: Path) -> None:
         (lion_of("lion_pytorch.lion_pytorch", decoupled_wd=True), "decoupled_weight_decay"),
         (lion_of("bitsandbytes.optim.lion", args=SimpleNamespace(optim_bits=8)), "optim_bits"),
         (lion_of("somebody.lion"), "cannot be offloaded"),
-        (lambda p: torch.optim.RMSprop(p), "torch.optim"),
+        (lambda p: torch.optim.LBFGS(p), "torch.optim"),
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable"),

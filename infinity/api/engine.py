@@ -75,7 +75,8 @@ _NUMBERS = itertools.count()  # in the order in which they are made: the same on
 class Engine:
     """Everything that one wrapped model has. Made by `wrap`, and by `inference`, without an optimizer: then
     every parameter is frozen. `weights`: where the values are, if not in the parameters; `kept`: names of
-    parameters that stay fp32; `frozen`: what is trainable again when the model is plain."""
+    parameters that stay fp32; `frozen`: what is trainable again when the model is plain;
+    `elementwise`: see `rule_of`."""
 
     def __init__(
         self,
@@ -87,8 +88,11 @@ class Engine:
         mesh: object = None,
         *,
         frozen: Sequence[nn.Parameter] = (),
+        elementwise: bool = False,
     ) -> None:
-        rule = None if optimizer is None else rule_of(optimizer)
+        rule = None if optimizer is None else rule_of(optimizer, elementwise=elementwise)
+        if rule is not None:
+            rule.check_dtype(config.optimizer_state_dtype)
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is

@@ -392,6 +392,7 @@ class _Loading:
             files = [self._files.get(kind) for kind in engine.states.kinds_of(sharded)]
             has_moments = has_moments and all(file is not None and name in file.entries for file in files)
             sharded.step = int(saved["step"]) if has_moments else 0
+            sharded.counters = {n: float(v) for n, v in saved.get("counters", {}).items() if has_moments}
         for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
             group.update(options)
         engine.optimizer.set_counts(index["counts"])

@@ -479,7 +479,9 @@ class _Saving:
     def _described(self) -> dict[str, Any]:
         names = self._names
         described: dict[str, dict[str, Any]] = {
-            n: {"step": s.step, "trainable": s.spec.trainable, "tied": []} for s, n in names.items()
+            n: {"step": s.step, "trainable": s.spec.trainable, "tied": []}
+            | ({"counters": dict(s.counters)} if s.counters else {})
+            for s, n in names.items()
         }
         model = self._engine.model()
         for name, param in model.named_parameters(remove_duplicate=False) if model is not None else ():

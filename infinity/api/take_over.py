@@ -56,7 +56,11 @@ def take_over(
         weights.check()
     if comm.world > 1:  # the values are the first rank's, but all take part
         saved = {p.name: state.get(p.param) or {} for unit in units for p in unit.params}
-        there = {f"{name}: {key}": key == "step" and int(v[key]) for name, v in saved.items() for key in v}
+        there: dict[str, object] = {
+            f"{name}: {key}": key == "step" and int(v[key]) for name, v in saved.items() for key in v
+        }
+        if rule is not None:
+            there |= {f"{n}: {k}": value for n, v in saved.items() for k, value in rule.counters(v).items()}
         agree_on_values(comm, "wrap with optimizer state", there)
     for unit in units:
         old = [p.param for p in unit.params]
@@ -65,6 +69,7 @@ def take_over(
             saved = state.get(sharded.param)
             if saved and rule is not None and sharded.spec.trainable:
                 sharded.step = rule.steps(saved)
+                sharded.counters = rule.counters(saved)
                 moments[sharded.index] = saved
         data = [p.data for p in old]
         states.take_over(unit, moments, weights)

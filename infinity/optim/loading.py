@@ -86,9 +86,9 @@ def match(
     for group, here in zip(groups or (), param_groups, strict=True):
         rule.check_saved(group, "the state dict", here)
     ids = [i for g in groups or () for i in g["params"]]
-    params = [(p, rule.of(g)) for g in param_groups for p in g["params"]]
+    params = [(p, rule.of(g), g) for g in param_groups for p in g["params"]]
     pairs = []
-    for index, (param, rule) in zip(ids, params, strict=True):
+    for index, (param, rule, group) in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
         if others := foreign(values, rule):
@@ -97,6 +97,13 @@ def match(
                 expected=" and ".join(rule.moments) or "no moments",
                 found=f"{', '.join(others)} of {sharded.name!r}",
                 cure=f"load a state dict of {rule.kind}",
+            )
+        if lacking := rule.lacking(values, group):
+            raise StateDictError(
+                f"the state of {sharded.name!r} in the state dict is not complete",
+                expected=f"what {rule.kind} keeps, or no state",
+                found=f"no {', '.join(lacking)}",
+                cure=f"load a whole state dict of {rule.kind}, saved with the options that it has here",
             )
         for key in (*rule.moments, "master", "front"):
             value = values.get(key)

@@ -379,11 +379,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Snapshot the scalars: `scheduler.step()` edits them next."""
         options, updates = self.options(), {}
         for sharded in present:
-            sharded.step += 1
             factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
-            updates[sharded.unit, sharded.index] = options[sharded]._replace(
-                step=sharded.step, grad_scale=factor
-            )
+            updates[sharded.unit, sharded.index] = options[sharded].of(sharded, factor)
         return updates
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
@@ -405,8 +402,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     cure="restore it; or build the optimizer with other groups before `wrap`",
                 )
             of_group = ParamUpdate(
-                lr=float(group["lr"]),
-                weight_decay=float(group["weight_decay"]),
+                lr=float(group.get("lr", 0.0)),
+                weight_decay=float(group.get("weight_decay", 0.0)),
                 step=0,
                 grad_scale=1.0,
                 maximize=bool(group.get("maximize", False)),
@@ -444,7 +441,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             kept = [s for s in self._params.values() if s.spec.trainable]
             two = {*self._states.fronts()}
             kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32 or s in two]
+            groups = {p: group for group in self.param_groups for p in group["params"]}
             for sharded, values in self._states.read(kept).items():
+                group = groups.get(sharded.param, self.defaults)
+                values.update(self.rule.counters_of(sharded.step, sharded.counters, group))
+                if not sharded.step:
+                    self.rule.begin({kind: values[kind] for kind in self._states.kinds_of(sharded)}, group)
                 dict.__setitem__(self.state, sharded.param, values)
             state = super().state_dict()
         finally:
@@ -498,6 +500,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self._states.write(pairs, self.rule.steps)
+        for sharded, of_one in pairs:
+            sharded.counters = self.rule.counters(of_one)
         self._residency.refresh()
         self.set_counts(counts)
         self._resumed = self._steps

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.muon import Muon
 from infinity.params.load import Loader
-from infinity.params.param import plain_name
+from infinity.params.param import ShardedParam, plain_name
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
@@ -39,6 +40,8 @@ from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
 from .matrices import Matrices, Visit, visits_of
+from .own_code import OwnCode
+from .pieces import slice_of
 from .rules import Options
 
 #: What helps where an update that cannot go on has changed something.
@@ -49,7 +52,8 @@ LOST: Final = (
 
 
 class ParamUpdate(NamedTuple):
-    """The scalars of one parameter's update, as they were when `step()` was called."""
+    """The scalars of one parameter's update, as they were when `step()` was called. `counters`: what its
+    optimizer's own code counts, before the update."""
 
     lr: float
     weight_decay: float
@@ -57,10 +61,20 @@ class ParamUpdate(NamedTuple):
     grad_scale: float
     maximize: bool
     options: Options
+    counters: Mapping[str, float] = MappingProxyType({})
+
+    def of(self, sharded: ShardedParam, grad_scale: float) -> ParamUpdate:
+        """Count an update of a parameter, and return it."""
+        before = sharded.counters
+        sharded.step += 1
+        if isinstance(self.options, OwnCode):
+            sharded.counters = self.options.code.count(before, self.options.options)
+        return self._replace(step=sharded.step, grad_scale=grad_scale, counters=before)
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""
-        return {name: v for name, v in self._asdict().items() if name != "options"} | self.options._asdict()
+        of = self.options.options if isinstance(self.options, OwnCode) else self.options._asdict()
+        return {name: v for name, v in self._asdict().items() if name != "options"} | dict(of)
 
 
 class ChunkUpdate(NamedTuple):
@@ -551,6 +565,9 @@ def _compute(
     if update.visit is not None:
         _compute_matrix(tiers, update, update.visit, io, matrices)
         return
+    if any(isinstance(of.options, OwnCode) for of in update.params.values()):
+        _compute_by_own_code(tiers, update, io, delayed=delayed)
+        return
     segments = _segments(tiers, update)
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
@@ -576,7 +593,7 @@ def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
             key = cpu_adam.rounding_key(plain_name(name), of.step) if rounds else 0
             place = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
-            assert not isinstance(of.options, Muon), "a matrix has chunks of its own"
+            assert not isinstance(of.options, Muon | OwnCode), "these are updated elsewhere"
             segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))
     return segments
 
@@ -634,6 +651,51 @@ def _on_device(
         done.wait()
 
 
+def _compute_by_own_code(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool) -> None:
+    """Update a chunk by the optimizer's own code; when this returns, all of it is done."""
+    grad = _gradient_on_device(tiers, update, io) if io.on_device else io.grad(update.grad_dtype)
+
+    def change(master: torch.Tensor) -> None:
+        io.changed = True  # it takes memory on its way
+        for segment in update.chunk.segments:
+            if (of := update.params.get(segment.param)) is None:
+                continue
+            assert isinstance(of.options, OwnCode), "an optimizer has one rule"
+            code, options = of.options
+            moments = {
+                kind: slice_of(moment, segment) for kind, moment in zip(io.kinds, io.moments, strict=True)
+            }
+            code.update(
+                *(slice_of(master, segment), moments, slice_of(grad, segment), options, of.counters),
+                is_first=of.step == 1,
+                grad_scale=of.grad_scale,
+            )
+
+    _change_master(tiers, update.chunk, io, change, delayed=delayed)
+
+
+def _change_master(
+    tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[torch.Tensor], None], *, delayed: bool = False
+) -> None:
+    """Make a `change` of a master, whole, which may be split, and its copy; when this returns, all is done."""
+
+    def work(copy: torch.Tensor | None) -> None:
+        if (low := io.low) is None or copy is None:
+            change(io.master)
+            return
+        master = halves.join(copy, low, torch.empty(low.numel(), device=low.device))
+        change(master)
+        halves.split(master, copy, low)
+
+    if io.on_device:
+        _on_device(tiers, chunk, io, work, delayed=delayed)
+        return
+    out = None if io.copy_is_master else io.make_copy()
+    work(out)
+    if out is not None and io.low is None:
+        cpu_adam.convert(out, io.master)
+
+
 def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO, matrices: Matrices) -> None:
     """Visit a chunk of a matrix; when this returns, all that it changes is done."""
     [of] = update.params.values()
@@ -648,20 +710,8 @@ def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO
         return
     matrices.orthogonalize(update.chunk, options)
 
-    def change(copy: torch.Tensor | None) -> None:
-        master = io.master if io.low is None else None
-        if io.low is not None and copy is not None:
-            master = halves.join(copy, io.low, torch.empty(io.low.numel(), device=io.low.device))
-        assert master is not None
+    def change(master: torch.Tensor) -> None:
         io.changed = True
         matrices.apply(io, master, options, lr=of.lr, weight_decay=of.weight_decay)
-        if io.low is not None and copy is not None:
-            halves.split(master, copy, io.low)
 
-    if io.on_device:
-        _on_device(tiers, update.chunk, io, change)
-        return
-    out = None if io.copy_is_master else io.make_copy()
-    change(out)
-    if out is not None and io.low is None:
-        cpu_adam.convert(out, io.master)
+    _change_master(tiers, update.chunk, io, change)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -363,6 +363,7 @@ class ShardedParam:
         self._place: tuple[int, tuple[int, ...]] = (0, ())  # in the unit's storage: first element, strides
         self.version = 0
         self.step = 0  # updates so far, as torch counts them for bias correction
+        self.counters: Mapping[str, float] = {}  # what an optimizer's own code keeps beside them
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
 
     @property

@@ -55,6 +55,7 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
         "Adagrad": torch.optim.Adagrad,
         "Lion": Lion,
+        "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
 
@@ -228,26 +229,42 @@ class PlainWorld(World):
                 self.updates[p] = self.updates.get(p, 0) + 1
                 if p not in self.moments:
                     self.moments[p] = self._new_moments(names[p], p.numel())
+                factor = self.factors.get(p, 1.0) * clip / self.scale_now
+                gradient = raw.float().contiguous().view(-1)
+                if self.rule.code is not None:
+                    self._update_by_own_code(p, group, gradient * factor)
+                    self._updated(p, delayed)
+                    continue
                 segment = Segment(
                     *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
                     *(group["lr"], group["weight_decay"]),
-                    grad_scale=self.factors.get(p, 1.0) * clip / self.scale_now,
+                    grad_scale=factor,
                     maximize=False,
                     options=self.rule.options(group),
                 )
-                gradient = raw.float().contiguous().view(-1)
                 reference_segments(self.masters[p].view(-1), self.moments[p], gradient, None, [segment])
-                self.past[p] = p.detach().clone()
-                if delayed:
-                    self.late[p] = self.masters[p].to(p.dtype)
-                    torch.autograd.graph.increment_version([p])
-                else:
-                    p.copy_(self._copy_of(p))
+                self._updated(p, delayed)
         self.steps += 1
         if self.dtype is torch.float16:
             self.good += 1
             if self.good == self.config["loss_scale_window"]:
                 self.scale_now, self.good = min(self.scale_now * 2, 2.0**24), 0
+
+    def _update_by_own_code(self, p: Any, group: Json, grad: torch.Tensor) -> None:
+        """The only counter of these is the number of updates."""
+        from ..whole import update_by_own_code
+
+        state: Json = {"step": torch.tensor(float(self.updates[p] - 1))}
+        state |= zip(self.rule.moments, self.moments[p], strict=True)
+        update_by_own_code(self.optimizer, group, state, self.masters[p].view(-1), grad)
+
+    def _updated(self, p: Any, delayed: bool) -> None:
+        self.past[p] = p.detach().clone()
+        if delayed:
+            self.late[p] = self.masters[p].to(p.dtype)
+            torch.autograd.graph.increment_version([p])
+        else:
+            p.copy_(self._copy_of(p))
 
     @torch.no_grad()
     def _publish(self) -> None:
