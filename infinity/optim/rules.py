@@ -236,7 +236,7 @@ def rule_of(optimizer: object) -> Rule:
             "the option 'optim_bits' of this Lion is not supported",
             expected="optim_bits=32",
             found=f"optim_bits={bits}",
-            cure='leave it out; Config(optimizer_state_dtype="bf16") keeps half of 32',
+            cure='leave it out; Config(optimizer_state_dtype="8bit") keeps moments in 8 bits',
         )
     if kind is torch.optim.SGD and not any(group["momentum"] for group in groups):
         rule = replace(rule, moments=())
