@@ -156,9 +156,7 @@ class Behind:
         self._updates.use(unit.index, {s: (grad, grad.factor) for s, grad in present.items()})
         updates = {}
         for sharded, grad in present.items():
-            sharded.step += 1
-            options = self._options[sharded]
-            updates[unit.index, sharded.index] = options._replace(step=sharded.step, grad_scale=grad.factor)
+            updates[unit.index, sharded.index] = self._options[sharded].of(sharded, grad.factor)
         bump([*present])
         chunks = [
             c

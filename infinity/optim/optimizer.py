@@ -379,11 +379,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Snapshot the scalars: `scheduler.step()` edits them next."""
         options, updates = self.options(), {}
         for sharded in present:
-            sharded.step += 1
             factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
-            updates[sharded.unit, sharded.index] = options[sharded]._replace(
-                step=sharded.step, grad_scale=factor
-            )
+            updates[sharded.unit, sharded.index] = options[sharded].of(sharded, factor)
         return updates
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
@@ -407,7 +404,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             of_group = ParamUpdate(
                 lr=float(group["lr"]),
                 weight_decay=float(group["weight_decay"]),
-                step=0,
+                step=rule.advance(group),
                 grad_scale=1.0,
                 maximize=bool(group.get("maximize", False)),
                 options=rule.options(group),

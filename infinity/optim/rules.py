@@ -132,6 +132,11 @@ class Rule:
                 cure=f"load a state dict of plain {self.kind}",
             )
 
+    def advance(self, group: Group) -> int:
+        """Return by how much an update raises the count of a parameter's updates. As in torch, SGD's buffer
+        begins in the first update with a momentum, which is not dampened: those before do not count."""
+        return 0 if self.moments and group.get("momentum") == 0 and not self.whole else 1
+
     def steps(self, state: Group) -> int:
         """Return the number of updates that saved state of a parameter has behind it. Some optimizers do not
         count them: then what matters is whether there was one."""

@@ -30,7 +30,7 @@ from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.muon import Muon
 from infinity.params.load import Loader
-from infinity.params.param import plain_name
+from infinity.params.param import ShardedParam, plain_name
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
@@ -49,7 +49,8 @@ LOST: Final = (
 
 
 class ParamUpdate(NamedTuple):
-    """The scalars of one parameter's update, as they were when `step()` was called."""
+    """The scalars of one parameter's update, as they were when `step()` was called. `step` is 1 at the first;
+    of options, by how much they raise it."""
 
     lr: float
     weight_decay: float
@@ -57,6 +58,11 @@ class ParamUpdate(NamedTuple):
     grad_scale: float
     maximize: bool
     options: Options
+
+    def of(self, sharded: ShardedParam, grad_scale: float) -> ParamUpdate:
+        """Count the update of a parameter by these options; return it with its step and its factor."""
+        sharded.step += self.step
+        return self._replace(step=max(sharded.step, 1), grad_scale=grad_scale)
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""
