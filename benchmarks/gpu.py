@@ -273,6 +273,7 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
     """Updates of state on the device: the engine's kernel, plain torch, and torch's fused AdamW."""
     import torch
 
+    from infinity.core.sizes import MOMENT_BLOCK
     from infinity.hardware import adam_reference, cpu_adam
 
     smoke = args.device == LAGGING
@@ -280,7 +281,7 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with opened(args.device):
 
-        def timed(name: str, nbytes: int, call: Callable[[], object]) -> None:
+        def timed(name: str, nbytes: float, call: Callable[[], object]) -> None:
             for times in (3, rounds):  # the first compile
                 torch.cuda.synchronize()
                 began = time.perf_counter()
@@ -300,11 +301,15 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
         for options, count, kept in (
             (adam, 2, torch.float32),
             (adam, 2, torch.bfloat16),
+            (adam, 2, torch.uint8),
             (lion, 1, torch.float32),
         ):
             moments = [torch.zeros(numel, dtype=kept, device=args.device) for _ in range(count)]
+            if kept is torch.uint8:
+                scales = master.new_zeros(count, -(-numel // MOMENT_BLOCK))
+                moments += scales.unbind()
             segment = cpu_adam.Segment(0, numel, 0, 1, 1, 1e-3, 0.01, 1.0, False, options)
-            nbytes = 12 + 2 * count * kept.itemsize
+            nbytes = 12 + 2 * sum(moment.nbytes for moment in moments) / numel
             name = f"{type(options).__name__}, {count} moments in {kept}"
             for kernel in ("kernel", "plain torch"):
                 adam_reference._FUSED_ON = {"cuda"} if kernel == "kernel" else set()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from infinity.core.sizes import ceil_to
 from infinity.hardware import adam_fused, adam_reference, cpu_adam
 
 from .device_bits import CHECKS
@@ -23,13 +24,20 @@ from .test_cpu_adam import OPTIONS, adam_segment, any_bits, same
 
 def any_values() -> list[str]:
     """Updates of what there is of floats: infinities, NaNs and subnormals among them."""
-    n = 20_000
+    n, differ = 20_000, []
     bits = any_bits(4 * n, torch.float32).view(4, n)
-    here, there = ([*bits[:2].clone(), bits[2].abs()] for _ in range(2))
-    segments = [adam_segment(7, n - 7, **OPTIONS)]
-    cpu_adam.update_segments(here[0], here[1:], bits[3], None, segments)
-    adam_reference.reference_segments(there[0], there[1:], bits[3], None, segments)
-    return [] if all(map(same, here, there)) else ["any values"]
+    draw = torch.Generator().manual_seed(0)
+    codes = [torch.randint(256, (n,), generator=draw, dtype=torch.uint8) for _ in range(2)]
+    bases = [torch.randint(0x7F8 - most, (ceil_to(n, 256) // 256,), generator=draw) for most in (127, 255)]
+    scales = [(base << 20).int().view(torch.float32) for base in bases]
+    for begin, moments in ((7, [bits[1], bits[2].abs()]), (256, [*codes, *scales])):
+        here, there = ([bits[0].clone(), *(moment.clone() for moment in moments)] for _ in range(2))
+        segments = [adam_segment(begin, n - begin, **OPTIONS)]
+        cpu_adam.update_segments(here[0], here[1:], bits[3], None, segments)
+        adam_reference.reference_segments(there[0], there[1:], bits[3], None, segments)
+        if not all(map(same, here, there)):
+            differ.append(f"any values, {len(moments)} tensors of moments")
+    return differ
 
 
 def main() -> int:
@@ -59,13 +67,14 @@ def compile_all() -> int:
     from triton.compiler import ASTSource
 
     kernel, options = adam_fused._update, {"enable_fp_fusion": False}
-    kinds = itertools.product((80, 90), ("bf16", "fp16", "fp32"), range(5), *3 * [(False, True)])
+    kinds = itertools.product((80, 90), ("bf16", "fp16", "fp32"), range(5), range(3), *2 * [(False, True)])
     compiled, wrong = 0, []
-    for capability, grad, rule, rounds, has_l2, flag in kinds:
-        moment = "*i16" if rounds else "*fp32"
-        fixed = {"flag": flag, "rule": rule, "has_l2": has_l2, "rounds": rounds, "block": 1024}
+    for capability, grad, rule, form, has_l2, flag in kinds:
+        moment, scales = ("*fp32", "*i16", "*u8")[form], "*i32" if form == 2 else "*fp32"
+        fixed = {"flag": flag, "rule": rule, "has_l2": has_l2, "form": form, "block": 1024, "coded": 256}
         signature = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(fixed, "constexpr")
         signature |= {"master": "*fp32", "first_moment": moment, "second_moment": moment, "grad": f"*{grad}"}
+        signature |= {"first_scales": scales, "second_scales": scales}
         signature |= {"first": "i32", "last": "i32", "place": "i64", "key": "i32"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
         ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]

@@ -286,6 +286,31 @@ def test_a_momentum_that_comes_after_wrap_is_refused(tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
+@pytest.mark.parametrize("update", ["sync", "backward"])
+def test_a_momentum_that_begins_later_is_torchs(update: str, tmp_path: Path) -> None:
+    """The first update with one is not dampened. A checkpoint knows whether there was one."""
+
+    def make(params: Any) -> torch.optim.SGD:
+        first, *others = params
+        groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.3, dampening=0.5)
+
+    def train(model: nn.Module, optimizer: Any, save: bool) -> None:
+        for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0, 0.8)):
+            optimizer.param_groups[1]["momentum"] = momentum
+            go_on(model, optimizer, step, step + 1)
+            if save and step in (1, 2, 4):
+                infinity.load(optimizer, infinity.save(optimizer, tmp_path / f"saved{step}"))
+
+    plain = case("gpt").model
+    train(plain, make(plain.parameters()), save=False)
+    for save in (False, True):
+        model, optimizer = wrapped(make, tmp_path / f"{save}", **ON_HOST, update=update, accumulation=1)
+        train(model, optimizer, save)
+        assert_near(state_of(model), plain)
+        infinity.close(optimizer)
+
+
 def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
     """An fp16 step that overflows leaves moments and their random numbers as they are."""
 

@@ -17,9 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .cpu_adam import Scalars
+from infinity.core.sizes import MOMENT_BLOCK
+
+from .cpu_adam import Scalars, codes_and_scales
 
 _BLOCK: Final = 1024
+#: Forms of moments, as the kernel has them.
+_FORMS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 # Without annotations: Triton would look up what they name.
@@ -38,22 +42,59 @@ def _hashed(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load(moment, at, inside, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
-    x = tl.load(moment + at, inside)
-    return _bf16(x) if rounds else x
+def _load(moment, scales, at, inside, row, begun, form: tl.constexpr, squares: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a moment in fp32. Codes become it as in `decode` of log_codes.py."""
+    if form == 0:
+        return tl.load(moment + at, inside)
+    elif form == 1:
+        return _bf16(tl.load(moment + at, inside))
+    else:
+        code = tl.load(moment + at, inside, other=0).to(tl.int32)
+        size = code if squares else code & 127
+        bits = tl.where(size > 0, (size << 20) + tl.load(scales + row, begun, other=0), 0)
+        if not squares:
+            bits = bits | ((code & 128) << 24)
+        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(moment, at, inside, x, number: tl.constexpr, index, key, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the moment of this number. [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl."""
-    if rounds:
+def _store(  # type: ignore[no-untyped-def]
+    moment,
+    scales,
+    at,
+    inside,
+    row,
+    begun,
+    form: tl.constexpr,
+    squares: tl.constexpr,
+    x,
+    number: tl.constexpr,
+    index,
+    key,
+):
+    """Store the moment of this number. [Note: stochastic rounding] in csrc/cpu_adam/adam_lane.inl; codes are
+    made as in `encode` of log_codes.py."""
+    if form == 0:
+        tl.store(moment + at, x, inside)
+    else:
         low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
         random = _hashed(low ^ key.to(tl.uint32, bitcast=True) ^ _hashed(high))
         below = random >> 16 if number else random & 0xFFFF
-        bits = (x.to(tl.uint32, bitcast=True) + below) >> 16
-        tl.store(moment + at, tl.where(x == x, bits, 0xFFFF).to(tl.int16), inside)
-    else:
-        tl.store(moment + at, x, inside)
+        if form == 1:
+            bits = (x.to(tl.uint32, bitcast=True) + below) >> 16
+            tl.store(moment + at, tl.where(x == x, bits, 0xFFFF).to(tl.int16), inside)
+        else:
+            bits = x.to(tl.int32, bitcast=True)
+            magnitude = tl.where(inside, tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000), 0)
+            top = (tl.max(magnitude, 1, keep_dims=True) + 0xFFFFF) >> 20
+            base = tl.maximum(top - (255 if squares else 127), 0)
+            code = ((magnitude + (below << 4).to(tl.int32)) >> 20) - base
+            if squares:  # what is not 0 stays so
+                code = tl.maximum(code, tl.minimum(magnitude, 1))
+            else:
+                code = tl.where(bits < 0, tl.maximum(code, 0) | 128, tl.maximum(code, 0))
+            tl.store(scales + row, base << 20, begun)
+            tl.store(moment + at, code.to(tl.uint8), inside)
 
 
 @triton.jit(do_not_specialize=["place", "key"])  # type: ignore[untyped-decorator]
@@ -61,6 +102,8 @@ def _update(  # type: ignore[no-untyped-def]
     master,
     first_moment,
     second_moment,
+    first_scales,
+    second_scales,
     grad,
     first,
     last,
@@ -78,11 +121,21 @@ def _update(  # type: ignore[no-untyped-def]
     flag: tl.constexpr,
     rule: tl.constexpr,
     has_l2: tl.constexpr,
-    rounds: tl.constexpr,
+    form: tl.constexpr,
     block: tl.constexpr,
+    coded: tl.constexpr,
 ):
-    """One program for each block. `rule` and `flag`, and x0 to x5: as in csrc/cpu_adam/rules.h."""
-    at = first + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    """One program for each block. `rule` and `flag`, and x0 to x5: as in csrc/cpu_adam/rules.h. `coded`: how
+    many elements share a scale, of moments that are codes; these are a row of the program's tile."""
+    begin = first + tl.program_id(0).to(tl.int64) * block
+    if form == 2:
+        row = begin // coded + tl.arange(0, block // coded)[:, None]
+        at = row * coded + tl.arange(0, coded)[None, :]
+        begun = row * coded < last
+    else:
+        row = begin + tl.arange(0, block)
+        at = row
+        begun = row < last
     inside = at < last
     p = tl.load(master + at, inside)
     g = tl.load(grad + at, inside)
@@ -94,37 +147,37 @@ def _update(  # type: ignore[no-untyped-def]
     p = p * decay
     index = at - first + place
     if rule == 0:  # Adam
-        m = _load(first_moment, at, inside, rounds)
-        v = _load(second_moment, at, inside, rounds)
+        m = _load(first_moment, first_scales, at, inside, row, begun, form, False)
+        v = _load(second_moment, second_scales, at, inside, row, begun, form, True)
         way = (g - m) * x0
         m = (g if flag else m) + way
         v = v * x1
         v = v + (g * x2) * g
         d = tl.sqrt_rn(v) * x3 + x4
         p = p + tl.div_rn(m * x5, d)
-        _store(first_moment, at, inside, m, 0, index, key, rounds)
-        _store(second_moment, at, inside, v, 1, index, key, rounds)
+        _store(first_moment, first_scales, at, inside, row, begun, form, False, m, 0, index, key)
+        _store(second_moment, second_scales, at, inside, row, begun, form, True, v, 1, index, key)
     elif rule == 1:  # SGD without a buffer
         p = p + g * x0
     elif rule == 2:  # SGD with one
-        m = _load(first_moment, at, inside, rounds)
+        m = _load(first_moment, first_scales, at, inside, row, begun, form, False)
         moved = m * x1 + g * x2
         m = tl.where(x1 != 0, moved, m)
         g = tl.where(x1 != 0, g + moved * x1 if flag else moved, g)
         p = p + g * x0
-        _store(first_moment, at, inside, m, 0, index, key, rounds)
+        _store(first_moment, first_scales, at, inside, row, begun, form, False, m, 0, index, key)
     elif rule == 3:  # Lion
-        m = _load(first_moment, at, inside, rounds)
+        m = _load(first_moment, first_scales, at, inside, row, begun, form, False)
         u = m * x1 + g * x2
         p = p + tl.where(u > 0, x0, tl.where(u < 0, -x0, 0.0))
         m = m * x3 + g * x4
-        _store(first_moment, at, inside, m, 0, index, key, rounds)
+        _store(first_moment, first_scales, at, inside, row, begun, form, False, m, 0, index, key)
     else:  # Adagrad
         tl.static_assert(rule == 4)
-        m = _load(first_moment, at, inside, rounds)
+        m = _load(first_moment, first_scales, at, inside, row, begun, form, True)
         m = m + g * g
         p = p + tl.div_rn(g * x0, tl.sqrt_rn(m) + x1)
-        _store(first_moment, at, inside, m, 0, index, key, rounds)
+        _store(first_moment, first_scales, at, inside, row, begun, form, True, m, 0, index, key)
     tl.store(master + at, p, inside)
 
 
@@ -143,17 +196,21 @@ def update(
 
     Args:
         rule: its number in the kernel, of `RULES`.
-        moments: those of the rule, all float32 or all bfloat16, which is rounded stochastically: by `place`,
-            the index within the parameter of the element `first`, and `key`, that of `rounding_key`.
+        moments: those of the rule, all float32; or all rounded stochastically, by `place`, the index within
+            the parameter of the element `first`, and `key`, that of `rounding_key`: all bfloat16, or codes
+            and then their scales, for which `first` is where a block begins.
     """
     if first >= last:
         return
-    rounds = bool(moments) and moments[0].dtype is not torch.float32
-    each: list[Any] = [moment.view(torch.int16) if rounds else moment for moment in moments]
+    kept, scales = codes_and_scales(moments)
+    form = _FORMS[kept[0].dtype] if kept else 0
+    each: list[Any] = [moment.view(torch.int16) if form == 1 else moment for moment in kept]
+    bits = [scale.view(torch.int32) for scale in scales]
     *numbers, flag = scalars
     _update[(triton.cdiv(last - first, _BLOCK),)](
         master,
         *(each + 2 * [master])[:2],  # a rule without such a moment does not touch it
+        *(bits + 2 * [master])[:2],
         grad,
         first,
         last,
@@ -163,7 +220,8 @@ def update(
         flag=flag,
         rule=rule,
         has_l2=numbers[2] != 0.0,
-        rounds=rounds,
+        form=form,
         block=_BLOCK,
+        coded=MOMENT_BLOCK,
         enable_fp_fusion=False,
     )

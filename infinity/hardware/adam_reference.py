@@ -95,7 +95,7 @@ def reference_segments(
     _check_disjoint(named)
     if (rule := _rule_of(segments, moments)) is None:
         return
-    rounds = bool(moments) and moments[0].dtype is not torch.float32
+    form = moments[0].dtype if moments else torch.float32
     runs: list[_Run] = []  # neighbours with equal scalars are one, where nothing else counts
     end = 0
     for index, segment in enumerate(segments):
@@ -106,7 +106,7 @@ def reference_segments(
         if segment.start < end or segment.start + segment.numel > master.numel():
             raise _bad_segment(ValueError(f"segment {index} is outside the chunk or out of order"))
         start, end = segment.start, segment.start + segment.numel
-        if runs and not rounds and runs[-1][1:3] == (start, scalars):
+        if runs and form is torch.float32 and runs[-1][1:3] == (start, scalars):
             start = runs.pop().first
         runs.append(_Run(start, end, scalars, segment.first, segment.key))
     if master.dtype is torch.int16:
@@ -114,8 +114,8 @@ def reference_segments(
         for run in runs:
             _in_halves(rule, master, out, moments, grad, run)
         return
-    fuses = master.device.type in _FUSED_ON and not (moments and moments[0].dtype is torch.uint8)
-    common = master.device, grad.dtype, rule, rounds
+    fuses = master.device.type in _FUSED_ON
+    common = master.device, grad.dtype, rule, form
     kinds = [(*common, run.scalars[2] != 0.0, run.scalars[-1]) for run in runs]
     kernels = [(fuses and _fused(*kind)) or _in_torch for kind in kinds]
     for run, kernel in zip(runs, kernels, strict=True):
@@ -218,10 +218,10 @@ _FUSED_ON = {"cuda"}  # types of devices that Triton compiles for
 
 @functools.cache
 def _fused(
-    device: torch.device, dtype: torch.dtype, rule: int, rounds: bool, has_l2: bool, flag: bool
+    device: torch.device, dtype: torch.dtype, rule: int, form: torch.dtype, has_l2: bool, flag: bool
 ) -> Callable[..., None] | None:
-    """Return `update` of adam_fused.py for gradients of `dtype`; None where there is no Triton, where it
-    cannot compile (it needs a C compiler), or where the first use gives other bits than plain torch."""
+    """Return `update` of adam_fused.py for gradients of `dtype` and moments in `form`. None: there is no
+    Triton, it cannot compile (it needs a C compiler), or its first use gives other bits than plain torch."""
     wrong = ""
     try:
         from .adam_fused import update
@@ -234,14 +234,24 @@ def _fused(
     draw = torch.Generator().manual_seed(0)
     sizes = torch.empty(4, _PROBE).uniform_(-100, 20, generator=draw).exp_()
     p, m, v, g = (torch.randn(4, _PROBE, generator=draw) * sizes).to(device)
-    kept = torch.bfloat16 if rounds else torch.float32
     kinds = [v.square()] if rule == RULES[Adagrad][1] else [m, v.square()]  # a sum of squares has a root
-    moments = [moment.to(kept) for moment in kinds[: _COUNTS[rule]]]
+    moments = [moment.to(form) for moment in kinds[: _COUNTS[rule]]]
+    if form is torch.uint8:
+        scales = [
+            moment.new_empty(ceil_to(_PROBE, MOMENT_BLOCK) // MOMENT_BLOCK, dtype=torch.float32)
+            for moment in moments
+        ]
+        for wide, codes, scale, squares in zip(
+            kinds, moments, scales, _SQUARES.get(rule, (False,)), strict=False
+        ):
+            log_codes.encode(wide, codes, scale, squares=squares)
+        moments += scales
     grad, ours, wanted = g.to(dtype), (p, moments), (p.clone(), [moment.clone() for moment in moments])
     l2 = 0.125 if has_l2 else 0.0  # fp32, as those of an update: plain torch multiplies it in fp64
     scalars: Scalars = (0.3, 0.999, l2, 0.1, 0.99, 0.01, 1.7, 1e-8, -1e-3, flag)
     for first, last in () if wrong else _PROBED:
-        run = _Run(first, last, scalars, (1 << 32) - 500, 0x9E3779B9)
+        begin = first - first % MOMENT_BLOCK if form is torch.uint8 else first
+        run = _Run(begin, last, scalars, (1 << 32) - 500, 0x9E3779B9)
         try:
             update(rule, ours[0], ours[1], grad, *run)
         except (MemoryError, torch.OutOfMemoryError):
@@ -250,10 +260,9 @@ def _fused(
             wrong = f"{type(error).__name__}: {error}"
             break
         _in_torch(rule, wanted[0], wanted[1], grad, *run)
-        bits = torch.int16 if rounds else torch.int32
-        pairs = [(a.view(bits), b.view(bits)) for a, b in zip(ours[1], wanted[1], strict=True)]
-        pairs.append((ours[0].view(torch.int32), wanted[0].view(torch.int32)))
-        if not all(torch.equal(a, b) for a, b in pairs):  # of all, also of what is not to be touched
+        pairs = zip([ours[0], *ours[1]], [wanted[0], *wanted[1]], strict=True)
+        # Of all, also of what is not to be touched.
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
             wrong = "other bits than torch"
             break
     if not wrong:

@@ -1,19 +1,20 @@
-"""From the tier to new values. `Lion` and `Muon` are for users, everything else for the engine."""
+"""From the tier to new values. The names below are for users, everything else is for the engine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bitsandbytes import from_bitsandbytes, to_bitsandbytes
     from .lion import Lion
     from .muon import Muon
 
-__all__ = ["Lion", "Muon"]
+__all__ = ["Lion", "Muon", "from_bitsandbytes", "to_bitsandbytes"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import lion, muon
+    from . import bitsandbytes, lion, muon
 
-    return {"Lion": lion.Lion, "Muon": muon.Muon}[name]
+    return getattr({"Lion": lion, "Muon": muon}.get(name, bitsandbytes), name)

@@ -404,7 +404,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             of_group = ParamUpdate(
                 lr=float(group.get("lr", 0.0)),
                 weight_decay=float(group.get("weight_decay", 0.0)),
-                step=0,
+                step=rule.advance(group),
                 grad_scale=1.0,
                 maximize=bool(group.get("maximize", False)),
                 options=rule.options(group),

@@ -176,6 +176,12 @@ class Rule:
         moments, counters = self.code.kept(options_of(group))
         return [name for name in (*counters, *moments) if state.get(name) is None]
 
+    def advance(self, group: Group) -> int:
+        """Return by how much an update raises the count of a parameter's updates. As in torch, SGD's buffer
+        begins in the first update with a momentum, which is not dampened: those before do not count."""
+        is_sgd = bool(self.moments) and self.code is None and not self.whole
+        return 0 if is_sgd and group.get("momentum") == 0 else 1
+
     def steps(self, state: Group) -> int:
         """Return the number of updates that saved state of a parameter has behind it. Some optimizers do not
         count them: then what matters is whether there was one."""
@@ -372,7 +378,7 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
             "the option 'optim_bits' of this Lion is not supported",
             expected="optim_bits=32",
             found=f"optim_bits={bits}",
-            cure='leave it out; Config(optimizer_state_dtype="bf16") keeps half of 32',
+            cure='leave it out; Config(optimizer_state_dtype="8bit") keeps moments in 8 bits',
         )
     if kind is torch.optim.SGD and not any(group["momentum"] for group in groups):
         rule = replace(rule, moments=())

@@ -52,8 +52,9 @@ LOST: Final = (
 
 
 class ParamUpdate(NamedTuple):
-    """The scalars of one parameter's update, as they were when `step()` was called. `counters`: what its
-    optimizer's own code counts, before the update."""
+    """The scalars of one parameter's update, as they were when `step()` was called. `step` is 1 at the first;
+    of options, by how much they raise it. `counters`: what its optimizer's own code counts, before the
+    update."""
 
     lr: float
     weight_decay: float
@@ -66,10 +67,10 @@ class ParamUpdate(NamedTuple):
     def of(self, sharded: ShardedParam, grad_scale: float) -> ParamUpdate:
         """Count an update of a parameter, and return it."""
         before = sharded.counters
-        sharded.step += 1
+        sharded.step += self.step
         if isinstance(self.options, OwnCode):
             sharded.counters = self.options.code.count(before, self.options.options)
-        return self._replace(step=sharded.step, grad_scale=grad_scale, counters=before)
+        return self._replace(step=max(sharded.step, 1), grad_scale=grad_scale, counters=before)
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""

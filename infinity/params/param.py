@@ -362,7 +362,8 @@ class ShardedParam:
         self._accumulator: Any = None
         self._place: tuple[int, tuple[int, ...]] = (0, ())  # in the unit's storage: first element, strides
         self.version = 0
-        self.step = 0  # updates so far, as torch counts them for bias correction
+        #: Updates so far, as torch counts them for bias correction; SGD's with a momentum.
+        self.step = 0
         self.counters: Mapping[str, float] = {}  # what an optimizer's own code keeps beside them
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
 

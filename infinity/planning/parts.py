@@ -8,8 +8,8 @@ in that function's lease and in `_with_update`, a name in `PURPOSES`, and its re
 - ``copy``, one section in the chunk's dtype: the compute parameters, which forward and backward use; with
   delayed updates it has a second slot, which an update writes while the first is in use;
 - ``state``: [master,] in fp32, or of a split one the lower halves; then the moments of the optimizer, in
-  `optimizer_state_dtype`, or, of parameters that `optimizer_state_fp32` matches, in fp32; of moments in 8 bits
-  the codes, then the scales;
+  `optimizer_state_dtype`, or, of parameters that `optimizer_state_fp32` matches, in fp32; of moments in 8
+  bits the codes, then the scales;
 - ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
 """
 

@@ -33,7 +33,8 @@ std::atomic<int> failures{0};
   } while (0)
 
 const Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
-size_t width(Dtype d) { return d == Dtype::none ? 0 : d == Dtype::f32 ? 4 : 2; }
+size_t width(Dtype d) { return d == Dtype::none ? 0 : d == Dtype::f32 ? 4 : d == Dtype::log8 ? 1 : 2; }
+int64_t blocks_of(int64_t n, Dtype m) { return m == Dtype::log8 ? (n + kBlock - 1) / kBlock : 0; }
 
 // `n` elements that begin `shift` elements into a block, and end at its end.
 struct Block {
@@ -60,19 +61,32 @@ void fill(float* p, int64_t n, uint32_t seed, bool positive = false) {
   }
 }
 
+// Any codes, whose values are about 2^exponent at most; where a block is one of zeros, its scale is, too.
+void fill_codes(uint8_t* codes, uint32_t* scales, int64_t n, uint32_t seed, bool squares, uint32_t exponent) {
+  for (int64_t i = 0; i < n; ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    const bool zeros = i / kBlock % 5 == 4;
+    codes[i] = zeros ? 0 : static_cast<uint8_t>(seed >> 24);
+    const uint32_t top = (127u + exponent - static_cast<uint32_t>(i / kBlock % 3)) << 3;
+    scales[i / kBlock] = zeros ? 0 : (top - (squares ? 255u : 127u)) << 20;
+  }
+}
+
 // Its indices within the parameter cross 2^32.
 Segment whole(int64_t n) {
   return {0, n, (int64_t{1} << 32) - 40, 3, 1e-3, 0.1, 0.5, 0.9, 0.999, 1e-8, 77, 1, 0, {}};
 }
 
 struct State {
-  Block master, exp_avg, exp_avg_sq, grad, out;
+  Block master, exp_avg, exp_avg_sq, scales, square_scales, grad, out;
   Dtype grad_dtype, out_dtype, moment_dtype;
   Rule rule;
   State(int64_t n, Dtype g, Dtype o, int64_t shift, Dtype m = Dtype::f32, Rule r = Rule::adam)
       : master(n, 4, shift),
         exp_avg(n, width(m), shift),
         exp_avg_sq(n, width(m), shift),
+        scales(blocks_of(n, m), 4, shift),
+        square_scales(blocks_of(n, m), 4, shift),
         grad(n, width(g), shift),
         out(n, width(o), shift),
         grad_dtype(g),
@@ -87,6 +101,10 @@ struct State {
     convert(exp_avg_sq.data(), m, wide.data(), Dtype::f32, n);
     fill(wide.data(), n, 4);
     convert(grad.data(), g, wide.data(), Dtype::f32, n);
+    if (m != Dtype::log8) return;
+    const bool squares = r == Rule::adagrad;  // of whose one moment
+    fill_codes(exp_avg.as<uint8_t>(), scales.as<uint32_t>(), n, 5, squares, squares ? 4 : 1);
+    fill_codes(exp_avg_sq.as<uint8_t>(), square_scales.as<uint32_t>(), n, 6, true, 2);
   }
   Buffers buffers() const {
     return {
@@ -97,10 +115,13 @@ struct State {
         moment_dtype,
         grad_dtype,
         out_dtype,
-        rule};
+        rule,
+        {moment_dtype == Dtype::log8 && rule != Rule::plain ? scales.as<uint32_t>() : nullptr,
+         moment_dtype == Dtype::log8 && rule == Rule::adam ? square_scales.as<uint32_t>() : nullptr}};
   }
   bool operator==(const State& s) const {
-    return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out;
+    return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out &&
+           scales == s.scales && square_scales == s.square_scales;
   }
 };
 
@@ -169,6 +190,57 @@ void every_rule_and_dtype_of_moments_gives_the_same_bits() {
             parts[1].start = n / 3, parts[1].first += n / 3, parts[1].numel = n - n / 3;
             update(cut.buffers(), parts, 2);
             CHECK(cut == expected, "cut, rule %d, moments %d, %s", int(rule), int(m), names[i]);
+          }
+        }
+}
+
+void moments_in_8_bits_have_the_same_bits() {
+  const char* names[3];
+  int count = available_isas(names);
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
+    for (Dtype g : kDtypes)
+      for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
+        for (int64_t n : {1, 15, 255, 256, 257, 300, 2003, (1 << 20) + 13}) {  // the last past the caches
+          if (n > 2003 && (rule != Rule::adam || g != Dtype::bf16 || o != Dtype::bf16)) continue;
+          Segment s = whole(n);
+          s.first = (int64_t{1} << 32) - 2 * kBlock;
+          if (g == Dtype::f32) s.flag = 0, s.maximize = 1, s.a = 0.2;
+          use_isa("scalar");
+          State expected(n, g, o, 0, Dtype::log8, rule), before(n, g, o, 0, Dtype::log8, rule);
+          update(expected.buffers(), &s, 1);
+          CHECK(!(expected.master == before.master), "rule %d", int(rule));
+          CHECK((expected.exp_avg == before.exp_avg) == (rule == Rule::plain), "rule %d", int(rule));
+          const int64_t half = n / 2 / kBlock * kBlock, begin = n / kBlock * kBlock;
+          for (int i = 0; i < count; ++i) {
+            use_isa(names[i]);
+            for (int64_t shift : {0, 3}) {
+              if (n > 2003 && shift == 0) continue;
+              State found(n, g, o, shift, Dtype::log8, rule);
+              update(found.buffers(), &s, 1);
+              CHECK(found == expected, "%s n=%d rule=%d grad=%d out=%d", names[i], int(n), int(rule), int(g),
+                    int(o));
+            }
+            State cut(n, g, o, 1, Dtype::log8, rule);
+            Segment parts[2] = {s, s};  // where a segment is cut, between blocks, changes nothing
+            parts[0].numel = half;
+            parts[1].start = half, parts[1].first += half, parts[1].numel = n - half;
+            update(cut.buffers(), parts, 2);
+            CHECK(cut == expected, "cut, %s n=%d rule=%d", names[i], int(n), int(rule));
+            if (n != 2003) continue;  // of a gap between blocks nothing is touched
+            State gap(n, g, o, 5, Dtype::log8, rule);
+            parts[0].numel = kBlock + 44;
+            parts[1].start = begin, parts[1].first = s.first + begin, parts[1].numel = n - begin;
+            update(gap.buffers(), parts, 2);
+            auto kept = [&](Block State::* of, size_t element, int64_t from, int64_t to) {
+              const char *a = (gap.*of).as<char>(), *b = (before.*of).as<char>();
+              return !std::memcmp(a + from * element, b + from * element, (to - from) * element);
+            };
+            CHECK(kept(&State::master, 4, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
+            CHECK(kept(&State::exp_avg, 1, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
+            CHECK(kept(&State::exp_avg_sq, 1, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
+            CHECK(kept(&State::out, width(o), kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
+            CHECK(kept(&State::scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
+            CHECK(kept(&State::square_scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
           }
         }
 }
@@ -303,6 +375,7 @@ int main(int argc, char** argv) {
   set_threads(3);
   every_isa_gives_the_same_bits();
   every_rule_and_dtype_of_moments_gives_the_same_bits();
+  moments_in_8_bits_have_the_same_bits();
   writes_past_the_caches_end_where_they_should();
   gaps_are_not_touched();
   sums_and_conversions_agree();
