@@ -678,7 +678,7 @@ def _compute_by_own_code(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, dela
 def _change_master(
     tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[torch.Tensor], None], *, delayed: bool = False
 ) -> None:
-    """Make a `change` of a master, whole, which may be split, and its copy; when this returns, all is done."""
+    """Make a `change` of a master, which may be split, and its copy; when this returns, all is done."""
 
     def work(copy: torch.Tensor | None) -> None:
         if (low := io.low) is None or copy is None:
