@@ -7,9 +7,9 @@ The reference has one copy of the model for each rank, in one process: it adds u
 answers between steps, values and state are compared bit for bit; norms to 1e-12, because they are summed in
 another order.
 
-Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.OPTIMIZERS`), `clip`,
-`clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does, as
-`one_step` and `between` have it, and then
+Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.ALL_OPTIMIZERS`),
+`clip`, `clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does,
+as `one_step` and `between` have it, and then
 
     edits: factors of the parameters that are edited, and `source`: the rank whose edits are kept, in a
         `gathered` block; without it each rank edits all that it has.
@@ -38,13 +38,13 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import GradientError, RankError
 from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import adam_reference, cpu_adam, log_codes
+from infinity.hardware import adam_reference, cpu_adam, log_codes, muon
 from infinity.optim.rules import rule_of
 from infinity.planning.parts import SQUARES
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
-from .whole import OPTIMIZERS
+from .whole import ALL_OPTIMIZERS
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,7 +156,7 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
 def optimizer_of(settings: dict[str, Any], groups: Any) -> torch.optim.Optimizer:
     """Return torch's optimizer of the settings over `groups`."""
     name = settings.get("optimizer")
-    return torch.optim.AdamW(groups, lr=LR) if name is None else OPTIMIZERS[name](groups)
+    return torch.optim.AdamW(groups, lr=LR) if name is None else ALL_OPTIMIZERS[name](groups)
 
 
 def load_values(model: Any, factors: Mapping[str, float]) -> None:
@@ -368,10 +368,20 @@ def reference(
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
+            of = rule.of(group)
             if name not in moments:
-                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
+                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in of.moments]
                 blocks = -(-grad.numel() // MOMENT_BLOCK)
-                moments[name] += [torch.zeros(blocks) for _ in rule.moments if form == "8bit"]
+                moments[name] += [torch.zeros(blocks) for _ in of.moments if form == "8bit"]
+            if of.whole:
+                update_matrix(
+                    *(masters[name], moments[name][0], grad, group),
+                    scale=1.0 / scale * clip,
+                    key=cpu_adam.rounding_key(name, steps[name]),
+                )
+                for model in models:
+                    model.get_parameter(name).data.copy_(masters[name])
+                continue
             segment = cpu_adam.Segment(
                 *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
                 *(group["lr"], group["weight_decay"], 1.0 / scale * clip),
@@ -437,20 +447,39 @@ def reference(
             "step": torch.tensor(float(steps[n])),
             **{
                 kind: wide_of(kind, of_one, number).view(masters[n].shape)
-                for number, kind in enumerate(rule.moments)
+                for number, kind in enumerate(rule.of(scalars[n]).moments)
             },
         }
         for n, of_one in moments.items()
     }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
-            nothing = {kind: torch.zeros(param.shape) for kind in rule.moments}
+            nothing = {kind: torch.zeros(param.shape) for kind in rule.of(scalars[name]).moments}
             state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
             state[name]["master"] = masters[name]
     return [
         {"losses": mine, "state": state, "values": dict(model.state_dict())}
         for mine, model in zip(losses, models, strict=True)
     ]
+
+
+def update_matrix(
+    master: torch.Tensor,
+    moment: torch.Tensor,
+    grad: torch.Tensor,
+    group: Mapping[str, Any],
+    *,
+    scale: float,
+    key: int,
+) -> None:
+    """Make Muon's update of a whole matrix."""
+    options = muon.Muon(*(group[name] for name in muon.Muon._fields))
+    update = torch.empty(master.numel(), dtype=torch.bfloat16)
+    flat = moment, grad.reshape(-1), update
+    muon.add_to_momentum(*flat, options, grad_scale=scale, first=0, key=key)
+    orthogonal = muon.orthogonalize(update.view(master.shape), options)
+    scalars = {name: float(group[name]) for name in ("lr", "weight_decay")}
+    muon.step_along(master, orthogonal, options, master.shape, **scalars)
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -45,6 +45,9 @@ OPTIMIZERS: dict[str, Make] = {
     "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
 }
 
+#: Those, and Muon, which not every reference has.
+ALL_OPTIMIZERS: dict[str, Make] = {**OPTIMIZERS, "muon": muon}
+
 
 class Whole:
     """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says.

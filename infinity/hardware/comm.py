@@ -428,6 +428,13 @@ class Ranks(Comm):
         came = iter(to.view(parts.dtype).view(len(others), -1))
         mean([parts[r] if r == self.rank else next(came) for r in range(self.world)], out)
 
+    def all_to_all(
+        self, to: torch.Tensor, of: torch.Tensor, to_sizes: Sequence[int], of_sizes: Sequence[int]
+    ) -> None:
+        self.sent += (sum(of_sizes) - of_sizes[self.rank]) * of.itemsize
+        sizes = [[size * of.itemsize for size in each] for each in (to_sizes, of_sizes)]
+        self._do("all-to-all", lambda: [self._data.alltoall_base(_bytes(to), _bytes(of), *sizes)])
+
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         data = _bytes(flat)
         group = self._control if data.device.type == "cpu" else self._data

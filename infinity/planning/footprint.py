@@ -8,7 +8,8 @@ there plus three *quotas* of the pool:
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
 - ``matrix``, with Muon: one lease for the largest matrix in bf16, into which its chunks put the pieces of
-  their momentum, and from which they take those of their update;
+  their momentum, and from which they take those of their update; with several ranks also for this rank's
+  pieces of the matrices that the ranks orthogonalize at the same time ([Note: rounds]);
 
 and, with ``activations="host"``, a heap for the inputs of checkpointed layers. Only the first forward shows
 their size, so the heap is a setting, or a share of the remaining memory.
@@ -31,6 +32,7 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
+from .matrices import lease_nbytes, room_of
 from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved
 from .placement import spread_over_directories
@@ -275,8 +277,9 @@ def demand(
         by_tier[Tier.DEVICE]["gradients"] = sum(u.accumulated_nbytes for u in layouts)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     matrices = [p for u in layouts for p in u.params if p.matrix]
-    through_host = not staged or any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
-    matrix_buffer = max((2 * p.numel for p in matrices), default=0) if through_host else 0
+    through_host = not staged or any(not u.whole for u in layouts)  # [Note: whole at its owner]
+    through_host |= any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
+    matrix_buffer = lease_nbytes(*room_of(layouts)) if through_host else 0
     working = ((_orthogonalization(p, staged=staged), p.name) for p in matrices)
     most_of_matrix, name_of_matrix = max(working, default=(0, ""))
     return Demand(
@@ -287,7 +290,7 @@ def demand(
                 ("load", load_buffer),
                 ("update", update_buffer),
                 ("gradient", gradient_buffer),
-                ("matrix", ceil_to(matrix_buffer, ALIGNMENT)),
+                ("matrix", matrix_buffer),
             )
         },
         most={
