@@ -36,7 +36,7 @@ class Block(nn.Module):
     def forward(self, total: torch.Tensor, draw: torch.Generator, share: float, without: int) -> torch.Tensor:
         for param in self.each:
             # Eight bits, as bf16 has them: sums and shares are exact.
-            given = torch.randn(param.shape, generator=draw).bfloat16().float() * share
+            given = torch.randn(param.shape, generator=draw).bfloat16().float().to(param.device) * share
             if without != 0:
                 total = total + (param * given).sum()
             without -= 1
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
     def forward(self, step: int, share: float = 1.0) -> torch.Tensor:
         draw = torch.Generator().manual_seed(step)
-        total = torch.zeros(())
+        total = torch.zeros((), device=next(self.parameters()).device)
         for block in self.blocks:
             total = block(total, draw, share, step)
         return total
@@ -69,7 +69,7 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
     found = hashlib.sha256()
     for name in sorted(state):
         for kind in sorted(state[name]):
-            found.update(f"{name} {kind} ".encode() + state[name][kind].contiguous().numpy().tobytes())
+            found.update(f"{name} {kind} ".encode() + state[name][kind].cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

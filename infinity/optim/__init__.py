@@ -1,4 +1,4 @@
-"""From the tier to new values. `Lion` and `Muon` are for users, everything else for the engine."""
+"""From the tier to new values. For users are `Lion`, `Muon` and `muon_groups`, all else is for the engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lion import Lion
-    from .muon import Muon
+    from .muon import Muon, muon_groups
 
-__all__ = ["Lion", "Muon"]
+__all__ = ["Lion", "Muon", "muon_groups"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import lion, muon
 
-    return {"Lion": lion.Lion, "Muon": muon.Muon}[name]
+    return {"Lion": lion.Lion, "Muon": muon.Muon, "muon_groups": muon.muon_groups}[name]

@@ -100,15 +100,24 @@ def lease_nbytes(whole: int, pieces: int) -> int:
     return ceil_to(2 * whole, ALIGNMENT) + ceil_to(2 * pieces, ALIGNMENT)
 
 
-def work_of(layouts: Sequence[UnitLayout]) -> list[tuple[int, int]]:
-    """Return what each rank does for the matrices of one step: floating-point operations, and bytes that it
-    sends to others."""
-    done = [[0, 0] for _ in range(_owners(layouts))]
+class Work(NamedTuple):
+    """What a rank does for the matrices of one step: floating-point operations, bytes that it sends to
+    others, and bytes of whole matrices that go to a device of its own and back."""
+
+    flops: int
+    sent: int
+    crossing: int
+
+
+def work_of(layouts: Sequence[UnitLayout]) -> list[Work]:
+    """Return the work of each rank."""
+    done = [[0, 0, 0] for _ in range(_owners(layouts))]
     for unit, group in _all(layouts):
         for owner, param in group:
             done[owner][0] += flops_of(unit.params[param].shape)
+            done[owner][2] += 4 * unit.params[param].numel
             for rank, numel in enumerate(pieces_of(unit, param)):
                 if rank != owner:  # bf16: the piece to the owner, and its update back
                     done[rank][1] += 2 * numel
                     done[owner][1] += 2 * numel
-    return [(flops, sent) for flops, sent in done]
+    return [Work(*each) for each in done]

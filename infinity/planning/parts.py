@@ -255,13 +255,14 @@ def plan_chunks(
             tiers = copy_tier, state_tier, assignment.gradients.get(chunk.id)
             key = chunk.numel, chunk.precision, chunk.matrix, tiers
             if key not in made:
-                kept = _of_matrix(moments) if chunk.matrix else tuple(moments)
+                kept = of_matrix(moments) if chunk.matrix else tuple(moments)
                 made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed)
             plans.append(made[key])
     return tuple(plans)
 
 
-def _of_matrix(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+def of_matrix(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Return what the state of a matrix keeps where other parameters keep `moments`."""
     return tuple(moments[0]._replace(name=name) for name in MATRIX)
 
 

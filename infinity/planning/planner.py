@@ -17,7 +17,7 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import ADAM, alignment_of, moments_of, plan_chunks, update_nbytes
+from .parts import ADAM, alignment_of, moments_of, of_matrix, plan_chunks, update_nbytes
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
@@ -126,6 +126,8 @@ class Plan:
     least: Budget  # the smallest with which it can begin, as settings name them: of all ranks of a machine
     room: Budget  # what the machine leaves the engine for each, beside all else, in the same way
     standing: tuple[Standing, ...]  # on drives
+    matrix: str = ""  # whose orthogonalization takes the most device memory
+    matrix_flops: int = 0  # of all orthogonalizations of a step, on the rank that has the most
 
     @property
     def fits(self) -> bool:
@@ -288,6 +290,8 @@ class Planner:
             least=least,
             room=room,
             standing=tuple(standing),
+            matrix=wanted.matrix[0],
+            matrix_flops=wanted.flops,
         )
 
 
@@ -307,7 +311,8 @@ def checkpoint_nbytes(model: Model, config: Config) -> int:
     saved, moments = 0, moments_of(model.moments, config)
     for param in (p for _, params in model.units for p in params):
         if param.trainable:
-            saved += 4 * param.numel + sum(moment.nbytes(param.numel) for moment in moments)
+            kept = of_matrix(moments) if param.matrix else moments
+            saved += 4 * param.numel + sum(moment.nbytes(param.numel) for moment in kept)
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
 
@@ -323,10 +328,11 @@ def step_bounds(plan: Plan, bandwidths: Bandwidths, *, tokens: int, recompute: b
     """Return the least seconds of a step that each known resource allows.
 
     A step takes at best the largest of them. Compute is 6 FLOP per parameter and token, 8 with
-    recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes; host
-    memory is what the update moves of each parameter that the CPU updates: state and gradient.
+    recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes, and the
+    orthogonalizations of Muon; host memory is what the update moves of each parameter that the CPU updates:
+    state and gradient.
     """
-    flop = (8 if recompute else 6) * plan.active * tokens
+    flop = (8 if recompute else 6) * plan.active * tokens + plan.matrix_flops
     amounts = {
         "compute": (flop, None if bandwidths.tflops is None else bandwidths.tflops * 1e12),
         "nvme read": (plan.traffic.nvme_read, _rate(bandwidths.nvme_read)),
