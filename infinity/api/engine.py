@@ -145,7 +145,7 @@ class Engine:
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
         if matrices and comm.world > 1 and config.zero_stage > 0:
-            self.matrix_owners = reach(device=torch.device("cpu"))  # [Note: whole at its owner]
+            self.matrix_owners = reach(device=torch.device("cpu"), apart=True)  # [Note: whole at its owner]
             self.matrix_owners.be_punctual()
         if config.independent_replicas:
             claim_directories(comm, config)
