@@ -326,7 +326,7 @@ def test_owners_are_the_same_on_all_ranks_and_share_the_work(world: int) -> None
     for rounds in found[0]:
         assert sorted(m.param for group in rounds for m in group) == [*range(7)]  # each matrix, once
         assert all(len({m.owner for m in group}) == len(group) <= world for group in rounds)
-    flops = [done for done, _ in work_of(layouts_of(shapes, world))]
+    flops = [each.flops for each in work_of(layouts_of(shapes, world))]
     assert sum(flops) == blocks * sum(flops_of(shape) for shape in block if len(shape) == 2)
     assert max(flops) - min(flops) <= flops_of([4 * width, width])
 
