@@ -7,9 +7,9 @@ The reference has one copy of the model for each rank, in one process: it adds u
 answers between steps, values and state are compared bit for bit; norms to 1e-12, because they are summed in
 another order.
 
-Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole`), `clip`,
-`clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does, as
-`one_step` and `between` have it, and then
+Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.ALL_OPTIMIZERS`),
+`clip`, `clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does,
+as `one_step` and `between` have it, and then
 
     edits: factors of the parameters that are edited, and `source`: the rank whose edits are kept, in a
         `gathered` block; without it each rank edits all that it has.
@@ -39,13 +39,13 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import GradientError, RankError
 from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import adam_reference, cpu_adam, halves, log_codes
+from infinity.hardware import adam_reference, cpu_adam, halves, log_codes, muon
 from infinity.optim.rules import rule_of
 from infinity.planning.parts import SQUARES
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
-from .whole import OPTIMIZERS, OWN, update_by_own_code
+from .whole import ALL_OPTIMIZERS, update_by_own_code
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -170,7 +170,7 @@ def edit(params: Mapping[str, torch.Tensor], edits: Mapping[str, float], rank: i
 def optimizer_of(settings: dict[str, Any], groups: Any) -> torch.optim.Optimizer:
     """Return torch's optimizer of the settings over `groups`."""
     name = settings.get("optimizer")
-    return torch.optim.AdamW(groups, lr=LR) if name is None else {**OPTIMIZERS, **OWN}[name](groups)
+    return torch.optim.AdamW(groups, lr=LR) if name is None else ALL_OPTIMIZERS[name](groups)
 
 
 def load_values(model: Any, factors: Mapping[str, float]) -> None:
@@ -392,13 +392,23 @@ def reference(
                 states[name] = update_by_own_code(adam, group, states.get(name, {}), masters[name], scaled)
                 moments[name] = [states[name][kind].view(-1) for kind in rule.moments]
                 for model in models:
-                    model.get_parameter(name).data.copy_(masters[name])
+                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
                 continue
+            of = rule.of(group)
             if name not in moments:
                 kept = torch.uint8 if forms[name] == "8bit" else DTYPES[forms[name]]
-                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in rule.moments]
+                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in of.moments]
                 blocks = -(-grad.numel() // MOMENT_BLOCK)
-                moments[name] += [torch.zeros(blocks) for _ in rule.moments if forms[name] == "8bit"]
+                moments[name] += [torch.zeros(blocks) for _ in of.moments if forms[name] == "8bit"]
+            if of.whole:
+                update_matrix(
+                    *(masters[name], moments[name][0], grad, group),
+                    scale=1.0 / scale * clip,
+                    key=cpu_adam.rounding_key(name, steps[name]),
+                )
+                for model in models:
+                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+                continue
             segment = cpu_adam.Segment(
                 *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
                 *(group["lr"], group["weight_decay"], 1.0 / scale * clip),
@@ -473,7 +483,7 @@ def reference(
             "step": torch.tensor(float(steps[n])),
             **{
                 kind: wide_of(kind, of_one, number).view(masters[n].shape)
-                for number, kind in enumerate(rule.moments)
+                for number, kind in enumerate(rule.of(scalars[n]).moments)
             },
         }
         for n, of_one in moments.items()
@@ -484,7 +494,7 @@ def reference(
         }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
-            nothing = {kind: torch.zeros(param.shape) for kind in rule.moments}
+            nothing = {kind: torch.zeros(param.shape) for kind in rule.of(scalars[name]).moments}
             if rule.code is not None:
                 begins = {"mu_product": 1.0, "mu": 1.0, "eta": scalars[name]["lr"]}
                 nothing |= {n: torch.tensor(begins[n]) for n in rule.code.counters if n in begins}
@@ -494,6 +504,25 @@ def reference(
         {"losses": mine, "state": state, "values": dict(model.state_dict())}
         for mine, model in zip(losses, models, strict=True)
     ]
+
+
+def update_matrix(
+    master: torch.Tensor,
+    moment: torch.Tensor,
+    grad: torch.Tensor,
+    group: Mapping[str, Any],
+    *,
+    scale: float,
+    key: int,
+) -> None:
+    """Make Muon's update of a whole matrix."""
+    options = muon.Muon(*(group[name] for name in muon.Muon._fields))
+    update = torch.empty(master.numel(), dtype=torch.bfloat16)
+    flat = moment, grad.reshape(-1), update
+    muon.add_to_momentum(*flat, options, grad_scale=scale, first=0, key=key)
+    orthogonal = muon.orthogonalize(update.view(master.shape), options)
+    scalars = {name: float(group[name]) for name in ("lr", "weight_decay")}
+    muon.step_along(master, orthogonal, options, master.shape, **scalars)
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:

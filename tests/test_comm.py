@@ -593,3 +593,49 @@ for comm in (one, two):
         kind, text = the_error(result)
         assert kind == "RankError"
         assert f"rank {1 - rank} has not come within 1 s" in text or f"rank {1 - rank} failed" in text
+
+
+#: Rank 1 waits for its worker, which waits for that of rank 0; and the program of rank 0 waits for rank 1.
+BESIDE = """
+import threading
+program, beside = connect(device=CPU, timeout=1), connect(device=CPU, timeout=1, apart=True)
+
+def work():
+    if beside.rank == 0:
+        time.sleep(3)
+    beside.exchange("an update")
+
+worker = threading.Thread(target=work)
+worker.start()
+if program.rank == 1:
+    worker.join()
+program.exchange("a forward")
+worker.join()
+for each in (program, beside):
+    each.close()
+"""
+
+
+def test_a_rank_in_a_collective_of_another_thread_is_outside() -> None:
+    """Nobody is late: a worker takes longer than the deadline."""
+    all_well(run_ranks(2, START + BESIDE))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_to_all(world: int) -> None:
+    """Pieces of any sizes, also of none."""
+    script = """
+comm = connect(device=CPU)
+world = comm.world
+sizes = [[(3 * i + j) % 4 * (i != 1 or j == 0) for j in range(world)] for i in range(world)]
+mine, theirs = sizes[comm.rank], [row[comm.rank] for row in sizes]
+of = torch.cat([torch.full((n,), 10.0 * comm.rank + j) for j, n in enumerate(mine)]).bfloat16()
+to = torch.empty(sum(theirs), dtype=torch.bfloat16)
+sent = comm.sent
+comm.all_to_all(to, of, theirs, mine)
+assert comm.sent - sent == 2 * (sum(mine) - mine[comm.rank])
+wanted = [torch.full((n,), 10.0 * i + comm.rank) for i, n in enumerate(theirs)]
+assert torch.equal(to, torch.cat(wanted).bfloat16()), to
+comm.close()
+"""
+    all_well(run_ranks(world, START + script))

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from infinity.cli.main import run
-from infinity.cli.settings import DataSettings, ModelSettings, RunSettings, TrainSettings
+from infinity.cli.settings import DataSettings, ModelSettings, OptimizerName, RunSettings, TrainSettings
 from infinity.cli.shape import PRESETS, activations_of, config_from, idle_of, units_of
 from infinity.cli.workload import Workload, planned_from
 from infinity.core.config import Config
@@ -43,9 +43,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def small(**changes: Any) -> Workload:
+def small(optimizer: OptimizerName = "adamw", **changes: Any) -> Workload:
     size = {"layers": 3, "width": 64, "heads": 4, "vocab": 256, **changes}
-    return Workload(RunSettings(ModelSettings(**size), DataSettings(), TrainSettings(sequence=48)))
+    train = TrainSettings(sequence=48, optimizer=optimizer)
+    return Workload(RunSettings(ModelSettings(**size), DataSettings(), train))
 
 
 def parameters_of(config: dict[str, Any]) -> int:
@@ -60,11 +61,13 @@ def test_units_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
     assert units_of(workload.shape) == real
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any]) -> None:
+def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any], optimizer: OptimizerName) -> None:
     config = Config(dtype="bf16", device="cpu", optimizer_state_dtype="8bit", optimizer_state_fp32="*norm*")
-    workload = small(**variant)
-    found, planned = planned_from(workload.structure, config), workload.planned(config)
+    workload = small(optimizer, **variant)
+    planned = workload.planned(config)
+    found = planned_from(workload.structure, config, muon=optimizer == "muon")
     assert [(n, list(p)) for n, p in planned.units] == [(n, list(p)) for n, p in found.units]
     assert [*map(tuple, planned.working_sets)] == [*map(tuple, found.working_sets)]
     assert [*planned.again] == [*found.again]

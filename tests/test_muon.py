@@ -245,3 +245,31 @@ def test_a_muon_of_torch_and_ours_load_each_other(tmp_path: Path) -> None:
         model, optimizer = infinity.wrap(model, second, config_for(tmp_path, **ON_HOST))
         optimizer.load_state_dict(saved)
         infinity.unwrap(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_groups_of_a_language_model(tied: bool) -> None:
+    model = case("gpt", tied=tied).model
+    model.blocks[0].requires_grad_(False)  # type: ignore[index]
+    with pytest.raises(ConfigError, match="does not say which layer is its head") as raised:
+        infinity.optim.muon_groups(model)
+    assert "head=model.head" in str(raised.value)
+    groups = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
+    names = {id(p): name for name, p in model.named_parameters()}
+    inner, others = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert [group["use_muon"] for group in groups] == [True, False]
+    assert inner | others == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert inner == {n for n, p in model.named_parameters() if n.startswith("blocks.1") and p.ndim == 2} | {
+        n for n, p in model.named_parameters() if n.startswith("blocks.2") and p.ndim == 2
+    }
+    infinity.optim.Muon(groups).step()
+
+
+def test_the_head_of_a_model_of_transformers_is_found() -> None:
+    model = case("llama").model
+    inner, others = infinity.optim.muon_groups(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert all(".layers." in names[id(p)] for p in inner["params"])
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {names[id(p)] for p in others["params"]} | {
+        "lm_head.weight" if model.config.tie_word_embeddings else ""  # type: ignore[union-attr]
+    }

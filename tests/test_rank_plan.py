@@ -38,35 +38,45 @@ drives = [Drive(directory=d, free=None, system=0, ranks=world) for d in config.d
 here = {"host_memory": 1 << 40, "device_memory": None, "ranks": world, "local_ranks": world}
 machine = Machine(drives=tuple(drives), **here)
 made.model.blocks[0].requires_grad_(False)
-adam = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad])
-plan = Planner(planned_from(made.model, config)).plan(config, machine, accumulation=2)
+if muon := sys.argv[2] == "muon":
+    adam = infinity.optim.Muon(infinity.optim.muon_groups(made.model, head=made.model.head))
+    made.model.get_output_embeddings = lambda: made.model.head
+else:
+    adam = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad])
+plan = Planner(planned_from(made.model, config, muon=muon)).plan(config, machine, accumulation=2)
 model, adam = infinity.wrap(made.model, adam, config)
 engine = engine_of(adam)
 assert engine.footprint == plan.footprint, (engine.footprint, plan.footprint)
 for step in range(3):
-    sent = engine.comm.sent
+    sent = engine.comm.sent + engine.matrix_owners.sent
     for micro in range(2):
         made.loss(model, made.batches[micro]).backward()
     adam.step()
     adam.zero_grad()
-    sent = engine.comm.sent - sent
+    engine.updates.wait_all()
+    sent = engine.comm.sent + engine.matrix_owners.sent - sent
 print(sent, plan.traffic.sent)
 infinity.close(adam)
 """
 
 
 @pytest.mark.first
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_plan_says_what_wrap_takes_and_sends(stage: int, tmp_path: Path) -> None:
+def test_a_plan_says_what_wrap_takes_and_sends(stage: int, optimizer: str, tmp_path: Path) -> None:
     places = {"parameters": "nvme" if stage == 3 else "device", "optimizer_state": "nvme"}
     settings = {"device": "cpu", "dtype": "bf16", "nvme": str(tmp_path), **places, "zero_stage": stage}
     settings |= {"device_memory": "8MiB", "host_memory": "64MiB", "threads": 1}
     settings |= {"prefetch_memory": 0} if stage == 3 else {}
-    if stage % 2:
+    if stage % 2 and optimizer == "adamw":
         settings |= {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ["*norm*", "tokens.*"]}
-    for said in all_well(run_ranks(2, HELD, json.dumps(settings))):
-        sent, planned = map(int, said.split())
-        assert sent == planned if stage < 3 else 0.7 * planned < sent <= planned, (sent, planned)
+    said = [
+        [*map(int, each.split())] for each in all_well(run_ranks(2, HELD, json.dumps(settings), optimizer))
+    ]
+    most, planned = max(said)
+    assert most == planned if stage < 3 else 0.7 * planned < most <= planned, said
+    if optimizer == "adamw" or stage == 0:  # matrices have one owner, which sends more than others or less
+        assert said == [said[0]] * 2
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -183,3 +193,19 @@ infinity.close(adam)
     said = {**SRUN, "SLURM_STEP_NODELIST": "localhost"}
     del said["SLURM_PROCID"], said["SLURM_LOCALID"]
     assert all_well(run_ranks(2, script, environment=said)) == ["0 2 0 2\n", "1 2 1 2\n"]
+
+
+def test_a_plan_shows_what_muon_takes(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(text, nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
+    common += ["--optimizer", "muon"]
+    alone, two = (planned(capsys, *common, *more) for more in ((), ("--ranks", "2")))
+    assert alone["matrices"]["largest"] == two["matrices"]["largest"]
+    assert alone["matrices"]["flops"] / 2 <= two["matrices"]["flops"] < alone["matrices"]["flops"]
+    assert alone["device"]["the update of a matrix"] == two["device"]["the update of a matrix"] > 0
+    assert 0 < alone["host"]["matrix leases"] < two["host"]["matrix leases"]
+    assert run(["plan", *common, "--ranks", "2"]) == 0
+    assert "Muon orthogonalizes the matrices of a step with" in capsys.readouterr().out
+    assert planned(capsys, *common[:-2])["matrices"] is None
+    for option, value in (("--update", "delayed"), ("--optimizer-state-dtype", "8bit")):
+        assert run(["plan", *common, option, value]) == 2
+        assert "Muon is not available with" in capsys.readouterr().err

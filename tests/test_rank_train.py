@@ -276,3 +276,14 @@ def test_a_rank_that_fails_on_the_way_ends_all(
     assert words in said[0]
     assert ("rank 1 of 2:\n" in said[0]) == ("KILL" not in act)
     assert "step 2/50" in results[0][1]
+
+
+def test_muon_takes_what_is_planned(text: str, nvme: str) -> None:
+    more = ["--optimizer", "muon", "--no-save", "--sample-tokens", "0", "--json"]
+    first, second = all_well(ranks_of(2, *common(text, nvme, *more)))
+    result = json.loads(first)
+    assert second == ""
+    rows = [row for row in result["planned_and_measured"] if row["at_most"]]
+    assert len(rows) >= 4
+    assert all(0 < row["measured"] <= row["planned"] for row in rows)
+    assert result["last_loss"] < result["first_loss"]

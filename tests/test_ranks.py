@@ -137,6 +137,28 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         {"optimizer": "centered", "config": {"zero_stage": 1}},
     ),
     "gpt, ASGD, stage 0": (2, "gpt", "device", "fp32", {"optimizer": "asgd", "config": {"zero_stage": 0}}),
+    "gpt, Muon": (2, "gpt", "host", "fp32", {"optimizer": "muon", "config": {"update": "sync"}}),
+    "gpt, Muon, behind the forward": (
+        *(3, "gpt", "nvme", "bf16"),
+        {"optimizer": "muon", "clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "bf16"}},
+    ),
+    "gpt, Muon, four ranks": (4, "gpt", "split", "fp32", {"optimizer": "muon", "frozen": ["blocks.0"]}),
+    "gpt, Muon, stage 2": (
+        *(2, "gpt", "device", "bf16"),
+        {"optimizer": "muon", "config": {"zero_stage": 2, "optimizer_state": "host"}},
+    ),
+    "gpt, Muon, stage 1, blocks of one rank": (
+        *(2, "gpt", "device", "fp32"),
+        {
+            "optimizer": "muon",
+            "program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3,
+            "config": {"zero_stage": 1},
+        },
+    ),
+    "gpt, Muon, stage 0": (
+        *(3, "gpt", "state on nvme", "fp32"),
+        {"optimizer": "muon", "config": {"zero_stage": 0}},
+    ),
     "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
     "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
     "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),

@@ -225,6 +225,11 @@ def test_a_run_from_text_to_sample(
             {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*embed*", "*norm*")},
             marks=pytest.mark.later,
         ),
+        pytest.param({"optimizer": "muon"}, marks=pytest.mark.later),
+        pytest.param(  # a matrix has several chunks, and an update visits each twice
+            {"optimizer": "muon", "width": 272, "host_memory": "64MiB", "device_memory": "32MiB"},
+            marks=pytest.mark.later,
+        ),
     ],
     ids=str,
 )
@@ -304,6 +309,11 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": lambda groups: infinity.optim.Lion(groups, lr=3e-3, betas=(0.9, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=3e-3, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=3e-3),
+    "muon": lambda groups: infinity.optim.Muon(
+        {**group, "lr": 3e-3}
+        | ({"adjust_lr_fn": "match_rms_adamw"} if group["use_muon"] else {"betas": (0.9, 0.95)})
+        for group in groups
+    ),
 }
 
 
@@ -321,7 +331,7 @@ def test_the_loop_is_torchs(name: str, text: str, nvme: str, tmp_path: Path) -> 
     workload = workload_of(run_)
     torch.manual_seed(run_.train.seed)
     model = workload.build(recompute=False)
-    optimizer = OPTIMIZERS[name](param_groups(model, 0.1))
+    optimizer = OPTIMIZERS[name](param_groups(model, 0.1, muon=name == "muon"))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, run_.train.lr_factor)
     corpus = Corpus(open_stream(text), 32, seed=run_.train.seed)
     theirs = []
@@ -755,6 +765,7 @@ def test_a_seed_is_that_of_every_generator(text: str, nvme: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_plan_knows_what_each_optimizer_keeps(name: Any) -> None:
     """It imports no torch, so it has a table of its own."""
-    made = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(2))])
+    param = torch.nn.Parameter(torch.zeros(2))
+    made = OPTIMIZERS[name]([{"params": [param], "use_muon": False} if name == "muon" else param])
     assert tuple(MOMENTS[name]) == rule_of(made).moments
     assert OPTIMIZERS.keys() == MOMENTS.keys()

@@ -76,6 +76,10 @@ def update_by_own_code(
     return theirs.state[param]
 
 
+#: All, and Muon, which not every reference has.
+ALL_OPTIMIZERS: dict[str, Make] = {**OPTIMIZERS, **OWN, "muon": muon}
+
+
 class Whole:
     """Updates the parameters of a plain model in fp32, with moments in `dtype`, as `optimizer` says; those of
     the parameters `fp32` are fp32.

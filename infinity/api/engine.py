@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -96,26 +96,30 @@ class Engine:
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
+        self.matrix_owners: Comm = Alone()
         self._frozen = frozen
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
         wait_for_dropped()
         device = open_device(config.device, self.recorder)
-        comm = connect(
+        reach = functools.partial(
+            connect,
             mesh,
-            device=device.torch_device,
             timeout=config.rank_timeout,
             patience=PATIENCE,
             independent=config.independent_replicas,
         )
+        comm = reach(device=device.torch_device)
         try:
             groups = check_model(model, optimizer, first=comm.rank == 0)
             give_memory(model)
-            self._make(model, optimizer, device, comm, groups, rule, weights, kept)
+            self._make(model, optimizer, device, comm, groups, rule, weights, kept, reach)
         except BaseException as error:
-            comm.post(error)
-            comm.close()
+            for each in (comm, self.matrix_owners):
+                each.post(error)
+                each.close()
             raise
+        self._kept.callback(self.matrix_owners.close)
 
     def _make(
         self,
@@ -127,6 +131,7 @@ class Engine:
         rule: Rule | None,
         weights: Weights | None,
         kept: Collection[str],
+        reach: Callable[..., Comm],
     ) -> None:
         config = self.config = self.config.for_rank(comm.rank, comm.local_rank)
         if comm.world > 1:
@@ -140,11 +145,14 @@ class Engine:
         fp32 = config.fp32_moments if optimizer is not None else ()
         specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
-            check_matrices(comm.world, config)
+            check_matrices(config)
         check_split(specs, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:
             check_same(comm, units, model.named_buffers(remove_duplicate=False), config)
+        if matrices and comm.world > 1 and config.zero_stage > 0:
+            self.matrix_owners = reach(device=torch.device("cpu"), apart=True)  # [Note: whole at its owner]
+            self.matrix_owners.be_punctual()
         if config.independent_replicas:
             claim_directories(comm, config)
         cut, whole = config.elements_per_chunk, config.zero_stage == 0
@@ -293,7 +301,7 @@ class Engine:
             scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
-        self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder)
+        self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder, self.matrix_owners)
         self.states = States(self.tiers, self.updater, self.residency, comm, room, self.deferral)
         self.edits = Edits(self.tiers, self.states, comm, self.deferral)
         self.activations = (

@@ -41,19 +41,17 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
         )
 
 
-def check_matrices(world: int, config: Config) -> None:
+def check_matrices(config: Config) -> None:
     """Raise `ConfigError` for features that are not available yet with Muon, which updates whole matrices."""
     refused = None
-    if world > 1:
-        refused = f"{world} ranks", "train on one rank; or use torch.optim.AdamW"
-    elif config.update == "delayed":
+    if config.update == "delayed":
         refused = 'update="delayed"', 'update="overlap"'
     elif config.optimizer_state_dtype == "8bit":
         refused = 'optimizer_state_dtype="8bit"', 'optimizer_state_dtype="bf16"'
     if refused is not None:
         raise ConfigError(
             f"Muon is not available with {refused[0]} yet",
-            expected='one rank, update="overlap", "sync" or "backward", and moments in fp32 or bf16',
+            expected='update="overlap", "sync" or "backward", and moments in fp32 or bf16',
             found=refused[0],
             cure=refused[1],
         )

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
-from infinity.api.ranks import check_ranks, check_stage
+from infinity.api.ranks import check_matrices, check_ranks, check_stage
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
@@ -97,8 +97,10 @@ class Case:
         """Return the settings of this rank.
 
         Raises:
-            ConfigError: they are not available with several ranks.
+            ConfigError: they are not available with several ranks, or with Muon.
         """
+        if self.run.train.optimizer == "muon":
+            check_matrices(config)
         if self.at.world > 1:
             check_ranks(self.at.world, config, trains=True)
             check_stage(self.at.world, config)

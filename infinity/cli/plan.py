@@ -79,6 +79,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "dtype": case.workload.dtype(config),
         "units": plan.units,
         "chunks": plan.chunks,
+        "matrices": {"largest": plan.matrix, "flops": plan.matrix_flops} if plan.matrix else None,
         "largest_unit": {"name": plan.largest_unit[0], "bytes": plan.largest_unit[1]},
         "device": dict(taken.device),
         "host": dict(taken.host),
@@ -234,6 +235,13 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         console.print(
             f"These bytes are each rank's, and {format_size(moved['sent'])} that it sends to others at most; "
             f"{local} of them share a machine's memory, and what is said of disks is of all of these."
+        )
+    if (matrices := result["matrices"]) is not None:
+        console.print(
+            f"Muon orthogonalizes the matrices of a step with {matrices['flops'] / 1e12:.3g} TFLOP"
+            f"{' on the rank that has the most' if ranks > 1 else ''}; the largest matrix is "
+            f"{matrices['largest']}.",
+            markup=False,
         )
     worn = result["wear"]
     if worn["steps_rated"] is not None:

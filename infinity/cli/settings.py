@@ -44,13 +44,14 @@ VALIDATION: Final = 0.05
 #: The dtype of a preset, unless a run says otherwise.
 PRESET_DTYPE: Final = "bf16"
 Schedule: TypeAlias = Literal["constant", "cosine", "wsd"]
-OptimizerName: TypeAlias = Literal["adamw", "lion", "sgd", "adagrad"]
-#: What each keeps of every element, by name.
+OptimizerName: TypeAlias = Literal["adamw", "lion", "sgd", "adagrad", "muon"]
+#: What each keeps of every element, by name; Muon, of what it leaves to AdamW.
 MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
     "adamw": ADAM,
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "adagrad": ("sum",),
+    "muon": ADAM,
 }
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,7 +125,9 @@ class TrainSettings:
     batch: int = _setting(8, "Sequences in one forward.", least=1)
     sequence: int = _setting(256, "Tokens in a sequence.", least=1)
     accumulation: int = _setting(1, "Forwards and backwards per step.", least=1)
-    optimizer: OptimizerName = _setting("adamw", "What updates the parameters.")
+    optimizer: OptimizerName = _setting(
+        "adamw", "What updates the parameters; muon: AdamW what is no inner matrix."
+    )
     lr: float = _setting(1e-3, "Highest learning rate.", least=0)
     schedule: Schedule = _setting(
         "cosine", "How the rate goes on behind the warmup; wsd: stable, then it decays."

@@ -157,6 +157,10 @@ def config_from(preset: str, **dimensions: int | bool | None) -> dict[str, Any]:
     return config
 
 
+#: The matrices that are not inner ones: those of the embedding and of the head.
+OUTER: Final = ("model.embed_tokens.weight", "lm_head.weight")
+
+
 def units_of(config: Mapping[str, Any]) -> Units:
     """Return (unit, [(parameter, shape)]) of a model, in the order of registration, without building it."""
     w, h, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]

@@ -35,6 +35,7 @@ from infinity.core.errors import ConfigError, DirectoryError, InfinityError
 from infinity.core.signals import SAVED
 from infinity.core.sizes import Tier, format_size
 from infinity.optim.lion import Lion
+from infinity.optim.muon import Muon
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.leftovers import reclaim
 from infinity.storage.step_log import finite
@@ -209,7 +210,9 @@ def _build(
     seed_generators(train.seed, rank)
     with init(config):
         model = workload.build(train.recompute)
-    optimizer = _OPTIMIZERS[train.optimizer](train, param_groups(model, train.weight_decay))
+    optimizer = _OPTIMIZERS[train.optimizer](
+        train, param_groups(model, train.weight_decay, muon=train.optimizer == "muon")
+    )
     return wrap(model, optimizer, config)
 
 
@@ -218,6 +221,16 @@ _OPTIMIZERS: Final[Mapping[str, Callable[[TrainSettings, Any], torch.optim.Optim
     "lion": lambda train, groups: Lion(groups, lr=train.lr, betas=(train.beta1, train.beta2)),
     "sgd": lambda train, groups: SGD(groups, lr=train.lr, momentum=train.beta1),
     "adagrad": lambda train, groups: Adagrad(groups, lr=train.lr),
+    # With this factor matrices learn well at a rate for AdamW, of which there is one for all.
+    "muon": lambda train, groups: Muon(
+        {**group, "lr": train.lr}
+        | (
+            {"adjust_lr_fn": "match_rms_adamw"}
+            if group["use_muon"]
+            else {"betas": (train.beta1, train.beta2)}
+        )
+        for group in groups
+    ),
 }
 
 

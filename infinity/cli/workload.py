@@ -23,7 +23,7 @@ from infinity.planning.partition import ParamSpec, matched
 from infinity.planning.planner import Model
 
 from .settings import RunSettings
-from .shape import KEYS, Activations, activations_of, config_from, idle_of, units_of
+from .shape import KEYS, OUTER, Activations, activations_of, config_from, idle_of, units_of
 
 if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: imported where one is made
     import torch
@@ -48,6 +48,7 @@ class Workload:
 
     def __init__(self, run: RunSettings) -> None:
         given, sequence = run.model, run.train.sequence
+        self._muon = run.train.optimizer == "muon"
         dimensions = {name: getattr(given, name) for name in KEYS}
         shape = config_from(given.preset, **dimensions)
         if given.context is None:
@@ -76,13 +77,16 @@ class Workload:
     def planned(self, config: Config) -> Model:
         """Return what planning needs to know. In closed form, unless units are named."""
         if config.units is not None:
-            return planned_from(self.structure, config)
+            return planned_from(self.structure, config, muon=self._muon)
         dtype, found = self.dtype(config), units_of(self.shape)
         fp32 = matched(config.fp32_moments, [n for _, params in found for n, _ in params])
-        units = [
-            (name, [ParamSpec(n, s, dtype, True, _group(len(s)), fp32_moments=n in fp32) for n, s in params])
-            for name, params in found
-        ]
+
+        def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
+            matrix = self._muon and len(shape) == 2 and name not in OUTER
+            group = _group(len(shape), self._muon, matrix)
+            return ParamSpec(name, shape, dtype, True, group, matrix, fp32_moments=name in fp32)
+
+        units = [(name, [spec(*each) for each in params]) for name, params in found]
         again = [0] if self.shape[KEYS["tied"]] else []
         return Model(units, [(i,) for i in [*range(len(units)), *again]], idle_of(self.shape), again)
 
@@ -192,6 +196,7 @@ class Pretrained(Workload):
         from infinity.api.hugging_face import read_config, unreadable
 
         self._path, sequence = str(path), run.train.sequence
+        self._muon = run.train.optimizer == "muon"
         self.hf_config = read_config(self._path)
         [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         if type(self.hf_config) not in AutoModelForCausalLM._model_mapping:
@@ -225,7 +230,7 @@ class Pretrained(Workload):
 
     def planned(self, config: Config) -> Model:
         """See `Workload`. Of the structure."""
-        return planned_from(self.structure, config)
+        return planned_from(self.structure, config, muon=self._muon)
 
     def scratch(self) -> list[int]:
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
@@ -320,32 +325,45 @@ def workload_of(run: RunSettings) -> Workload:
     return Workload(run) if run.model.init_from is None else Pretrained(run.model.init_from, run)
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return optimizer groups of the trainable parameters: matrices decay, vectors do not."""
-    groups: list[list[nn.Parameter]] = [[], []]
-    for param in model.parameters():
-        if param.requires_grad:
-            groups[_group(param.ndim)].append(param)
-    decays = (weight_decay, 0.0)
-    return [{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g]
+def param_groups(model: nn.Module, weight_decay: float, *, muon: bool = False) -> list[dict[str, Any]]:
+    """Return optimizer groups of the trainable parameters: matrices decay, vectors do not. `muon`: those of
+    `infinity.optim.Muon`."""
+    numbers = _numbers(model, muon=muon)
+    groups: list[dict[str, Any]] = []
+    for number in sorted({*numbers.values()}):
+        decay = weight_decay if number < _group(1, muon) else 0.0
+        params = [p for p in model.parameters() if numbers.get(id(p)) == number]
+        groups.append({"params": params, "weight_decay": decay} | ({"use_muon": not number} if muon else {}))
+    return groups
 
 
-def planned_from(model: nn.Module, config: Config) -> Model:
-    """Return what planning needs to know of a model; one on the meta device will do."""
+def planned_from(model: nn.Module, config: Config, *, muon: bool = False) -> Model:
+    """Return what planning needs to know of a model; one on the meta device will do. `muon`: Muon updates its
+    inner matrices."""
     from infinity.params.discover import discover, param_specs
 
     members, scopes = discover(model, config.units)
-    groups = {id(p): _group(p.ndim) for p in model.parameters()}
+    numbers, matrices = _numbers(model, muon=muon), {0} if muon else ()
     dtype, patterns = config.compute_dtype, config.fp32_moments
-    specs = param_specs(model, members, groups, dtype, fp32_moments=patterns)
+    specs = param_specs(model, members, numbers, dtype, matrices=matrices, fp32_moments=patterns)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
     uses = Counter(unit for scope in scopes for unit in scope.units)
     again = [unit for unit, count in uses.items() for _ in range(count - 1)]
     return Model(units, [s.working_set for s in scopes], again=again)
 
 
-def _group(ndim: int) -> int:
-    return 0 if ndim >= 2 else 1
+def _numbers(model: nn.Module, *, muon: bool) -> dict[int, int]:
+    """Return the number of the group of each trainable parameter, by id."""
+    from infinity.optim.muon import inner_matrices
+
+    inner = {id(param) for param in inner_matrices(model)} if muon else set()
+    trainable = (p for p in model.parameters() if p.requires_grad)
+    return {id(p): _group(p.ndim, muon, id(p) in inner) for p in trainable}
+
+
+def _group(ndim: int, muon: bool = False, matrix: bool = False) -> int:
+    """Return the number of a parameter's group: those of Muon come first, those that do not decay last."""
+    return 0 if matrix else muon + (ndim < 2)
 
 
 def _check_context(context: int, sequence: int) -> None:

@@ -97,6 +97,7 @@ def connect(
     patience: float = 1.0,
     notice: float = NOTICE_SECONDS,
     independent: bool = False,
+    apart: bool = False,
 ) -> Comm:
     """Return the ranks to train with: those of `mesh` (a 1-D DeviceMesh), else of the default process group,
     else those that torchrun or srun has started, for which the default group is initialised; else this
@@ -109,6 +110,9 @@ def connect(
         patience: factor of `timeout` for all waits, until `Comm.be_punctual`.
         notice: seconds after which the waiting rank, and the rank that it waits for, log the wait.
         independent: whether the mesh may have fewer ranks than the job.
+        apart: a thread makes its collectives for which the program's collectives may wait, and which waits
+            for none of them. So a rank whose program waits for another one is outside of these, and a rank in
+            one of these is outside of the program's.
 
     Raises:
         ConfigError: the mesh is not 1-D, or leaves out this rank or others, or the environment lacks a
@@ -120,7 +124,7 @@ def connect(
     group = _group(device, timeout * patience) if mesh is None else _group_of(mesh, independent)
     if group is None or dist.get_world_size(group) == 1:
         return Alone() if group is None or dist.get_world_size() == 1 else _AloneOfSeveral(group)
-    return Ranks(group, device, timeout, patience, notice)
+    return Ranks(group, device, timeout, patience, notice, apart=apart)
 
 
 def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | None]:
@@ -315,7 +319,10 @@ class Ranks(Comm):
         timeout: float,
         patience: float = 1.0,
         notice: float = NOTICE_SECONDS,
+        *,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._timeout, self.patience = timeout, patience
@@ -340,7 +347,7 @@ class Ranks(Comm):
             self._watch = Watch(
                 *(self.rank, self.world, store, key, hosts(ranks[0] == 0), most, look),
                 notice=notice,
-                inside=_inside,
+                inside=(lambda: self._waits) if apart else _inside,
             )
             # The deadlines are ours: gloo's own would end a wait for a rank that is alive and outside.
             settings: dict[str, Any] = {"timeout": _FOR_EVER}
@@ -427,6 +434,13 @@ class Ranks(Comm):
         self._do("reduce", lambda: [self._data.alltoall_base(to, of, sizes, sizes)], behind=self._nccl)
         came = iter(to.view(parts.dtype).view(len(others), -1))
         mean([parts[r] if r == self.rank else next(came) for r in range(self.world)], out)
+
+    def all_to_all(
+        self, to: torch.Tensor, of: torch.Tensor, to_sizes: Sequence[int], of_sizes: Sequence[int]
+    ) -> None:
+        self.sent += (sum(of_sizes) - of_sizes[self.rank]) * of.itemsize
+        sizes = [[size * of.itemsize for size in each] for each in (to_sizes, of_sizes)]
+        self._do("all-to-all", lambda: [self._data.alltoall_base(_bytes(to), _bytes(of), *sizes)])
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         data = _bytes(flat)
@@ -658,7 +672,7 @@ class Ranks(Comm):
 
 def _inside() -> str:
     """Return the collective, of any engine, that this process waits in, in words; "" for none."""
-    return next((comm._waits for comm in list(_open) if comm._waits), "")
+    return next((comm._waits for comm in list(_open) if comm._waits and not comm.apart), "")
 
 
 def _check_others(store: Any, ranks: Sequence[int]) -> None:

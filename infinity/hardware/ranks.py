@@ -81,6 +81,14 @@ class Comm:
         """
         raise NotImplementedError
 
+    def all_to_all(
+        self, to: torch.Tensor, of: torch.Tensor, to_sizes: Sequence[int], of_sizes: Sequence[int]
+    ) -> None:
+        """Send a piece of `of` to each rank, of as many elements as `of_sizes` says for it, and receive one
+        from each into `to`, by `to_sizes`: flat, contiguous, of one dtype, in the order of ranks. Collective.
+        """
+        raise NotImplementedError
+
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy rank `source`'s `flat` (contiguous, any dtype) to all ranks', in place. Collective."""
         raise NotImplementedError

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .bitsandbytes import from_bitsandbytes, to_bitsandbytes
     from .lion import Lion
-    from .muon import Muon
+    from .muon import Muon, muon_groups
 
-__all__ = ["Lion", "Muon", "from_bitsandbytes", "to_bitsandbytes"]
+__all__ = ["Lion", "Muon", "from_bitsandbytes", "muon_groups", "to_bitsandbytes"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +17,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import bitsandbytes, lion, muon
 
-    return getattr({"Lion": lion, "Muon": muon}.get(name, bitsandbytes), name)
+    of = {"Lion": lion, "Muon": muon, "muon_groups": muon}
+    return getattr(of.get(name, bitsandbytes), name)

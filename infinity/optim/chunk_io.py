@@ -18,6 +18,7 @@ from infinity.hardware.aio import Priority
 from infinity.hardware.device import Device, Event
 from infinity.params.publish import Publisher
 from infinity.params.unit import ParamUnit
+from infinity.planning.matrices import rounds_of
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts, Moment
 from infinity.storage.pinned import Lease, PinnedPool
@@ -40,6 +41,7 @@ class Tiers:
         self.publisher = publisher
         self.units = units
         self.plans = plans
+        self.rounds = rounds_of([unit.layout for unit in units])
         #: All that the state of any chunk keeps beside the master.
         self.moments: tuple[Moment, ...] = tuple(dict.fromkeys(m for plan in plans for m in plan.moments))
         self.store = store

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
 
 from infinity.core.errors import ConfigError
@@ -29,6 +30,42 @@ _DEFAULTS: Final[Mapping[bool, Mapping[str, Any]]] = {
 _MOST_STEPS: Final = 99  # as in torch
 
 
+def muon_groups(model: nn.Module, *, head: nn.Module | None = None) -> list[dict[str, Any]]:
+    """Return the param groups of `Muon` for a language model, without options: first its inner matrices, with
+    ``use_muon=True``; then all else that is trainable, which AdamW updates: embeddings, the head, and what
+    has not two dimensions.
+
+    Args:
+        head: the layer that makes the output; without it, what `model.get_output_embeddings()` returns.
+
+    Raises:
+        ConfigError: neither says what the head is.
+    """
+    inner = inner_matrices(model, head=head)
+    known = {id(param) for param in inner}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    groups = {"params": inner, "use_muon": True}, {"params": others, "use_muon": False}
+    return [group for group in groups if group["params"]]
+
+
+def inner_matrices(model: nn.Module, *, head: nn.Module | None = None) -> list[nn.Parameter]:
+    """Return the trainable parameters of two dimensions that are of no embedding and not of the head; see
+    `muon_groups`."""
+    if head is None:
+        heads: Any = getattr(model, "get_output_embeddings", None)
+        if heads is None:
+            raise ConfigError(
+                "the model does not say which layer is its head, which AdamW updates",
+                expected="the layer that makes the output",
+                found=f"no `head`, and no method get_output_embeddings of {type(model).__name__}",
+                cure="muon_groups(model, head=model.head), with the name that the layer has",
+            )
+        head = heads()
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    outer = {id(p) for m in (*embeddings, *([] if head is None else [head])) for p in m.parameters()}
+    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in outer]
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (momentum, orthogonalized by Newton–Schulz) for matrices, and AdamW for all other parameters.
 
@@ -36,9 +73,9 @@ class Muon(torch.optim.Optimizer):
     options, the defaults and the arithmetic of `torch.optim.Muon`: lr, weight_decay, momentum, nesterov,
     ns_coefficients, eps, ns_steps, adjust_lr_fn. It keeps one moment, ``momentum_buffer``. Its parameters
     have two dimensions.
-    Embeddings and output heads are usually not among them. A group with ``use_muon=False`` has those of
-    `torch.optim.AdamW`: lr, weight_decay, betas, eps. `infinity.wrap` offloads both; without `wrap` this runs
-    as any optimizer of torch.
+    Embeddings and output heads are usually not among them: `muon_groups` returns such groups. A group with
+    ``use_muon=False`` has those of `torch.optim.AdamW`: lr, weight_decay, betas, eps. `infinity.wrap`
+    offloads both; without `wrap` this runs as any optimizer of torch.
 
     Args:
         params: dicts that define param groups, each with ``use_muon``.

@@ -232,7 +232,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
-        work = chunk_updates(self._tiers, self._residency.cache.forward_order(), updates)
+        order = self._residency.cache.forward_order()
+        if any(s.spec.matrix for s in present) and self._comm.world > 1 and self._config.zero_stage < 3:
+            order = [*self._residency.units]  # forwards may differ, and the order of rounds must not
+        work = chunk_updates(self._tiers, order, updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
         matrices = sum(s.spec.matrix and s.spec.numel > 0 for s in present)

@@ -30,6 +30,7 @@ from infinity.hardware import adam_reference, cpu_adam, halves
 from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.muon import Muon
+from infinity.hardware.ranks import Comm
 from infinity.params.load import Loader
 from infinity.params.param import ShardedParam, plain_name
 from infinity.params.unit import ParamUnit
@@ -39,7 +40,7 @@ from infinity.planning.parts import update_nbytes
 from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
-from .matrices import Matrices, Visit, visits_of
+from .matrices import Matrices, Matrix, Round, Visit, visits_of
 from .own_code import OwnCode
 from .pieces import slice_of
 from .rules import Options
@@ -81,7 +82,7 @@ class ParamUpdate(NamedTuple):
 class ChunkUpdate(NamedTuple):
     """A chunk and what is to be done to its segments, by parameter index; others stay.
 
-    `visit`: of a chunk of a matrix, which of the two of [Note: two visits].
+    `visit`: of a chunk of a matrix, which of the two of [Note: two visits], and `round` what it is part of.
     `grad_dtype` is that of the chunk's gradient when `step()` was called, None: it is zero; and
     `gradient` is which version. What happens to `p.grad` afterwards is the next step's. What is made goes to
     the device `after` an event of it.
@@ -93,6 +94,7 @@ class ChunkUpdate(NamedTuple):
     gradient: Slot
     after: Event | None = None
     visit: Visit | None = None
+    round: Round | None = None
 
     @property
     def is_last(self) -> bool:
@@ -166,7 +168,10 @@ class Feed:
 class Updater:
     """Runs updates on a worker, behind the user's back, and reads state ahead for them."""
 
-    def __init__(self, tiers: Tiers, updates: Updates, loader: Loader, recorder: Recorder) -> None:
+    def __init__(
+        self, tiers: Tiers, updates: Updates, loader: Loader, recorder: Recorder, owners: Comm
+    ) -> None:
+        """`owners`: of matrices; see `Matrices`."""
         self._tiers = tiers
         self._recorder = recorder
         self._updates = updates
@@ -179,7 +184,7 @@ class Updater:
         self._feed = Feed()
         self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
         self._posted = 0  # updates so far: the generation of what is made
-        self._matrices = Matrices(tiers)
+        self._matrices = Matrices(tiers, owners)
         self.drift = Drift()
 
     def next_number(self) -> int:
@@ -321,7 +326,7 @@ class Updater:
             while early:
                 abandon(early.popitem()[1].close)
             if not is_out_of_memory(error):
-                self._updates.fail(error)
+                self._fail(error)
                 raise
             if not self._left and self._feed.is_over:
                 return  # every chunk is updated, and the store keeps their writes
@@ -331,10 +336,14 @@ class Updater:
             except MemoryError:
                 found = MemoryError()  # not even for what says so
             if changed:
-                self._updates.fail(found)
+                self._fail(found)
             else:
                 self._updates.stop(found, lambda: self._go_on(drift))
             raise found from error
+
+    def _fail(self, error: BaseException) -> None:
+        self._matrices.fail(error)
+        self._updates.fail(error)
 
     def _go_on(self, drift: Drift | None) -> None:
         assert self._stream is not None
@@ -545,10 +554,27 @@ def chunk_updates(
                     of_matrices.setdefault(chunk.segments[0].param, []).append(update)
                 else:
                     work.append(update)
-        for pieces in of_matrices.values():
-            for visit in visits_of(tiers, [piece.chunk for piece in pieces]):
-                work += [piece._replace(visit=visit) for piece in pieces]
+        for owned in tiers.rounds[unit.index]:
+            of = [(owner, i, updates[unit.index, i]) for owner, i in owned if (unit.index, i) in updates]
+            if not of:
+                continue
+            round_ = Round(unit.index, tuple(Matrix(owner, i, _options(u)) for owner, i, u in of))
+            pieces = [piece for _, i, _ in of for piece in of_matrices.get(i, ())]
+            visits: Iterable[Visit] = visits_of(tiers, [p.chunk for p in pieces]) if pieces else ()
+            if not pieces:  # [Note: whole at its owner]
+                _, i, update_ = of[0]
+                chunk = next(unit.layout.chunks_in(unit.layout.place(i)[0]))
+                gradient = tiers.store.versions.slot(chunk.id, "gradient")
+                pieces = [ChunkUpdate(chunk, {i: update_}, None, gradient)]
+                visits = (Visit(False, True),)
+            for visit in visits:
+                work += [piece._replace(visit=visit, round=round_) for piece in pieces]
     return work
+
+
+def _options(update: ParamUpdate) -> Muon:
+    assert isinstance(update.options, Muon), "chunks of a matrix have nothing else"
+    return update.options
 
 
 def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
@@ -700,19 +726,20 @@ def _change_master(
 def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO, matrices: Matrices) -> None:
     """Visit a chunk of a matrix; when this returns, all that it changes is done."""
     [of] = update.params.values()
-    options, device = of.options, tiers.device
-    assert isinstance(options, Muon), "chunks of a matrix have nothing else"
+    options, device, round_ = _options(of), tiers.device, update.round
+    assert round_ is not None
     if visit.is_first:
         grad = _gradient_on_device(tiers, update, io) if io.on_device else io.grad(update.grad_dtype)
-        matrices.collect(io, grad, options, grad_scale=of.grad_scale, step=of.step)
+        matrices.collect(io, round_, grad, options, scale=of.grad_scale, step=of.step)
         if (done := device.mark()) is not None and io.on_device:
             done.wait()
     if not visit.is_last:
         return
-    matrices.orthogonalize(update.chunk, options)
+    matrices.orthogonalize(round_)
+    piece = matrices.take(io)
 
     def change(master: torch.Tensor) -> None:
         io.changed = True
-        matrices.apply(io, master, options, lr=of.lr, weight_decay=of.weight_decay)
+        matrices.apply(io, master, piece, options, lr=of.lr, weight_decay=of.weight_decay)
 
     _change_master(tiers, update.chunk, io, change)

@@ -8,7 +8,8 @@ there plus three *quotas* of the pool:
 - ``update``: one lease holds all that one chunk needs in the update pipeline;
 - ``gradient``: leases through which gradients go to NVMe or come from a GPU, or in which they become fp32;
 - ``matrix``, with Muon: one lease for the largest matrix in bf16, into which its chunks put the pieces of
-  their momentum, and from which they take those of their update;
+  their momentum, and from which they take those of their update; with several ranks also for this rank's
+  pieces of the matrices that the ranks orthogonalize at the same time ([Note: rounds]);
 
 and, with ``activations="host"``, a heap for the inputs of checkpointed layers. Only the first forward shows
 their size, so the heap is a setting, or a share of the remaining memory.
@@ -31,6 +32,7 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
+from .matrices import lease_nbytes, room_of, work_of
 from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved, update_nbytes
 from .placement import spread_over_directories
@@ -114,6 +116,7 @@ class Demand:
         arenas: of each directory.
         largest: name of the largest unit, and bytes of its copy.
         matrix: name of the matrix whose orthogonalization takes the most, and what that takes on the device.
+        flops: of the orthogonalizations of a step, on the rank that has the most.
     """
 
     placed: Mapping[Tier, Mapping[str, int]]
@@ -134,6 +137,7 @@ class Demand:
     units: int
     chunks: int
     matrix: tuple[str, int] = ("", 0)
+    flops: int = 0
 
     def least_budget(self, config: Config) -> Budget:
         """Return the smallest budgets with which the run can begin; neither depends on the other."""
@@ -252,7 +256,11 @@ def demand(
             update_buffer = max(update_buffer, plan.update_lease)
             trainable_chunks += count
             if plan.state_tier is not Tier.DEVICE:
-                updated += update_nbytes(numel, plan.moments, 2, 2) * count
+                updated += update_nbytes(numel, plan.moments, 2, 0 if plan.is_split else 2) * count
+    work = work_of(layouts)
+    flops, sent_for_matrices, crossing = (max(each) for each in zip(*work, strict=True))
+    visits = _second_visits(layouts, plans)
+    moved = [a + b for a, b in zip(moved, visits, strict=True)]
     total = Moved(*moved)
 
     arenas: tuple[int, ...] = (sum(by_tier[Tier.NVME].values()),)
@@ -277,8 +285,9 @@ def demand(
         by_tier[Tier.DEVICE]["gradients"] = sum(u.accumulated_nbytes for u in layouts)
     big = max(layouts, key=lambda u: u.gathered_nbytes)
     matrices = [p for u in layouts for p in u.params if p.matrix]
-    through_host = not staged or any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
-    matrix_buffer = max((2 * p.numel for p in matrices), default=0) if through_host else 0
+    through_host = not staged or any(not u.whole for u in layouts)  # [Note: whole at its owner]
+    through_host |= any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
+    matrix_buffer = lease_nbytes(*room_of(layouts)) if through_host else 0
     working = ((_orthogonalization(p, staged=staged), p.name) for p in matrices)
     most_of_matrix, name_of_matrix = max(working, default=(0, ""))
     return Demand(
@@ -289,7 +298,7 @@ def demand(
                 ("load", load_buffer),
                 ("update", update_buffer),
                 ("gradient", gradient_buffer),
-                ("matrix", ceil_to(matrix_buffer, ALIGNMENT)),
+                ("matrix", matrix_buffer),
             )
         },
         most={
@@ -311,19 +320,36 @@ def demand(
         read=total.read,
         written=total.written,
         again=(total.read_again, total.written_again),
-        link=(total.link_each, total.link_once),
-        sent=_sent(config.zero_stage, layouts, again),
+        link=(total.link_each, total.link_once + (crossing if staged and through_host else 0)),
+        sent=_sent(config.zero_stage, layouts, again, sent_for_matrices),
         updated=updated,
         arenas=arenas,
         largest=(big.name, big.gathered_nbytes),
         units=len(layouts),
         chunks=len(plans),
         matrix=(name_of_matrix, most_of_matrix),
+        flops=flops,
     )
 
 
 def _of_matrices(layouts: Sequence[UnitLayout]) -> Iterator[Chunk]:
     return (chunk for unit in layouts for chunk in unit.trainable_chunks if chunk.matrix)
+
+
+def _second_visits(layouts: Sequence[UnitLayout], plans: Sequence[ChunkParts]) -> Moved:
+    """Return what the second visits of chunks of matrices move again, of what is on NVMe ([Note: two visits],
+    `optim/matrices.py`)."""
+    read = written = 0
+    for unit in layouts:
+        chunks = [c for c in unit.trainable_chunks if c.matrix and c.segments]
+        of = Counter(c.segments[0].param for c in chunks)
+        for chunk in chunks:
+            plan = plans[chunk.id]
+            if plan.state_tier is Tier.NVME and not (unit.whole and of[chunk.segments[0].param] == 1):
+                nbytes = plan.parts["state"].nbytes
+                read += nbytes + (plan.copy.nvme_nbytes if plan.begins_with_copy else 0)
+                written += nbytes
+    return Moved(read=read, written=written)
 
 
 def _orthogonalization(spec: ParamSpec, *, staged: bool) -> int:
@@ -333,15 +359,18 @@ def _orthogonalization(spec: ParamSpec, *, staged: bool) -> int:
     return 2 * ((3 if staged else 2) * spec.numel + 2 * small * small)
 
 
-def _sent(stage: int, layouts: Sequence[UnitLayout], again: Sequence[int]) -> tuple[int, int, int]:
-    """Return what `Demand` calls `sent`. What several backwards have added up is fp32."""
+def _sent(
+    stage: int, layouts: Sequence[UnitLayout], again: Sequence[int], of_matrices: int
+) -> tuple[int, int, int]:
+    """Return what `Demand` calls `sent`. What several backwards have added up is fp32. `of_matrices`: in each
+    step, for their update."""
     each, wide = (
         sum(r.sent_nbytes(wide=w) for u in layouts for r in u.runs if r.trainable) for w in (False, True)
     )
     if stage == 3:
         used = (*layouts, *(layouts[i] for i in again))
-        return each + 2 * sum(r.sent_nbytes() for u in used for r in u.runs), 0, 0
-    updated = sum(r.sent_nbytes() for u in layouts if u.trainable_chunks for r in u.runs)
+        return each + 2 * sum(r.sent_nbytes() for u in used for r in u.runs), of_matrices, of_matrices
+    updated = of_matrices + sum(r.sent_nbytes() for u in layouts if u.trainable_chunks for r in u.runs)
     if stage == 2:
         return each, updated, updated
     return (0, each + updated, wide + updated) if stage else (0, 2 * each, 2 * wide)

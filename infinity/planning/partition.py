@@ -198,6 +198,10 @@ class UnitLayout:
         run, begin = self.at(chunk.copy_offset)
         return begin // run.slice_numel
 
+    def chunks_in(self, run: GatherRun) -> Iterator[Chunk]:
+        """Yield the chunks that lie in a run."""
+        return (c for c in self.chunks if run.begin <= c.copy_offset < run.begin + run.nbytes)
+
     def chunks_of(self, rank: int) -> Iterator[tuple[GatherRun, Chunk]]:
         """Yield those of the trainable chunks that lie in the slices of one rank, and the run of each."""
         for run in self.runs:

@@ -126,6 +126,8 @@ class Plan:
     least: Budget  # the smallest with which it can begin, as settings name them: of all ranks of a machine
     room: Budget  # what the machine leaves the engine for each, beside all else, in the same way
     standing: tuple[Standing, ...]  # on drives
+    matrix: str = ""  # whose orthogonalization takes the most device memory
+    matrix_flops: int = 0  # of all orthogonalizations of a step, on the rank that has the most
 
     @property
     def fits(self) -> bool:
@@ -289,6 +291,8 @@ class Planner:
             least=least,
             room=room,
             standing=tuple(standing),
+            matrix=wanted.matrix[0],
+            matrix_flops=wanted.flops,
         )
 
 
@@ -324,10 +328,11 @@ def step_bounds(plan: Plan, bandwidths: Bandwidths, *, tokens: int, recompute: b
     """Return the least seconds of a step that each known resource allows.
 
     A step takes at best the largest of them. Compute is 6 FLOP per parameter and token, 8 with
-    recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes; host
-    memory is what the update moves of each parameter that the CPU updates: state and gradient.
+    recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes, and the
+    orthogonalizations of Muon; host memory is what the update moves of each parameter that the CPU updates:
+    state and gradient.
     """
-    flop = (8 if recompute else 6) * plan.active * tokens
+    flop = (8 if recompute else 6) * plan.active * tokens + plan.matrix_flops
     amounts = {
         "compute": (flop, None if bandwidths.tflops is None else bandwidths.tflops * 1e12),
         "nvme read": (plan.traffic.nvme_read, _rate(bandwidths.nvme_read)),

@@ -73,6 +73,7 @@ _FILES = (
     "hardware/streams.py",
     "optim/chunk_io.py",
     "optim/leaving.py",
+    "optim/matrices.py",
     "optim/optimizer.py",
     "optim/state_io.py",
     "optim/update.py",
@@ -99,6 +100,8 @@ _EARLY_ENDS = {
 }
 _OF_RANKS = {
     "CudaDevice.synchronize: self._aside.synchronize()",
+    "Matrices.collect",
+    "Matrices.take",
     "ParamUnit._wait_load: self._gather.wait()",
     "Residency._gather_first",
     "UnitBuffer.drop",
@@ -117,6 +120,7 @@ _TRIED = (
     *("behind_steps-host", "within-device", "within-host", "held-device", "held-host"),
     *("looks-gradients", "chunks-split", "backward-device-device-device", "backward-host-host-device"),
     *("raises-host", "raises-nvme", "halves-device-host-host", "halves-host-device-device"),
+    *("muon-tight", "muon-device-host-host"),
 )
 SECONDS = 60.0  # that a case may take; it takes 1 or 2 of a core
 _BELLS = {"_bell", "_changed", "_home"}

@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -101,6 +101,13 @@ for _placement in (
     CASES[f"backward-{_placement}"] = {**CASES[_placement], **_IN_BACKWARD}
 CASES["backward-reentrant"] = {**CASES["reentrant"], **_IN_BACKWARD}
 CASES["backward-activations"] = {**CASES["activations"], **_IN_BACKWARD}
+for _placement in ("device-device-host", "device-host-host", "host-nvme-nvme"):
+    CASES[f"muon-{_placement}"] = {**CASES[_placement], "optimizer": "muon"}
+#: Each chunk has the lease of the one before it.
+CASES["muon-tight"] = {
+    **CASES["device-device-nvme"],
+    **{"optimizer": "muon", "update_depth": 1, "read_ahead_memory": 0},
+}
 for _program in ("interleaved", "left_open", "beside"):
     CASES[f"{_program}-activations"] = {"program": _program, **CASES["activations"]}
 
@@ -137,17 +144,28 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+def _muon(model: Net) -> torch.optim.Optimizer:
+    inner, others = infinity.optim.muon_groups(model, head=model.head)
+    return infinity.optim.Muon([{**inner, "lr": 0.02}, {**others, "lr": 1e-2}])
+
+
+OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "muon": _muon,
+}
+
+
 def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     """Return losses and final values; both on the CPU."""
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
     program, kind = settings.pop("program", "accumulate"), settings.pop("recompute", None)
     settings.pop("index", None)
+    make = OPTIMIZERS[settings.pop("optimizer", "adamw")]
     settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
     config = infinity.Config(device="cpu", nvme=nvme, **settings)
     torch.manual_seed(0)
     model = Net(recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap(model, adam, config)
+    model, optimizer = infinity.wrap(model, make(model), config)
     loop = Loop(model, optimizer, device)
     PROGRAMS[program](loop)
     made = [loss.detach().cpu() for loss in loop.losses]
