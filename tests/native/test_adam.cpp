@@ -81,8 +81,10 @@ struct State {
   Block master, exp_avg, exp_avg_sq, scales, square_scales, grad, out;
   Dtype grad_dtype, out_dtype, moment_dtype;
   Rule rule;
-  State(int64_t n, Dtype g, Dtype o, int64_t shift, Dtype m = Dtype::f32, Rule r = Rule::adam)
-      : master(n, 4, shift),
+  bool split;  // of the master, only the lower halves are there; `out` has the upper ones
+  State(int64_t n, Dtype g, Dtype o, int64_t shift, Dtype m = Dtype::f32, Rule r = Rule::adam,
+        bool halves = false)
+      : master(n, halves ? 2 : 4, shift),
         exp_avg(n, width(m), shift),
         exp_avg_sq(n, width(m), shift),
         scales(blocks_of(n, m), 4, shift),
@@ -92,9 +94,12 @@ struct State {
         grad_dtype(g),
         out_dtype(o),
         moment_dtype(m),
-        rule(r) {
-    fill(master.as<float>(), n, 1);
+        rule(r),
+        split(halves) {
     std::vector<float> wide(n);
+    fill(wide.data(), n, 1);
+    if (n) std::memcpy(master.data(), wide.data(), master.size);  // any lower halves will do
+    if (split) convert(out.data(), o, wide.data(), Dtype::f32, n);
     fill(wide.data(), n, 2);
     convert(exp_avg.data(), m, wide.data(), Dtype::f32, n);
     fill(wide.data(), n, 3, true);
@@ -108,7 +113,7 @@ struct State {
   }
   Buffers buffers() const {
     return {
-        master.as<float>(),
+        split ? nullptr : master.as<float>(),
         {rule == Rule::plain ? nullptr : exp_avg.data(), rule == Rule::adam ? exp_avg_sq.data() : nullptr},
         grad.data(),
         out_dtype == Dtype::none ? nullptr : out.data(),
@@ -117,7 +122,8 @@ struct State {
         out_dtype,
         rule,
         {moment_dtype == Dtype::log8 && rule != Rule::plain ? scales.as<uint32_t>() : nullptr,
-         moment_dtype == Dtype::log8 && rule == Rule::adam ? square_scales.as<uint32_t>() : nullptr}};
+         moment_dtype == Dtype::log8 && rule == Rule::adam ? square_scales.as<uint32_t>() : nullptr},
+        split ? master.as<uint16_t>() : nullptr};
   }
   bool operator==(const State& s) const {
     return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out &&
@@ -242,6 +248,30 @@ void moments_in_8_bits_have_the_same_bits() {
             CHECK(kept(&State::scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
             CHECK(kept(&State::square_scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
           }
+        }
+}
+
+void a_split_master_has_the_same_bits() {
+  const char* names[3];
+  int count = available_isas(names);
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
+    for (Dtype m : {Dtype::f32, Dtype::bf16, Dtype::log8})
+      for (Dtype g : kDtypes)
+        for (int64_t n : {1, 15, 257, 2003}) {
+          Segment s = whole(n);
+          s.first = (int64_t{1} << 32) - 2 * kBlock;
+          use_isa("scalar");
+          State expected(n, g, Dtype::bf16, 0, m, rule, true), before(n, g, Dtype::bf16, 0, m, rule, true);
+          update(expected.buffers(), &s, 1);
+          CHECK(!(expected.master == before.master), "rule %d", int(rule));
+          for (int i = 0; i < count; ++i)
+            for (int64_t shift : {0, 3}) {
+              use_isa(names[i]);
+              State found(n, g, Dtype::bf16, shift, m, rule, true);
+              update(found.buffers(), &s, 1);
+              CHECK(found == expected, "%s n=%d rule=%d grad=%d moments=%d", names[i], int(n), int(rule),
+                    int(g), int(m));
+            }
         }
 }
 
@@ -376,6 +406,7 @@ int main(int argc, char** argv) {
   every_isa_gives_the_same_bits();
   every_rule_and_dtype_of_moments_gives_the_same_bits();
   moments_in_8_bits_have_the_same_bits();
+  a_split_master_has_the_same_bits();
   writes_past_the_caches_end_where_they_should();
   gaps_are_not_touched();
   sums_and_conversions_agree();
