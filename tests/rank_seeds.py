@@ -71,6 +71,8 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     if rules.random() < 0.4:
         made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
     config["optimizer_state_dtype"] = rules.choice(("fp32", "fp32", "fp32", "bf16", "8bit"))
+    if config["optimizer_state_dtype"] != "8bit" and rules.random() < 0.15:
+        made |= {"optimizer": "muon", "groups": False}
     return made
 
 
