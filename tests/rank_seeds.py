@@ -82,6 +82,8 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     own = random.Random(f"own {seed}")
     if config["optimizer_state_dtype"] == "fp32" and own.random() < 0.2:
         made["optimizer"] = own.choice(("centered", "nadam", "asgd"))
+    if config["optimizer_state_dtype"] != "8bit" and random.Random(f"muon {seed}").random() < 0.15:
+        made |= {"optimizer": "muon", "groups": False}
     return made
 
 
