@@ -47,7 +47,7 @@ FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 # What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well.
 LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
-             lagging_device muon optimizers rank_seeds ranks state_dict_rules state_io)
+             lagging_device muon optimizers own_code rank_seeds ranks state_dict_rules state_io)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
