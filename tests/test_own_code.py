@@ -137,6 +137,29 @@ def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
+def test_groups_may_keep_less_than_others(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        params = [*model.parameters()]
+        groups = [{"params": params[::2], "momentum": 0.9}, {"params": params[1::2], "centered": True}]
+        return torch.optim.RMSprop(groups, lr=1e-3)
+
+    model = case("gpt").model
+    plain = make(model)
+    go_on(model, plain, 0, 2)
+    other, theirs = copy.deepcopy((model, plain))
+    model, optimizer = infinity.wrap(model, plain, config_for(tmp_path))
+    go_on(model, optimizer, 2, 3)
+    go_on(other, theirs, 2, 3)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    go_on(model, optimizer, 3, 4)
+    go_on(other, theirs, 3, 4)
+    found = state_of(model)
+    for name, kinds in plain_state(other, theirs).items():
+        for kind, value in kinds.items():
+            assert torch.equal(found[name][kind], value), (name, kind)
+    infinity.close(optimizer)
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_checkpoint_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     make = OWN[name]
