@@ -86,6 +86,12 @@ def test_bits_are_those_of_plain_torch_everywhere(name: str, tmp_path: Path) -> 
         infinity.close(optimizer)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_pieces_of_a_parameter_get_the_bits_of_the_whole(name: str) -> None:
+    optimizer = OWN[name]([nn.Parameter(torch.zeros(2))])
+    own_code.Code(optimizer).probe(optimizer)
+
+
 @pytest.mark.parametrize("name", quick(OWN, ["rmsprop"], ["nadam", "asgd"]))
 def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: Path) -> None:
     settings = {"update": "delayed", "delay_warmup_steps": 2}
