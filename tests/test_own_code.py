@@ -92,6 +92,24 @@ def test_pieces_of_a_parameter_get_the_bits_of_the_whole(name: str) -> None:
     own_code.Code(optimizer).probe(optimizer)
 
 
+def test_the_default_dtype_is_that_of_counters_alone(tmp_path: Path) -> None:
+    model = case("gpt").model
+    plain = OWN["nadam"](model.parameters())
+    theirs = case("gpt").model
+    torch.set_default_dtype(torch.float64)
+    try:
+        theirs, optimizer = infinity.wrap(theirs, OWN["nadam"](theirs.parameters()), config_for(tmp_path))
+        go_on(model, plain, 0, 3)
+        go_on(theirs, optimizer, 0, 3)
+        found = with_counters(state_of(theirs), optimizer, theirs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wanted = plain_state(model, plain)
+    assert_equal(found, wanted)
+    assert {kinds["mu_product"].dtype for kinds in (*found.values(), *wanted.values())} == {torch.float64}
+    infinity.close(optimizer)
+
+
 @pytest.mark.parametrize("name", quick(OWN, ["rmsprop"], ["nadam", "asgd"]))
 def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: Path) -> None:
     settings = {"update": "delayed", "delay_warmup_steps": 2}
