@@ -24,6 +24,8 @@ import infinity
 from infinity.core.errors import InfinityError
 from infinity.storage.checkpoints import Save
 
+from .whole import OWN
+
 STEPS = 10
 #: A directory of each process.
 HERE = "/proc/self/cwd/saved"
@@ -48,11 +50,12 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def made(config: dict[str, Any]) -> tuple[Net, Any]:
-    """A model and its optimizer, wrapped."""
+def made(config: dict[str, Any], optimizer: str = "") -> tuple[Net, Any]:
+    """A model and its optimizer, wrapped: AdamW, or one of `OWN`."""
     torch.manual_seed(7)
     model = Net()
-    adam = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    params = [p for p in model.parameters() if p.requires_grad]
+    adam = OWN[optimizer](params) if optimizer else torch.optim.AdamW(params, lr=1e-3)
     return infinity.wrap(model, adam, infinity.Config(**config))
 
 
@@ -67,10 +70,17 @@ def step(model: Net, adam: Any, rank: int = 0, world: int = 1) -> float:
 
 
 def trained(
-    config: dict[str, Any], rank: int = 0, world: int = 1, *, load: str = "", before: int = 0, save: str = ""
+    config: dict[str, Any],
+    rank: int = 0,
+    world: int = 1,
+    *,
+    load: str = "",
+    before: int = 0,
+    save: str = "",
+    optimizer: str = "",
 ) -> dict[str, Any]:
     """Go on from what is at `load` for `before` steps, save, take `STEPS` more; return what comes of them."""
-    model, adam = made(config)
+    model, adam = made(config, optimizer)
     if load:
         infinity.load(adam, load)
     for _ in range(before):

@@ -70,7 +70,9 @@ def take_over(
             if saved and rule is not None and sharded.spec.trainable:
                 sharded.step = rule.steps(saved)
                 sharded.counters = rule.counters(saved)
-                moments[sharded.index] = saved
+                # The options of some groups may need less than there is room for.
+                lacking = dict.fromkeys(states.kinds_of(sharded), torch.zeros(()).expand(sharded.spec.shape))
+                moments[sharded.index] = {**lacking, **saved}
         data = [p.data for p in old]
         states.take_over(unit, moments, weights)
         bump(unit.params)  # what a graph from before has saved of them is gone
