@@ -461,15 +461,13 @@ def reference(
             for name, value in values.items():
                 before = models[source].get_parameter(name).detach()
                 after = before * value if isinstance(value, float) else value
-                if name not in halved:
+                if name not in halved or values is loads:
                     masters[name] = torch.where(before != after, after.float(), masters[name])
-                elif values is loads:
-                    masters[name] = after.float()
                 else:  # the lower halves stay
-                    low = halves_of(masters[name])[1]
-                    masters[name] = halves.join(after.view(-1), low, torch.empty(low.numel())).view(
-                        after.shape
-                    )
+                    low, flat = halves_of(masters[name])[1], after.reshape(-1)
+                    low[(flat == 0) | ~flat.isfinite()] = 0
+                    master = halves.join(flat, low, torch.empty(low.numel()))
+                    masters[name] = master.view(after.shape)
                 for model in models:
                     model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
         for name, factor in step.get("masters", {}).items():

@@ -173,6 +173,9 @@ ADEMAMIX = {
         (to_bitsandbytes, ours(max_exp_avg_sq=torch.zeros(5, 130)), "no state of AdamW or Lion"),
         (to_bitsandbytes, ours(exp_avg=torch.full((5, 130), torch.inf)), "exp_avg of parameter 0"),
         (to_bitsandbytes, ours({"maximize": True}), "maximize=True in param group 0"),
+        (to_bitsandbytes, ours({"capturable": False}), "capturable=False"),  # torch's RAdam
+        (to_bitsandbytes, ours(mu_product=torch.tensor(0.9)), "no state of AdamW or Lion"),
+        (to_bitsandbytes, ours(exp_avg_sq=None, exp_inf=torch.ones(5, 130)), "no state of AdamW or Lion"),
         (to_bitsandbytes, ours({"decoupled_weight_decay": False}), "weight_decay=0.1"),
     ],
 )

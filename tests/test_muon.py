@@ -265,6 +265,19 @@ def test_the_groups_of_a_language_model(tied: bool) -> None:
     infinity.optim.Muon(groups).step()
 
 
+def test_both_groups_are_there_whatever_is_trained() -> None:
+    model = case("gpt").model
+    for param in model.parameters():
+        param.requires_grad_(param.ndim == 2)
+    inner, others = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
+    assert inner["use_muon"]
+    assert not others["use_muon"]
+    for param in inner["params"]:
+        param.requires_grad_(False)
+    inner, others = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
+    assert not inner["params"]
+
+
 def test_the_head_of_a_model_of_transformers_is_found() -> None:
     model = case("llama").model
     inner, others = infinity.optim.muon_groups(model)

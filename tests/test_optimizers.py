@@ -336,6 +336,34 @@ def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
     assert_equal(run(tmp_path / "a", True), run(tmp_path / "b", False))
 
 
+def test_hooks_from_before_wrap_run(tmp_path: Path) -> None:
+    model = case("gpt").model
+    plain, calls = torch.optim.AdamW(model.parameters(), lr=1e-2), list[str]()
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        calls.append(type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+    handles = [
+        plain.register_step_post_hook(halve),
+        plain.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1}),
+        plain.register_load_state_dict_post_hook(lambda _: calls.append("loaded")),
+    ]
+    model, optimizer = infinity.wrap(model, plain, config_for(tmp_path))
+    go_on(model, optimizer, 0, 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3]
+    saved = optimizer.state_dict()
+    assert saved.pop("mine") == 1
+    optimizer.load_state_dict(saved)
+    assert calls == ["OffloadOptimizer"] * 2 + ["loaded"]
+    for handle in handles:
+        handle.remove()
+    go_on(model, optimizer, 2, 3)
+    assert optimizer.param_groups[0]["lr"] == 2.5e-3
+    infinity.close(optimizer)
+
+
 @pytest.mark.processes
 def test_our_optimizers_are_found_without_an_import_of_their_own() -> None:
     done = python("-c", "import infinity; print(infinity.optim.Lion.__name__)")

@@ -259,7 +259,7 @@ def test_hooks_are_called_once_for_a_step(tmp_path: Path) -> None:
         go_on(model, optimizer, 0, 2)
     finally:
         everywhere.remove()
-    assert calls == ["global", "own"] * 2
+    assert calls == ["global", "of the optimizer before wrap", "own"] * 2
     infinity.close(optimizer)
 
 
@@ -532,7 +532,38 @@ def test_an_elementwise_class_has_the_bits_of_plain_torch(kind: Any, tmp_path: P
         infinity.close(optimizer)
 
 
+class SkipsNaN(torch.optim.SGD):
+    """Leaves a parameter whose gradient is not finite as it is."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and bool(p.grad.isfinite().all()):
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+
+class Momentum(torch.optim.SGD):
+    """Torch's own, by another name."""
+
+
+def test_state_that_a_group_begins_after_wrap_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[1].parameters()}]
+    config = infinity.Config(device="cpu", host_memory="64MiB")
+    model, optimizer = infinity.wrap(model, Momentum(groups, lr=0.1), config, elementwise=True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[1]["momentum"] = 0.9
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(OptimizerTypeError, match="momentum_buffer"):
+        optimizer.step()
+    optimizer.param_groups[1]["momentum"] = 0
+    optimizer.step()
+    infinity.close(optimizer)
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    SkipsNaN: "other 'values'|depends on other elements",
     LAMB: "other",
     LARS: "other",
     Shampoo: "neither an fp32 value",

@@ -259,10 +259,33 @@ def test_an_edit_keeps_the_lower_bits_and_a_load_has_none(place: str, tmp_path: 
     first = {id(p): n for n, p in reversed([*names.items()])}
     for other, kinds in after.items():
         last = [n for n, p in names.items() if p is names[first[id(names[other])]] and n in values]
-        wanted = values[last[-1]].float() if last else kinds["value"]
+        value = values[last[-1]].float() if last else kinds["value"]
+        kept = split(kinds["value"].reshape(-1))[0].view(value.shape).float() == value
+        wanted = torch.where(kept, kinds["value"], value)
         assert torch.equal(loaded[other]["value"], wanted), other
+    with infinity.gathered([param], write=True):
+        param.data[0, :3] = torch.tensor([0.0, -0.0, float("inf")])
+    exact = state_of(model)[name]["value"][0, :3]
+    assert exact.tolist() == [0.0, 0.0, float("inf")]
+    model.load_state_dict({k: v for k, v in values.items()}, strict=False)
     infinity.export(model, tmp_path / "exported", dtype="fp32")
     go_on(model, optimizer, 2, 3)
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme", "resident"])
+def test_a_load_in_either_order_keeps_the_lower_bits(place: str, tmp_path: Path) -> None:
+    settings = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME, "resident": RESIDENT}[place]
+    model, optimizer = wrap_adamw(case("gpt").model, config_for(tmp_path, **BF16, **settings), lr=1e-4)
+    go_on(model, optimizer, 0, 3)
+    wanted, state = state_of(model), optimizer.state_dict()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values)
+    assert_equal(state_of(model), wanted)
+    go_on(model, optimizer, 3, 5)
+    optimizer.load_state_dict(state)
+    model.load_state_dict(values)
+    assert_equal(state_of(model), wanted)
     infinity.close(optimizer)
 
 

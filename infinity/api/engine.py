@@ -260,7 +260,7 @@ class Engine:
             ]
             self.params.update({s.param: s for s in sharded})
             placed = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
-            anew = not all(plans[chunk.id].begins_with_copy for chunk in layout.trainable_chunks)
+            anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
             watched: Collection[int] = ()
             stays = placed if owners.world == 1 else stage < 3
             # Ranks have copies, which are to be equal.

@@ -64,7 +64,6 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
     modules = {id(m) for m in model.modules()}
     given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
     memory: dict[ShardedParam, torch.Tensor] = {}  # for copies to come
-    loading: set[ShardedParam] = set()  # of the modules into which torch loads
     copies: dict[ShardedParam, torch.Tensor] = {}  # of the module that torch is going through
 
     def answers(sharded: ShardedParam, keep_vars: bool) -> bool:
@@ -183,7 +182,11 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
         # What stays gathered between its uses goes; in a `gathered` block it is edited where it is.
         stay = (s.unit for s in own(module) if not engine.residency.units[s.unit].keepers)
         engine.residency.reshard_all({i for i in stay if engine.residency.units[i].persistent})
-        loading.update(engine.params[p] for p in loaded.values())
+        for name, p in loaded.items():
+            value, s = state[prefix + name], engine.params[p]
+            fits = isinstance(value, torch.Tensor) and value.shape == s.spec.shape
+            if fits and s.spec.trainable and engine.residency.units[s.unit].on_device:
+                engine.states.drop_low(s, value)  # before torch writes them
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:
@@ -200,9 +203,7 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
         for s in own(module):
             s.on_copy = None
         # What was loaded on the device counts from now on, as it does elsewhere, and not from the next step.
-        units = {engine.residency.units[s.unit] for s in own(module)}
-        engine.edits.adopt_all(units, all_new=loading)
-        loading.difference_update(own(module))
+        engine.edits.adopt_all({engine.residency.units[s.unit] for s in own(module)})
         engine.residency.refresh()
         lock.leave(module)
 

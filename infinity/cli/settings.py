@@ -418,7 +418,9 @@ def say_in_options(error: InfinityError) -> None:
 
 def _as_option(match: re.Match[str]) -> str:
     option = _OF_ENGINE[match["called"] or match["name"] or match["alone"]]
-    value = match["value"]
+    value, (flag, _, no) = match["value"], option.flags.partition("/")
+    if no and (not value or value in ("True", "False")):
+        return no if value == "False" else flag
     if value == "None":
         return f"no {option.flags}"
     if option.kind.metavar == "DIR" and value is not None:

@@ -71,6 +71,8 @@ def to_bitsandbytes(state_dict: Mapping[str, Any], *, min_8bit_size: int = 4096)
     groups = []
     for index, group in enumerate(state_dict["param_groups"]):
         unknown = [k for k in ("maximize", "amsgrad", "caution", "corrected_weight_decay") if group.get(k)]
+        if two and "capturable" in group and "amsgrad" not in group:  # torch's RAdam has AdamW's moments
+            unknown.append("capturable")
         if two and group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             unknown.append("weight_decay")  # that of torch's Adam, which is added to the gradient
         if unknown:
@@ -144,7 +146,7 @@ def _their_state(state: Mapping[str, Any], index: object, least: int) -> dict[st
     if not state:
         return {}
     lacking = [k for k in ("exp_avg", *(["step"] if ADAM[1] in state else [])) if k not in state]
-    other = [k for k in ("max_exp_avg_sq", "momentum_buffer", "sum") if state.get(k) is not None]
+    other = [k for k, value in state.items() if k not in ("step", *ADAM) and value is not None]
     if lacking or other:
         found = f"{', '.join(state)} of parameter {index}"
         _refuse("this is no state of AdamW or Lion", "step, exp_avg and exp_avg_sq; or exp_avg alone", found)

@@ -12,7 +12,7 @@ there is nothing to take over.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterChangedError
@@ -141,11 +141,9 @@ class Edits:
         self,
         units: Collection[ParamUnit] | None = None,
         found: Iterable[ShardedParam] | None = None,
-        all_new: Container[ShardedParam] = (),
     ) -> None:
         """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
-        that keeps them. `found`: those that were edited; None: they are looked for. `all_new`: those of which
-        all values are new, if they were edited."""
+        that keeps them. `found`: those that were edited; None: they are looked for."""
         known: dict[int, set[int]] = {}
         for sharded in found or ():
             known.setdefault(sharded.unit, set()).add(sharded.index)
@@ -155,13 +153,13 @@ class Edits:
             elif unit.on_device:
                 edited = _edited(unit) if found is None else known.get(unit.index)
                 if edited:
-                    self.adopt(unit, edited, all_new)
+                    self.adopt(unit, edited)
 
     @deferred
-    def adopt(self, unit: ParamUnit, edited: set[int], all_new: Container[ShardedParam] = ()) -> None:
+    def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
         """Make the values on the device, of the parameters in `edited`, the ones that count: `follow`."""
         params = [unit.params[i] for i in sorted(edited)]
-        self._states.follow(params, lambda p, segment: part_of(unit.values(p), segment), all_new)
+        self._states.follow(params, lambda p, segment: part_of(unit.values(p), segment))
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)

@@ -52,6 +52,11 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_refuse_step)
 
 
+def is_guard(hook: object) -> bool:
+    """Return whether a hook is the one that refuses state dicts of an optimizer that was wrapped."""
+    return hook is _refuse_state
+
+
 def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
     raise WrapError(
         "`wrap` has taken over the state of this optimizer",

@@ -33,7 +33,7 @@ _MOST_STEPS: Final = 99  # as in torch
 def muon_groups(model: nn.Module, *, head: nn.Module | None = None) -> list[dict[str, Any]]:
     """Return the param groups of `Muon` for a language model, without options: first its inner matrices, with
     ``use_muon=True``; then all else that is trainable, which AdamW updates: embeddings, the head, and what
-    has not two dimensions.
+    has not two dimensions. Either may have no parameters.
 
     Args:
         head: the layer that makes the output; without it, what `model.get_output_embeddings()` returns.
@@ -44,8 +44,7 @@ def muon_groups(model: nn.Module, *, head: nn.Module | None = None) -> list[dict
     inner = inner_matrices(model, head=head)
     known = {id(param) for param in inner}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    groups = {"params": inner, "use_muon": True}, {"params": others, "use_muon": False}
-    return [group for group in groups if group["params"]]
+    return [{"params": inner, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
 def inner_matrices(model: nn.Module, *, head: nn.Module | None = None) -> list[nn.Parameter]:

@@ -28,7 +28,7 @@ from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
-from .misuse import refuse_alone, refuse_copies
+from .misuse import is_guard, refuse_alone, refuse_copies
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
@@ -62,6 +62,14 @@ class Seams(Protocol):
         """Refuse to go on until a load succeeds, because of what was `found`."""
 
 
+#: Where torch keeps the hooks of an optimizer's state dicts.
+_STATE_HOOKS: Final = tuple(
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is on the tiers that Config names.
 
@@ -85,6 +93,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
+        # Those of steps are the same ones: a handle removes them, wherever they were registered. The wrapped
+        # optimizer refuses state dicts, by hooks of ours.
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        for name in _STATE_HOOKS:
+            theirs = getattr(optimizer, name)
+            getattr(self, name).update((key, hook) for key, hook in theirs.items() if not is_guard(hook))
         self._sealed = True
         self._tiers, self._residency, self._gradients = parts.tiers, parts.residency, parts.gradients
         self._comm, self._states = parts.comm, parts.states

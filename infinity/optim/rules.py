@@ -68,12 +68,13 @@ class Rule:
             return
         for option, expected in self._unsupported(group):
             raise _not_supported(option, expected, group, found)
-        if self.code is not None and (lacking := self._without_room(self.code, group)):
+        code = self.code
+        if code is not None and (lacking := self._without_room(code, group) or code.late(group)):
             raise OptimizerTypeError(
                 f"a param group got options after `wrap`, which made no room for {', '.join(lacking)}",
                 expected=f"options with which {self.kind} keeps {', '.join(self.moments) or 'no moments'}",
                 found=f"options of {found} with which it also keeps {', '.join(lacking)}",
-                cure="set them in one of the groups before `wrap`; they may change afterwards",
+                cure="set them in the groups before `wrap`; they may change afterwards",
             )
         if self.code is None and group.get("momentum") and not self.moments:
             raise OptimizerTypeError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -69,6 +69,7 @@ class States:
             for chunk in unit.layout.trainable_chunks
         }
         self._tiers = tiers
+        self._has_halves = any(plan.is_split for plan in tiers.plans)
         self._updater = updater
         self._residency = residency
         self._comm = comm
@@ -508,20 +509,33 @@ class States:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
         flat = values.detach().reshape(-1)
-        self.follow([sharded], lambda _, segment: part_of(flat, segment), {sharded})
+        self.drop_low(sharded, flat)
+        self.follow([sharded], lambda _, segment: part_of(flat, segment))
         bump([sharded])
+
+    @deferred
+    def drop_low(self, sharded: ShardedParam, values: torch.Tensor) -> None:
+        """Drop the lower halves of a split master where `values`, which are going to be its copy, differ from
+        the copy: these are loaded, and the master is what is loaded. The others keep their low bits, as those
+        of a whole master do."""
+        if not self._has_halves:
+            return
+        flat = values.detach().reshape(-1)
+        for _, segment, tensors in self.segments(("copy", "low"), [sharded], written=("low",)):
+            if "low" in tensors:
+                differs = part_of(flat, segment).to(tensors["copy"]) != tensors["copy"]
+                tensors["low"].masked_fill_(differs.to(tensors["low"].device), 0)
 
     @deferred
     def follow(
         self,
         params: Sequence[ShardedParam],
         values: Callable[[ShardedParam, Segment], torch.Tensor],
-        all_new: Container[ShardedParam] = (),
     ) -> None:
         """Make the `values` of segments of parameters the ones that count: the copy, and the master where it
         does not round to them: an edit of one element does not cost the others their low bits. Nobody knows
-        which values of a split master were edited: its lower half stays, except of parameters in `all_new`,
-        and each value is within half a place of its copy."""
+        which values of a split master were edited: its lower half stays, and each value is within half a
+        place of its copy, except for what is not a number of some size: zeros and Infs are exact."""
         kinds = ("copy", "master", "low")
         for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
             new = values(sharded, segment)
@@ -529,8 +543,9 @@ class States:
                 new = tensors["copy"].copy_(new)
             if "master" in tensors:
                 follow_copy(tensors["master"], new)
-            elif "low" in tensors and sharded in all_new:
-                tensors["low"].zero_()
+            elif "low" in tensors:
+                special = (new == 0) | ~new.isfinite()
+                tensors["low"].masked_fill_(special.to(tensors["low"].device), 0)
 
 
 def _kind_of(of: Chunk | ParamSpec) -> tuple[bool, bool]:

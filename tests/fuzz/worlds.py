@@ -343,7 +343,9 @@ class PlainWorld(World):
     def _adopt(self, p: Any, value: torch.Tensor) -> None:
         master = self.masters[p]
         if self._is_split(p):
-            halves.join(value.reshape(-1), self._halves(p)[1], master.view(-1))
+            flat, low = value.reshape(-1), self._halves(p)[1]
+            low[(flat == 0) | ~flat.isfinite()] = 0
+            halves.join(flat, low, master.view(-1))
             return
         kept = master.to(p.dtype) == value
         master.copy_(torch.where(kept, master, value.float()))
@@ -365,7 +367,8 @@ class PlainWorld(World):
         self.model.load_state_dict(saved)
         for p in self.model.parameters():
             if self._is_split(p):
-                self.masters[p].copy_(p.detach())
+                kept = self._copy_of(p) == p.detach()
+                self.masters[p].copy_(torch.where(kept, self.masters[p], p.detach().float()))
             else:
                 self._adopt(p, p.detach())
 
