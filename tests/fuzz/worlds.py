@@ -391,7 +391,7 @@ class PlainWorld(World):
             if named[n].dtype is torch.float32 and n not in saved["fronts"]:
                 continue  # the copy is the master, and comes with the model
             self.masters[named[n]].copy_(m)
-            named[n].copy_(m)
+            named[n].copy_(self._copy_of(named[n]))
         for n, front in saved["fronts"].items():
             self.late[named[n]] = named[n].detach().clone()
             named[n].copy_(front)
