@@ -46,9 +46,10 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 # What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well.
-LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults fp32_moments overlap \
-             own_code parity lagging_device muon optimizers rank_muon rank_seeds ranks split_master state_dict_rules \
-             state_io)
+LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
+             lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
+# What `make test-slow` runs there: lagging_device has cases of these above.
+LAGGING_SLOW := $(patsubst %,tests/test_%.py,fp32_moments own_code split_master)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
@@ -140,6 +141,7 @@ test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures
 
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device lagging $(LAGGING_SLOW)
 
 test-gpu: $(VENV)/.built $(VENV)/.tools
 	$(PYTEST) -m gpu
