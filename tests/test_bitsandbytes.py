@@ -146,6 +146,15 @@ def ours(group: Any = None, **change: Any) -> dict[str, Any]:
     return {"state": {0: state}, "param_groups": [{**given["param_groups"][0], **(group or {})}]}
 
 
+def of_radam() -> dict[str, Any]:
+    """Its moments have the names of AdamW's."""
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = torch.optim.RAdam([param])
+    optimizer.step()
+    return optimizer.state_dict()
+
+
 ADEMAMIX = {
     **saved("AdamW8bit"),
     "param_groups": [{"params": [0, 1], "betas": (0.9, 0.99, 0.9), "alpha": 5.0}],
@@ -173,7 +182,7 @@ ADEMAMIX = {
         (to_bitsandbytes, ours(max_exp_avg_sq=torch.zeros(5, 130)), "no state of AdamW or Lion"),
         (to_bitsandbytes, ours(exp_avg=torch.full((5, 130), torch.inf)), "exp_avg of parameter 0"),
         (to_bitsandbytes, ours({"maximize": True}), "maximize=True in param group 0"),
-        (to_bitsandbytes, ours({"capturable": False}), "capturable=False"),  # torch's RAdam
+        (to_bitsandbytes, of_radam(), "capturable=False"),
         (to_bitsandbytes, ours(mu_product=torch.tensor(0.9)), "no state of AdamW or Lion"),
         (to_bitsandbytes, ours(exp_avg_sq=None, exp_inf=torch.ones(5, 130)), "no state of AdamW or Lion"),
         (to_bitsandbytes, ours({"decoupled_weight_decay": False}), "weight_decay=0.1"),

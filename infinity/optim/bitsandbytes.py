@@ -42,7 +42,8 @@ def from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             _refuse("this is no state of AdamW, Adam or Lion", "two betas, and no alpha", found)
     states = {index: _torch_state(state, index) for index, state in state_dict["state"].items()}
     # Their Adam decays the weights as their AdamW does.
-    more = {"decoupled_weight_decay": True} if any(ADAM[1] in state for state in states.values()) else {}
+    adamw = {"decoupled_weight_decay": True, "amsgrad": False}
+    more = adamw if any(ADAM[1] in state for state in states.values()) else {}
     groups = [
         {**{k: v for k, v in group.items() if k not in _ADEMAMIX}, **more}
         for group in state_dict["param_groups"]
@@ -78,7 +79,7 @@ def to_bitsandbytes(state_dict: Mapping[str, Any], *, min_8bit_size: int = 4096)
         if unknown:
             found = ", ".join(f"{k}={group[k]!r}" for k in unknown) + f" in param group {index}"
             _refuse("bitsandbytes does not know these options", "AdamW or Lion without them", found)
-        kept = {k: v for k, v in group.items() if k != "decoupled_weight_decay"}
+        kept = {k: v for k, v in group.items() if k not in ("decoupled_weight_decay", "amsgrad")}
         groups.append({"eps": 0.0, **kept, **(_ADEMAMIX if two else {})})
     return {"state": states, "param_groups": groups}
 
