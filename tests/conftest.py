@@ -42,6 +42,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 # Fixtures of several files. Locks that are made as these import the engine are among those.
 from infinity.api.engine import _ENGINES  # noqa: E402
 from infinity.core.errors import InfinityError  # noqa: E402
+from infinity.hardware import cpu_adam  # noqa: E402
 
 from . import ranks  # noqa: E402
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
@@ -103,6 +104,15 @@ def _collect_only_what_comes() -> None:
     would take most of a second to look at torch, at transformers and at all tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def kernel_as_before() -> Iterator[None]:
+    """A test may choose the instruction set and the threads of the kernel."""
+    isa, threads = cpu_adam.isa(), cpu_adam.threads()
+    yield
+    cpu_adam.set_isa(isa)
+    cpu_adam.set_threads(threads)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ checkpoints, budgets and refusals."""
 from __future__ import annotations
 
 import json
-import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
@@ -16,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import BudgetError, ConfigError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier
 from infinity.planning.planner import Model, checkpoint_nbytes
 
@@ -36,6 +35,7 @@ from .test_optimizers import (
     trained,
     wrapped,
 )
+from .test_wrap_refusals import suggested
 from .whole import OPTIMIZERS, muon, train_whole
 
 PATTERNS = ("tokens.*", "*norm*", "*.bias")
@@ -264,26 +264,8 @@ def test_planned_bytes_of_checkpoints_and_arenas_are_those_that_are_there(form: 
 
 
 def test_suggestions_of_wrap_count_them() -> None:
-    """What a suggestion counts is what the engine takes: `wrap` succeeds with it, and not with a MiB less."""
-    budgets = []
-    for patterns in ((), ("[0-3].weight",), ("*",)):
-        host = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "host")
-        settings: Any = {"device": "cpu", **host, "device_memory": "64MiB"}
-        settings |= {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": patterns}
-
-        def wrapped(memory: int, settings: Any = settings) -> Any:
-            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-            config = infinity.Config(host_memory=memory << 20, **settings)
-            return infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[1]
-
-        with pytest.raises(BudgetError) as caught:
-            wrapped(40)
-        found = re.search(r'host_memory="(\d+)MiB"', str(caught.value.cure))
-        assert found is not None
-        budgets.append(int(found[1]))
-        infinity.close(wrapped(budgets[-1]))
-        with pytest.raises(BudgetError):
-            wrapped(budgets[-1] - 1)
+    every = ((), ("[0-3].weight",), ("*",))
+    budgets = [suggested(optimizer_state_dtype="8bit", optimizer_state_fp32=patterns) for patterns in every]
     assert budgets[1] - budgets[0] == pytest.approx(budgets[2] - budgets[1], rel=0.1)
     assert budgets[1] - budgets[0] == pytest.approx(4 * (8 - 2.03), rel=0.1)  # MiB of four matrices
 

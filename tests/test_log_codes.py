@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +20,7 @@ from .test_rules import ISAS, RULE_OPTIONS, segment
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    isa, threads = cpu_adam.isa(), cpu_adam.threads()
-    yield
-    cpu_adam.set_isa(isa)
-    cpu_adam.set_threads(threads)
+pytestmark = pytest.mark.usefixtures("kernel_as_before")
 
 
 def squares_of(options: Options, count: int) -> list[bool]:

@@ -136,10 +136,9 @@ def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, dtype: str,
     assert_equal(trained(make, tmp_path / "nvme", **settings), wanted)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["adagrad", "lion", "sgd"]))
-def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
-    model, optimizer = wrapped(make, tmp_path / "a")
+def in_torch_and_back(make: Make, folder: Path) -> tuple[nn.Module, Any, nn.Module, torch.optim.Optimizer]:
+    """Go on from the state dicts of a run, wrapped, and in plain torch; return both."""
+    model, optimizer = wrapped(make, folder / "a")
     go_on(model, optimizer, 0, 3)
     values, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
     infinity.close(optimizer)
@@ -150,10 +149,17 @@ def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> No
     theirs.load_state_dict(copy.deepcopy({k: saved[k] for k in ("state", "param_groups")}))
     go_on(plain, theirs, 3, 5)
 
-    model, optimizer = wrapped(make, tmp_path / "b")
+    model, optimizer = wrapped(make, folder / "b")
     model.load_state_dict(values)
     optimizer.load_state_dict(saved)
     go_on(model, optimizer, 3, 5)
+    return model, optimizer, plain, theirs
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["adagrad", "lion", "sgd"]))
+def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer, plain, theirs = in_torch_and_back(make, tmp_path)
     assert_near(state_of(model), plain)
     infinity.close(optimizer)
 

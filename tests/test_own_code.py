@@ -28,6 +28,7 @@ from .test_optimizers import (
     assert_equal,
     assert_near,
     go_on,
+    in_torch_and_back,
     loss_of,
     state_of,
     trained,
@@ -121,21 +122,7 @@ def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, tmp_path: P
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
     make = OWN[name]
-    model, optimizer = wrapped(make, tmp_path / "a")
-    go_on(model, optimizer, 0, 3)
-    values, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
-    infinity.close(optimizer)
-
-    plain = case("gpt").model
-    plain.load_state_dict(values)
-    theirs = make(plain.parameters())
-    theirs.load_state_dict(copy.deepcopy({k: saved[k] for k in ("state", "param_groups")}))
-    go_on(plain, theirs, 3, 5)
-
-    model, optimizer = wrapped(make, tmp_path / "b")
-    model.load_state_dict(values)
-    optimizer.load_state_dict(saved)
-    go_on(model, optimizer, 3, 5)
+    model, optimizer, plain, theirs = in_torch_and_back(make, tmp_path)
     assert_equal(with_counters(state_of(model), optimizer, model), plain_state(plain, theirs))
     infinity.close(optimizer)
 

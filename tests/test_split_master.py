@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,18 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import Tier
 from infinity.hardware import adam_reference, cpu_adam, halves
-from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion, Options, Segment, rounding_key
+from infinity.hardware.cpu_adam import SGD, Adam, Options
 
 from .models import case
 from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, RESIDENT, config_for, wrap_adamw
 from .quick import quick
 from .test_cpu_adam import same, values
 from .test_optimizers import PLACES, State, assert_equal, go_on, state_of, trained, wrapped
+from .test_rules import ISAS, RULE_OPTIONS, segment
 from .whole import OPTIMIZERS
 
-ISAS = cpu_adam.available_isas()
-BF16 = {"dtype": "bf16", "split_master": True}
-RULES: list[tuple[Options, int]] = [
-    (Adam(0.9, 0.999, 1e-8), 2),
-    (Adam(0.3, 0.99, 1e-8, decoupled=False), 2),
-    (SGD(0.0, 0.0, False), 0),
-    (SGD(0.9, 0.5, True), 1),
-    (Adagrad(0.1, 1e-10), 1),
-    (Lion(0.9, 0.99), 1),
-]
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    isa, threads = cpu_adam.isa(), cpu_adam.threads()
-    yield
-    cpu_adam.set_isa(isa)
-    cpu_adam.set_threads(threads)
+BF16: dict[str, Any] = {"dtype": "bf16", "split_master": True}
+pytestmark = pytest.mark.usefixtures("kernel_as_before")
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,12 +37,6 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(copy: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return halves.join(copy, low, torch.empty(low.numel()))
-
-
-def segment(numel: int, options: Options, step: int, **more: Any) -> Segment:
-    given: dict[str, Any] = {"start": 0, "first": 0, "key": rounding_key("w", step), "lr": 1e-2}
-    given |= {"weight_decay": 0.1, "grad_scale": 0.7, "maximize": False, **more}
-    return Segment(numel=numel, step=step, options=options, **given)
 
 
 def check_lossless(upper: range, at_once: int) -> None:
@@ -109,9 +87,11 @@ def test_the_master_of_an_edited_copy_is_within_half_a_place_of_it() -> None:
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize(("options", "count"), RULES, ids=str)
+@pytest.mark.parametrize(("options", "count"), RULE_OPTIONS, ids=str)
 def test_an_update_is_that_of_the_whole_master(options: Options, count: int, moments: str) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[moments]
+    if isinstance(options, Adam) and moments == "8bit":  # 0 / 0: a NaN with another sign has another code
+        options = options._replace(eps=1e-8)
     for n in (1, 7, 256, 10_007):
         master = values(n)
         if n > 7 and moments != "8bit":  # there NaNs with another sign have another code

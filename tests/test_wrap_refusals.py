@@ -289,24 +289,27 @@ def test_an_attribute_that_shares_memory_with_a_parameter(config: infinity.Confi
     infinity.close(infinity.wrap(normed, torch.optim.AdamW(normed.parameters()), config)[0])
 
 
+def suggested(**settings: Any) -> int:
+    """Return the MiB of host memory that `wrap` suggests for eight matrices of 1024 × 1024. That is what the
+    engine takes: `wrap` succeeds with it, and not with a MiB less."""
+    host = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "host")
+
+    def wrapped(memory: int) -> Any:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        given = {"device": "cpu", **host, "device_memory": "64MiB", **settings}
+        config = infinity.Config(host_memory=memory << 20, **given)
+        return infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[1]
+
+    with pytest.raises(BudgetError) as caught:
+        wrapped(40)
+    found = re.search(r'host_memory="(\d+)MiB"', str(caught.value.cure))
+    assert found is not None
+    infinity.close(wrapped(int(found[1])))
+    with pytest.raises(BudgetError):
+        wrapped(int(found[1]) - 1)
+    return int(found[1])
+
+
 def test_less_is_suggested_for_moments_in_fewer_bits() -> None:
-    """What a suggestion counts is what the engine takes: `wrap` succeeds with it, and not with a MiB less."""
-    budgets = []
-    for form in ("fp32", "bf16", "8bit"):
-        host = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "host")
-        settings: Any = {"device": "cpu", **host, "device_memory": "64MiB", "optimizer_state_dtype": form}
-
-        def wrapped(memory: int, settings: Any = settings) -> Any:
-            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-            config = infinity.Config(host_memory=memory << 20, **settings)
-            return infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[1]
-
-        with pytest.raises(BudgetError) as caught:
-            wrapped(40)
-        found = re.search(r'host_memory="(\d+)MiB"', str(caught.value.cure))
-        assert found is not None
-        budgets.append(int(found[1]))
-        infinity.close(wrapped(budgets[-1]))
-        with pytest.raises(BudgetError):
-            wrapped(budgets[-1] - 1)
+    budgets = [suggested(optimizer_state_dtype=form) for form in ("fp32", "bf16", "8bit")]
     assert budgets[0] > budgets[1] > budgets[2]

@@ -186,7 +186,7 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
             value, s = state[prefix + name], engine.params[p]
             fits = isinstance(value, torch.Tensor) and value.shape == s.spec.shape
             if fits and s.spec.trainable and engine.residency.units[s.unit].on_device:
-                engine.states.drop_low(s, value)  # before torch writes them
+                engine.states.before_load(s, value)
         released = [s for s in own(module) if isinstance(s.param, ReleasedParameter)]
         engine.residency.reshard_all({s.unit for s in released})
         for s in released:

@@ -121,14 +121,15 @@ class ChunkIO:
         gradient: torch.dtype | None = None,
         version: Slot | Version = Version.FRONT,
         copy: bool = False,
-        halves: bool = False,
+        changes: bool = False,
     ) -> None:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
-        says which. `halves`: for an update, that of a split master which is a copy on a device."""
+        says which. `changes`: an update is going to change the master, and begins with a half of it that is
+        on a device of its own."""
         self.read_state(copy=copy)
         self._gradient = version
         lease = self.lease
-        if halves and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
+        if changes and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
             self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
             if self._made is not None:
                 device, number = self._tiers.device, self.chunk.id
@@ -256,8 +257,8 @@ class ChunkIO:
 
     @property
     def master(self) -> torch.Tensor:
-        """The fp32 weights. Of a split master a copy on the host, after its halves were read; `write` puts
-        the copy back into them."""
+        """The fp32 weights. Those of a split master are put together, after its halves were read; `write`
+        takes them apart again."""
         if (low := self.low) is None:
             return self.copy if self._plan.copy_is_master else self._sections()[0]
         if self._joined is None:

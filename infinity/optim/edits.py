@@ -25,7 +25,7 @@ from infinity.params.unit import ParamUnit, UnitState, unseen
 from infinity.params.uses import Use, UseKind
 
 from .chunk_io import Tiers
-from .pieces import part_of
+from .pieces import follow_copy, part_of
 from .state_io import States, bump
 from .whole import agree_on_edits
 
@@ -138,9 +138,7 @@ class Edits:
 
     @deferred
     def adopt_all(
-        self,
-        units: Collection[ParamUnit] | None = None,
-        found: Iterable[ShardedParam] | None = None,
+        self, units: Collection[ParamUnit] | None = None, found: Iterable[ShardedParam] | None = None
     ) -> None:
         """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
         that keeps them. `found`: those that were edited; None: they are looked for."""
@@ -157,9 +155,23 @@ class Edits:
 
     @deferred
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
-        """Make the values on the device, of the parameters in `edited`, the ones that count: `follow`."""
-        params = [unit.params[i] for i in sorted(edited)]
-        self._states.follow(params, lambda p, segment: part_of(unit.values(p), segment))
+        """Make the values on the device, of the parameters in `edited`, the ones that count.
+
+        Where a value still is the master rounded, the master stays: an edit of one element does
+        not cost the others their low bits. Of a split master nobody knows which values were edited: all keep
+        their lower halves, and are within half a place of their copies; but zeros and Infs are exact.
+        """
+        kinds = ("copy", "master", "low")
+        for sharded, segment, tensors in self._states.segments(
+            kinds, [unit.params[i] for i in sorted(edited)], written=kinds
+        ):
+            new = part_of(unit.values(sharded), segment)
+            if "master" in tensors:
+                follow_copy(tensors["master"], new)
+            elif (low := tensors.get("low")) is not None:
+                low.masked_fill_(((new == 0) | ~new.isfinite()).to(low.device), 0)
+            if not unit.on_device:
+                tensors["copy"].copy_(new)
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)

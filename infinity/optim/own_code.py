@@ -79,14 +79,14 @@ class Code:
                 raise self.refused(found)
         return tuple(moments), counters
 
-    def late(self, group: Mapping[str, Any]) -> list[str]:
-        """Return what a param group of a class that was probed keeps now and did not keep at `wrap`: the
-        class would begin it with values of its own, and the engine has zeros."""
-        for known, names in self._at_wrap:
-            if known is group:
-                moments, counters = self.kept(options_of(group))
-                return [name for name in (*moments, *counters) if name not in names]
-        return []
+    def without_room(self, group: Mapping[str, Any]) -> list[str]:
+        """Return what the optimizer keeps with the options of a param group, and has no room for. That is
+        what no group kept at `wrap`; of a class that was probed, what this group did not keep: the class
+        would begin it with values of its own, and the engine has zeros."""
+        moments, counters = self.kept(options_of(group))
+        of_group = (names for known, names in self._at_wrap if known is group)
+        room = next(of_group, frozenset((*self.moments, *self.counters)))
+        return [name for name in (*moments, *counters) if name not in room]
 
     def counter(self, name: str, value: float) -> Any:
         """Return a counter as the class keeps it."""

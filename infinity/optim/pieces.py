@@ -37,6 +37,14 @@ def follow_copy(master: torch.Tensor, new: torch.Tensor) -> None:
         here.copy_(torch.where(here.to(there.dtype) == there, here, there.float()))
 
 
+def drop_low(tensors: Mapping[str, torch.Tensor], new: torch.Tensor) -> None:
+    """Of a segment of a split master, drop the lower halves of values that a load changes: they are what is
+    loaded then. The others keep their low bits, as those of a whole master do."""
+    if "low" in tensors:
+        low, copy = tensors["low"], tensors["copy"]
+        low.masked_fill_((new.to(copy) != copy).to(low.device), 0)
+
+
 def part_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
     return flat[segment.offset : segment.offset + segment.numel]
 

@@ -68,8 +68,7 @@ class Rule:
             return
         for option, expected in self._unsupported(group):
             raise _not_supported(option, expected, group, found)
-        code = self.code
-        if code is not None and (lacking := self._without_room(code, group) or code.late(group)):
+        if self.code is not None and (lacking := self.code.without_room(group)):
             raise OptimizerTypeError(
                 f"a param group got options after `wrap`, which made no room for {', '.join(lacking)}",
                 expected=f"options with which {self.kind} keeps {', '.join(self.moments) or 'no moments'}",
@@ -89,11 +88,6 @@ class Rule:
         for option in (*_REFUSED, *self.refused):
             if group.get(option):
                 yield option, f"{option}=False" if group[option] is True else f"{option}=0"
-
-    def _without_room(self, code: Code, group: Group) -> list[str]:
-        """Return what the optimizer keeps with the options of a group, and did not keep at `wrap`."""
-        moments, counters = code.kept(options_of(group))
-        return [name for name in (*moments, *counters) if name not in {*self.moments, *code.counters}]
 
     def check_dtype(self, dtype: str) -> None:
         """Raise `OptimizerTypeError` if it cannot keep moments in `dtype`."""
@@ -148,7 +142,7 @@ class Rule:
                 found=f"a param group with {', '.join(k for k in group if k != 'params')}",
                 cure=f"load a state dict of {self.kind}",
             )
-        if self.code is not None and (lacking := self._without_room(self.code, {**here, **group})):
+        if self.code is not None and (lacking := self.code.without_room({**here, **group})):
             raise StateDictError(
                 f"{saved} has options for which `wrap` made no room",
                 expected=f"options with which {self.kind} keeps {', '.join(self.moments) or 'no moments'}",

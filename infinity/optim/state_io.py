@@ -28,7 +28,7 @@ from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .leaving import LeavingChunk, give_up
-from .pieces import follow_copy, part_of, put_together, read_moment, slice_of, write_moment
+from .pieces import drop_low, follow_copy, part_of, put_together, read_moment, slice_of, write_moment
 from .update import Updater
 from .whole import of_first_rank, of_owners
 
@@ -509,43 +509,23 @@ class States:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
         flat = values.detach().reshape(-1)
-        self.drop_low(sharded, flat)
-        self.follow([sharded], lambda _, segment: part_of(flat, segment))
+        kinds = ("copy", "master", "low")
+        for _, segment, tensors in self.segments(kinds, [sharded], written=kinds):
+            new = part_of(flat, segment)
+            drop_low(tensors, new)
+            tensors["copy"].copy_(new)
+            if "master" in tensors:
+                follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
 
     @deferred
-    def drop_low(self, sharded: ShardedParam, values: torch.Tensor) -> None:
-        """Drop the lower halves of a split master where `values`, which are going to be its copy, differ from
-        the copy: these are loaded, and the master is what is loaded. The others keep their low bits, as those
-        of a whole master do."""
-        if not self._has_halves:
-            return
+    def before_load(self, sharded: ShardedParam, values: torch.Tensor) -> None:
+        """`values` are about to be loaded into a parameter that is placed on the device."""
         flat = values.detach().reshape(-1)
-        for _, segment, tensors in self.segments(("copy", "low"), [sharded], written=("low",)):
-            if "low" in tensors:
-                differs = part_of(flat, segment).to(tensors["copy"]) != tensors["copy"]
-                tensors["low"].masked_fill_(differs.to(tensors["low"].device), 0)
-
-    @deferred
-    def follow(
-        self,
-        params: Sequence[ShardedParam],
-        values: Callable[[ShardedParam, Segment], torch.Tensor],
-    ) -> None:
-        """Make the `values` of segments of parameters the ones that count: the copy, and the master where it
-        does not round to them: an edit of one element does not cost the others their low bits. Nobody knows
-        which values of a split master were edited: its lower half stays, and each value is within half a
-        place of its copy, except for what is not a number of some size: zeros and Infs are exact."""
-        kinds = ("copy", "master", "low")
-        for sharded, segment, tensors in self.segments(kinds, params, written=kinds):
-            new = values(sharded, segment)
-            if not self._tiers.units[sharded.unit].on_device:
-                new = tensors["copy"].copy_(new)
-            if "master" in tensors:
-                follow_copy(tensors["master"], new)
-            elif "low" in tensors:
-                special = (new == 0) | ~new.isfinite()
-                tensors["low"].masked_fill_(special.to(tensors["low"].device), 0)
+        for _, segment, tensors in (
+            self.segments(("copy", "low"), [sharded], written=("low",)) if self._has_halves else ()
+        ):
+            drop_low(tensors, part_of(flat, segment))
 
 
 def _kind_of(of: Chunk | ParamSpec) -> tuple[bool, bool]:

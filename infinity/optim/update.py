@@ -471,7 +471,7 @@ def _run(
                     io.delay()
                 first = update.visit is None or update.visit.is_first
                 dtype = update.grad_dtype if first else None
-                io.read(gradient=dtype, version=update.gradient, halves=update.is_last)
+                io.read(gradient=dtype, version=update.gradient, changes=update.is_last)
                 if len(reading) > 2 and not tiers.lease_nbytes(chunk):
                     break  # nothing is read ahead of what is at hand already
             update, io = left[0], reading[0]

@@ -194,7 +194,7 @@ class PlainWorld(World):
             # is its own, in fp32. A bit of the factor more or less would show in low precision.
             grads = [g for p in self.model.parameters() if (g := self.gradient(p)) is not None]
             norms = [torch.linalg.vector_norm(g.double()).float() for g in grads]
-            total = torch.linalg.vector_norm(torch.stack(norms))
+            total = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
             norm, factor = float(total), float(torch.clamp(limit / (total + 1e-6), max=1.0))
         for p in self.learns:
             if self.raw(p) is not None:
