@@ -207,6 +207,10 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert result["host"]["optimizer state"] > 0
     assert result["wear"]["run_bytes"] == 1000 * result["per_step"]["nvme_written"]
     assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
+    code, of_two = plan(capsys, *places, "--steps", "1000", "--ranks", "2")  # both write to the one drive
+    assert code == 0
+    assert of_two["wear"]["run_bytes"] == 2 * 1000 * of_two["per_step"]["nvme_written"]
+    assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
 
 
 @pytest.mark.parametrize(

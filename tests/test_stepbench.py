@@ -143,6 +143,16 @@ def test_a_case_beside_its_bound(moments: str, nbytes: int, tmp_path: Path) -> N
 QUICK = ("--placement", "all-on-host", "--update", "sync", "--steps", "1", "--warmup", "0")
 
 
+def test_a_split_master_has_the_cases_that_there_are(tmp_path: Path) -> None:
+    place = *("--directory", str(tmp_path)), *QUICK[:2], *QUICK[4:]
+    code, result = run(*place, "--dtype", "bf16", "--split-master")
+    assert code == 0
+    assert set(result["placements"]["all-on-host"]["table"]) == {"sync", "overlap", "backward"}
+    for wrong in (("--dtype", "fp32"), ("--dtype", "bf16", "--update", "delayed")):
+        with pytest.raises(ConfigError, match="split_master=True cannot be used"):
+            run(*place, "--split-master", *wrong)
+
+
 def test_a_case_that_fails_is_part_of_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = step.offloaded
 

@@ -57,9 +57,10 @@ def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -
     rated = [ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
     if endurance is not None:
         rated = [endurance] * len(rated)
-    written = [s * d.ranks for s, d in zip(shares_of(machine), machine.drives, strict=True)]
+    ranks = max((d.ranks for d in machine.drives), default=1)
+    written = [s * d.ranks / ranks for s, d in zip(shares_of(machine), machine.drives, strict=True)]
     most = min((r / w for r, w in zip(rated, written, strict=True)), default=ENDURANCE)
-    return wear(plan.traffic, steps=steps, tbw=most, drives=1)
+    return wear(plan.traffic, steps=steps, tbw=most, drives=1, ranks=ranks)
 
 
 def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> dict[str, Any]:

@@ -317,10 +317,11 @@ def checkpoint_nbytes(model: Model, config: Config) -> int:
     return saved
 
 
-def wear(traffic: Traffic, *, steps: int, tbw: float, drives: int) -> Wear:
-    """Return what `steps` steps mean for `drives` drives, each rated for `tbw` TB (1e12 bytes)."""
+def wear(traffic: Traffic, *, steps: int, tbw: float, drives: int, ranks: int = 1) -> Wear:
+    """Return what `steps` steps of `ranks` ranks, each with that `traffic`, mean for `drives` drives, each
+    rated for `tbw` TB (1e12 bytes)."""
     rated = tbw * 1e12 * max(drives, 1)
-    written = traffic.nvme_written
+    written = traffic.nvme_written * ranks
     return Wear(rated, float(written) * steps, rated / written if written else None)
 
 

@@ -25,7 +25,7 @@ from infinity.cli.model import GPT
 from infinity.cli.options import device_option, json_option, removed_options, words_option
 from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
 from infinity.cli.shape import KEYS, activations_of, config_from
-from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config, StateDtype
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config, StateDtype, Update
 from infinity.core.errors import InfinityError
 from infinity.core.sizes import GiB, MiB, format_size, parse_dtype
 from infinity.hardware import cpu_adam
@@ -176,7 +176,7 @@ class Request:
     split_master: bool = False
     device: str = "cpu"
     placements: tuple[str, ...] = tuple(PLACEMENTS)
-    updates: tuple[str, ...] = UPDATES
+    updates: tuple[Update, ...] = UPDATES
     steps: int = 8
     warmup: int = 2
     threads: int | None = None
@@ -371,6 +371,11 @@ def step_command(device: str | None, directory: str, as_json: bool, **given: Any
         device=str(opened.torch_device),
         **{name: value for name, value in given.items() if value not in (None, ())},
     )
+    if request.split_master:
+        if not given["updates"]:  # of all, those that there are
+            request = dataclasses.replace(request, updates=tuple(u for u in UPDATES if u != "delayed"))
+        for update in request.updates:
+            Config(split_master=True, dtype=request.dtype, update=update, accumulation=1)  # or it raises
     with status_line(quiet=as_json) as tell:
         result = measure(request, tell)
     errors = [group["errors"] for group in result["placements"].values()]
