@@ -81,7 +81,7 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         config["optimizer_state_fp32"] = [rules.choice((rules.choice(trained), *patterns))]
     own = random.Random(f"own {seed}")
     if config["optimizer_state_dtype"] == "fp32" and own.random() < 0.2:
-        made["optimizer"] = own.choice(("centered", "nadam", "asgd"))
+        made["optimizer"] = own.choice(("centered", "nadam", "asgd", "adafactor"))
     if config["optimizer_state_dtype"] != "8bit" and random.Random(f"muon {seed}").random() < 0.15:
         made |= {"optimizer": "muon", "groups": False}
     return made

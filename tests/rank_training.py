@@ -488,7 +488,8 @@ def reference(
     }
     for name, of_one in states.items():
         state[name] = {
-            kind: value.view(masters[name].shape if value.ndim else ()) for kind, value in of_one.items()
+            kind: value.view(masters[name].shape if value.ndim and not rule.has_factors else value.shape)
+            for kind, value in of_one.items()
         }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
@@ -496,6 +497,7 @@ def reference(
             if rule.code is not None:
                 begins = {"mu_product": 1.0, "mu": 1.0, "eta": scalars[name]["lr"]}
                 nothing |= {n: torch.tensor(begins[n]) for n in rule.code.counters if n in begins}
+            nothing |= rule.factors_of({}, param.shape)
             state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
             state[name]["master"] = masters[name]
     return [

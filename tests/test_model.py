@@ -61,13 +61,13 @@ def test_units_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
     assert units_of(workload.shape) == real
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any], optimizer: OptimizerName) -> None:
     config = Config(dtype="bf16", device="cpu", optimizer_state_dtype="8bit", optimizer_state_fp32="*norm*")
     workload = small(optimizer, **variant)
     planned = workload.planned(config)
-    found = planned_from(workload.structure, config, muon=optimizer == "muon")
+    found = planned_from(workload.structure, config, optimizer=optimizer)
     assert [(n, list(p)) for n, p in planned.units] == [(n, list(p)) for n, p in found.units]
     assert [*map(tuple, planned.working_sets)] == [*map(tuple, found.working_sets)]
     assert [*planned.again] == [*found.again]

@@ -1,4 +1,4 @@
-"""Muon on several ranks: the bits of one rank, and one orthogonalization of each matrix."""
+"""Muon and Adafactor on several ranks: the bits of one rank, and one update of each whole parameter."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def trained(world: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(said) for said in all_well(results)]
 
 
-def matrices_of(shapes: list[list[list[int]]], steps: int = STEPS) -> int:
-    """Return how many matrices `steps` steps update: of each block one parameter has no gradient."""
+def updates_of(shapes: list[list[list[int]]], optimizer: str, steps: int = STEPS) -> int:
+    """Return how many whole parameters `steps` steps update: of each block one has no gradient."""
     return sum(
-        len(shape) == 2 and index != step
+        (len(shape) == 2 or optimizer != "muon") and index != step
         for step in range(steps)
         for block in shapes
         for index, shape in enumerate(block)
@@ -60,33 +60,36 @@ def config_of(folder: Path, draw: random.Random, world: int) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 @pytest.mark.parametrize("seed", quick(range(6), [0, 1], [2, 3, 4, 5]))
-def test_any_number_of_ranks_gives_the_same_bits(seed: int, tmp_path: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_bits(seed: int, optimizer: str, tmp_path: Path) -> None:
     shapes, draw = drawn(seed)
     wanted = None
     for world in (1, 2, 3):
         (folder := tmp_path / str(world)).mkdir()
         config = config_of(folder, draw, world)
-        found = trained(world, {"shapes": shapes, "config": config, "whole": world == 1})
+        given = {"shapes": shapes, "config": config, "whole": world == 1, "optimizer": optimizer}
+        found = trained(world, given)
         wanted = wanted or found[0]["whole"]
         assert [each["digest"] for each in found] == [wanted] * world, (world, config)
-        assert sum(each["calls"] for each in found) == matrices_of(shapes)
+        assert sum(each["calls"] for each in found) == updates_of(shapes, optimizer)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 @pytest.mark.parametrize("worlds", [(3, 2), (2, 1), (1, 3)], ids=str)
 def test_a_checkpoint_of_any_number_of_ranks_goes_on_with_any_other(
-    worlds: tuple[int, int], tmp_path: Path
+    worlds: tuple[int, int], optimizer: str, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "saved")
     for world, more in zip(worlds, ({"steps": [0, 2], "save": saved}, {"load": saved}), strict=True):
         (folder := tmp_path / f"of {world}").mkdir()
         config = settings_of(folder, "nvme" if "save" in more else "host", "fp32", units=["Block"])
         begin = {"steps": [2, STEPS]} if "load" in more else {}
-        given = {"shapes": SHAPES, "config": config, **begin, **more}
+        given = {"shapes": SHAPES, "config": config, "optimizer": optimizer, **begin, **more}
         found = trained(world, given)
     (folder := tmp_path / "whole").mkdir()
     config = settings_of(folder, "host", "fp32", units=["Block"])
-    [whole] = trained(1, {"shapes": SHAPES, "config": config})
+    [whole] = trained(1, {"shapes": SHAPES, "config": config, "optimizer": optimizer})
     assert {each["digest"] for each in found} == {whole["digest"]}
 
 
@@ -192,11 +195,11 @@ config = infinity.Config(**given["config"])
 model, optimizer = infinity.wrap(model, optimizer_of(model.parameters()), config)
 run_steps(model, optimizer, range(2), rank, world)
 begun = time.monotonic()
-inner = matrices.Matrices._newton_schulz
+inner = matrices.Matrices._work_on
 
 def raising(error):
     def call(self, matrix):
-        matrices.Matrices._newton_schulz = inner
+        matrices.Matrices._work_on = inner
         raise error
     return call
 
@@ -216,19 +219,19 @@ FAULTS = {
     "a step that raises": ("run_steps = lambda *_: 1 / 0", "RankError", "ZeroDivisionError"),
     "an update that fails": (
         "from infinity.core.errors import StorageError\n"
-        "matrices.Matrices._newton_schulz = raising(StorageError('a drive'))",
+        "matrices.Matrices._work_on = raising(StorageError('a drive'))",
         *("RankError", "a drive"),
     ),
     "an update without memory": (
-        "matrices.Matrices._newton_schulz = raising(MemoryError())",
+        "matrices.Matrices._work_on = raising(MemoryError())",
         *("RankError", "OutOfMemoryError"),
     ),
     "a rank that is killed in its update": (
-        "matrices.Matrices._newton_schulz = kill",
+        "matrices.Matrices._work_on = kill",
         *("RankError", "rank 1 is gone"),
     ),
     "an orthogonalization that is missing": (
-        "matrices.Matrices._newton_schulz = lambda self, _: setattr(self, '_made', self._made - 1)",
+        "matrices.Matrices._work_on = lambda self, _: setattr(self, '_made', self._made - 1)",
         # Each rank counts, and ends; the others may hear of it before they have counted.
         *("(ParameterError|RankError)", "each orthogonalized once"),
     ),
@@ -310,7 +313,10 @@ def layouts_of(shapes: list[list[list[int]]], world: int, rank: int = 0) -> tupl
     units = [
         (
             f"unit {u}",
-            [ParamSpec(f"{u}.{i}", tuple(s), "bf16", True, 0, len(s) == 2) for i, s in enumerate(of)],
+            [
+                ParamSpec(f"{u}.{i}", tuple(s), "bf16", True, 0, "Muon" * (len(s) == 2))
+                for i, s in enumerate(of)
+            ],
         )
         for u, of in enumerate(shapes)
     ]

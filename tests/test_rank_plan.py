@@ -43,7 +43,8 @@ if muon := sys.argv[2] == "muon":
     made.model.get_output_embeddings = lambda: made.model.head
 else:
     adam = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad])
-plan = Planner(planned_from(made.model, config, muon=muon)).plan(config, machine, accumulation=2)
+planned = planned_from(made.model, config, optimizer="muon" if muon else "adamw")
+plan = Planner(planned).plan(config, machine, accumulation=2)
 model, adam = infinity.wrap(made.model, adam, config)
 engine = engine_of(adam)
 assert engine.footprint == plan.footprint, (engine.footprint, plan.footprint)

@@ -40,7 +40,6 @@ def test_a_model_is_wrapped_once(wrapped: Wrapped, config: infinity.Config) -> N
     [
         lambda p: torch.optim.LBFGS(p, lr=0.1),
         lambda p: torch.optim.AdamW(p, amsgrad=True),
-        lambda p: torch.optim.Adafactor(p),
         lambda p: torch.optim.AdamW(p, capturable=True),
     ],
 )

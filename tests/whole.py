@@ -55,7 +55,10 @@ OWN: dict[str, Make] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.01, decoupled_weight_decay=True),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=3, weight_decay=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.01),
 }
+#: Of these, those whose code gets pieces of parameters.
+ELEMENTWISE = [name for name in OWN if name != "adafactor"]
 
 
 def update_by_own_code(

@@ -145,7 +145,7 @@ class Engine:
         fp32 = config.fp32_moments if optimizer is not None else ()
         specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
-            check_matrices(config)
+            check_matrices(config, next(iter(matrices.values())))
         check_split(specs, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:

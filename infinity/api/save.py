@@ -238,6 +238,12 @@ class _Saving:
                 encode(of_rank, given.tensors, f"buffers of rank {rank}")
                 for rank, of_rank in enumerate(others, 1)
             ]
+            rule = engine.optimizer.rule
+            self._factors = {
+                name: encode(rule.factors_of(s.factors, s.spec.shape), given.tensors, f"factors of {name}")
+                for s, name in self._names.items()
+                if s.factors
+            }
             self._small = {"buffers": buffers_of(engine), "values": given.tensors}
         return given.root
 
@@ -481,6 +487,7 @@ class _Saving:
         described: dict[str, dict[str, Any]] = {
             n: {"step": s.step, "trainable": s.spec.trainable, "tied": []}
             | ({"counters": dict(s.counters)} if s.counters else {})
+            | ({"factors": self._factors[n]} if n in self._factors else {})
             for s, n in names.items()
         }
         model = self._engine.model()

@@ -70,6 +70,9 @@ def take_over(
             if saved and rule is not None and sharded.spec.trainable:
                 sharded.step = rule.steps(saved)
                 sharded.counters = rule.counters(saved)
+                sharded.factors = rule.factors(saved, sharded.spec.shape)
+                for factor in sharded.factors.values():
+                    comm.broadcast(factor.view(-1))
                 # The options of some groups may need less than there is room for.
                 lacking = dict.fromkeys(states.kinds_of(sharded), torch.zeros(()).expand(sharded.spec.shape))
                 moments[sharded.index] = {**lacking, **saved}

@@ -19,6 +19,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.optional import broken, optional
 from infinity.core.sizes import ITEMSIZES, dtype_name
+from infinity.planning.matrices import ADAFACTOR, MUON
 from infinity.planning.partition import ParamSpec, matched
 from infinity.planning.planner import Model
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: import
     import torch
     from torch import nn
 
+#: The groups whose parameters are updated as a whole, and by what, of an optimizer that has such.
+WHOLE: Final[Mapping[str, Mapping[int, str]]] = {"muon": {0: MUON}, "adafactor": {0: ADAFACTOR, 1: ADAFACTOR}}
 _FILES: Final = ("vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -48,7 +51,7 @@ class Workload:
 
     def __init__(self, run: RunSettings) -> None:
         given, sequence = run.model, run.train.sequence
-        self._muon = run.train.optimizer == "muon"
+        self._optimizer = run.train.optimizer
         dimensions = {name: getattr(given, name) for name in KEYS}
         shape = config_from(given.preset, **dimensions)
         if given.context is None:
@@ -77,14 +80,15 @@ class Workload:
     def planned(self, config: Config) -> Model:
         """Return what planning needs to know. In closed form, unless units are named."""
         if config.units is not None:
-            return planned_from(self.structure, config, muon=self._muon)
+            return planned_from(self.structure, config, optimizer=self._optimizer)
         dtype, found = self.dtype(config), units_of(self.shape)
+        muon, whole = self._optimizer == "muon", WHOLE.get(self._optimizer, {})
         fp32 = matched(config.fp32_moments, [n for _, params in found for n, _ in params])
 
         def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
-            matrix = self._muon and len(shape) == 2 and name not in OUTER
-            group = _group(len(shape), self._muon, matrix)
-            return ParamSpec(name, shape, dtype, True, group, matrix, fp32_moments=name in fp32)
+            inner = muon and len(shape) == 2 and name not in OUTER
+            group = _group(len(shape), muon, inner)
+            return ParamSpec(name, shape, dtype, True, group, whole.get(group, ""), name in fp32)
 
         units = [(name, [spec(*each) for each in params]) for name, params in found]
         again = [0] if self.shape[KEYS["tied"]] else []
@@ -196,7 +200,7 @@ class Pretrained(Workload):
         from infinity.api.hugging_face import read_config, unreadable
 
         self._path, sequence = str(path), run.train.sequence
-        self._muon = run.train.optimizer == "muon"
+        self._optimizer = run.train.optimizer
         self.hf_config = read_config(self._path)
         [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         if type(self.hf_config) not in AutoModelForCausalLM._model_mapping:
@@ -230,7 +234,7 @@ class Pretrained(Workload):
 
     def planned(self, config: Config) -> Model:
         """See `Workload`. Of the structure."""
-        return planned_from(self.structure, config, muon=self._muon)
+        return planned_from(self.structure, config, optimizer=self._optimizer)
 
     def scratch(self) -> list[int]:
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
@@ -337,13 +341,13 @@ def param_groups(model: nn.Module, weight_decay: float, *, muon: bool = False) -
     return groups
 
 
-def planned_from(model: nn.Module, config: Config, *, muon: bool = False) -> Model:
-    """Return what planning needs to know of a model; one on the meta device will do. `muon`: Muon updates its
-    inner matrices."""
+def planned_from(model: nn.Module, config: Config, *, optimizer: str = "adamw") -> Model:
+    """Return what planning needs to know of a model; one on the meta device will do. `optimizer`: of
+    `TrainSettings`."""
     from infinity.params.discover import discover, param_specs
 
     members, scopes = discover(model, config.units)
-    numbers, matrices = _numbers(model, muon=muon), {0} if muon else ()
+    numbers, matrices = _numbers(model, muon=optimizer == "muon"), WHOLE.get(optimizer, {})
     dtype, patterns = config.compute_dtype, config.fp32_moments
     specs = param_specs(model, members, numbers, dtype, matrices=matrices, fp32_moments=patterns)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]

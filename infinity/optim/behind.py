@@ -164,7 +164,7 @@ class Behind:
             if any((unit.index, s.param) in updates for s in c.segments)
         ]
         landed = self._gradients.chunks.last(unit)
-        matrices = sum(s.spec.matrix and s.spec.numel > 0 for s in present)
+        matrices = sum(bool(s.spec.matrix and s.spec.numel) for s in present)
         self._updater.add(
             chunks, landed, lambda: chunk_updates(self._tiers, [unit], updates), matrices=matrices
         )

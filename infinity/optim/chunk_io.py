@@ -259,12 +259,17 @@ class ChunkIO:
     def master(self) -> torch.Tensor:
         """The fp32 weights. Those of a split master are put together, after its halves were read; `write`
         takes them apart again."""
+        if self.low is None:
+            return self.read_master()
+        if self._joined is None:
+            self._joined = self.read_master()
+        return self._joined
+
+    def read_master(self) -> torch.Tensor:
+        """Return the fp32 weights, to be read: `write` does not take them apart."""
         if (low := self.low) is None:
             return self.copy if self._plan.copy_is_master else self._sections()[0]
-        if self._joined is None:
-            upper = self.copy.to(low.device)
-            self._joined = halves.join(upper, low, torch.empty(low.numel(), device=low.device))
-        return self._joined
+        return halves.join(self.copy.to(low.device), low, torch.empty(low.numel(), device=low.device))
 
     def _take_apart(self) -> None:
         """Make a split master what `master` is by now."""

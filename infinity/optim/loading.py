@@ -98,19 +98,19 @@ def match(
                 found=f"{', '.join(others)} of {sharded.name!r}",
                 cure=f"load a state dict of {rule.kind}",
             )
-        if lacking := rule.lacking(values, group):
+        if lacking := rule.lacking(values, group, sharded.spec.shape):
             raise StateDictError(
                 f"the state of {sharded.name!r} in the state dict is not complete",
                 expected=f"what {rule.kind} keeps, or no state",
                 found=f"no {', '.join(lacking)}",
                 cure=f"load a whole state dict of {rule.kind}, saved with the options that it has here",
             )
-        for key in (*rule.moments, "master", "front"):
+        for key, shape in rule.shapes_of(sharded.spec.shape).items():
             value = values.get(key)
-            if value is not None and tuple(value.shape) != sharded.spec.shape:
+            if value is not None and tuple(value.shape) != shape:
                 raise StateDictError(
                     f"{key} of {sharded.name!r} has another shape",
-                    expected=sharded.spec.shape,
+                    expected=shape,
                     found=tuple(value.shape),
                     cure="load the state dict of the same model",
                 )

@@ -253,7 +253,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         work = chunk_updates(self._tiers, order, updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
         bump(present)
-        matrices = sum(s.spec.matrix and s.spec.numel > 0 for s in present)
+        matrices = sum(bool(s.spec.matrix and s.spec.numel) for s in present)
         if self.delaying:
             # The next forward uses what has just been published ([Note: two versions]).
             self._updater.post(work, delayed=True)
@@ -412,7 +412,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.rule.check(group, f"param group {index}")
             rule = self.rule.of(group)
             ours = [self._params[p] for p in group["params"] if p in self._params]
-            if any(s.spec.trainable and s.spec.matrix != rule.whole for s in ours):
+            if any(s.spec.trainable and bool(s.spec.matrix) is not rule.whole for s in ours):
                 raise OptimizerTypeError(
                     "a param group has changed use_muon after `wrap`, which laid out its state",
                     expected=f"use_muon={not rule.whole}, as at `wrap`",
@@ -463,6 +463,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for sharded, values in self._states.read(kept).items():
                 group = groups.get(sharded.param, self.defaults)
                 values.update(self.rule.counters_of(sharded.step, sharded.counters, group))
+                values.update(self.rule.factors_of(sharded.factors, sharded.spec.shape))
                 if not sharded.step:
                     self.rule.begin({kind: values[kind] for kind in self._states.kinds_of(sharded)}, group)
                 dict.__setitem__(self.state, sharded.param, values)
@@ -520,6 +521,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states.write(pairs, self.rule.steps)
         for sharded, of_one in pairs:
             sharded.counters = self.rule.counters(of_one)
+            sharded.factors = self.rule.factors(of_one, sharded.spec.shape)
         self._residency.refresh()
         self.set_counts(counts)
         self._resumed = self._steps

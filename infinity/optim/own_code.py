@@ -139,6 +139,22 @@ class Code:
                 elif value.data_ptr() != moment.data_ptr():
                     moment.copy_(value)
 
+    def update_whole(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        factors: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        counters: Mapping[str, float],
+    ) -> dict[str, torch.Tensor]:
+        """Update a whole parameter in place: fp32, in its shape. Return new factors: what the optimizer keeps
+        of it, in fp32. The given `factors` stay; both are on the CPU. No `counters`: at the first update."""
+        state: dict[str, Any] = {name: self.counter(name, value) for name, value in counters.items()}
+        if state:
+            state |= {name: factor.to(param.device, copy=True) for name, factor in factors.items()}
+        made = self._run(param, grad, state, options)
+        return {name: value.cpu() for name, value in made.items() if name not in self.counters}
+
     def _run(
         self,
         values: torch.Tensor,

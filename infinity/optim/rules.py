@@ -7,7 +7,7 @@ hardware/adam_reference.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +17,7 @@ from infinity.core.errors import OptimizerTypeError, StateDictError
 from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion
 from infinity.hardware.cpu_adam import Options as ElementOptions
 from infinity.hardware.muon import Muon
+from infinity.planning.matrices import ADAFACTOR, factors_of
 from infinity.planning.parts import ADAM, MATRIX
 
 from .muon import Muon as MuonOptimizer
@@ -27,7 +28,9 @@ Group: TypeAlias = Mapping[str, Any]
 Options: TypeAlias = ElementOptions | Muon | OwnCode
 #: What a message recommends.
 FUSED: Final = "torch.optim.AdamW, Adam, SGD or Adagrad, a Lion, or infinity.optim.Muon"
-EXPECTED: Final = f"{FUSED}; or, by its own code, RMSprop, Adadelta, Adamax, RAdam, NAdam, ASGD or Rprop"
+EXPECTED: Final = (
+    f"{FUSED}; or, by its own code, RMSprop, Adadelta, Adamax, RAdam, NAdam, ASGD, Rprop or Adafactor"
+)
 EXAMPLE: Final = "torch.optim.AdamW(model.parameters(), ...)"
 
 
@@ -42,7 +45,8 @@ class Rule:
         options: returns what the kernel takes of a param group, beside lr and weight_decay.
         refused: options that are not supported unless they are false.
         counts: whether the state of a parameter counts its updates, as ``step``.
-        whole: whether it updates whole matrices.
+        whole: whether it updates whole parameters; by its `code`, what it keeps are their factors: see
+            `factors_of`, of planning.
         matrices: the rule of groups with ``use_muon``; None: there are none.
         code: of an optimizer that its own code updates: [Note: pieces of a parameter]; None: it has a kernel.
     """
@@ -56,6 +60,11 @@ class Rule:
     whole: bool = False
     matrices: Rule | None = None
     code: Code | None = None
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether its state of a parameter are factors of the whole: see `factors_of`, of planning."""
+        return self.whole and self.code is not None
 
     def of(self, group: Group) -> Rule:
         """Return the rule of a param group: this one, or that of matrices."""
@@ -99,12 +108,11 @@ class Rule:
                 cure=f'optimizer_state_dtype="fp32"; or an optimizer that runs fused: {FUSED}',
             )
 
-    def check_state(self, state: Group, whose: str, group: Group) -> None:
+    def check_state(self, state: Group, whose: str, group: Group, shape: Sequence[int]) -> None:
         """Raise `OptimizerTypeError` if there is state of a parameter that lacks what `wrap` takes over."""
         kept: tuple[str, ...] = (*(("step",) if self.counts else ()), *self.moments)
         if self.code is not None:
-            moments, counters = self.code.kept(options_of(group))
-            kept = (*counters, *moments)
+            kept = self._kept(self.code, group, shape)
         if state and (lacking := [name for name in kept if name not in state]):
             raise OptimizerTypeError(
                 f"the optimizer's state of {whose} is not complete",
@@ -164,12 +172,20 @@ class Rule:
                 cure=f"load a state dict of plain {self.kind}",
             )
 
-    def lacking(self, state: Group, group: Group) -> list[str]:
+    def lacking(self, state: Group, group: Group, shape: Sequence[int]) -> list[str]:
         """Return what saved state of a parameter that was updated lacks, of what its own code needs."""
         if self.code is None or not self.steps(state):
             return []
-        moments, counters = self.code.kept(options_of(group))
-        return [name for name in (*counters, *moments) if state.get(name) is None]
+        return [name for name in self._kept(self.code, group, shape) if state.get(name) is None]
+
+    def _kept(self, code: Code, group: Group, shape: Sequence[int]) -> tuple[str, ...]:
+        moments, counters = code.kept(options_of(group))
+        return (*counters, *(factors_of(shape) if self.has_factors else moments))
+
+    def shapes_of(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that state of a parameter of `shape` has."""
+        shapes = dict.fromkeys((*self.moments, "master", "front"), (*shape,))
+        return shapes | (factors_of(shape) if self.has_factors else {})
 
     def advance(self, group: Group) -> int:
         """Return by how much an update raises the count of a parameter's updates. As in torch, SGD's buffer
@@ -195,6 +211,19 @@ class Rule:
         if not self.steps(state):
             return {}
         return {name: float(state[name]) for name in self._counters if state.get(name) is not None}
+
+    def factors(self, state: Group, shape: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the factors of saved state of a parameter; nothing, where it has not been updated."""
+        if not self.has_factors or not self.steps(state):
+            return {}
+        return {name: state[name].detach().to("cpu", torch.float32, copy=True) for name in factors_of(shape)}
+
+    def factors_of(self, factors: Group, shape: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the factors of a parameter as its optimizer keeps them; before its first update, zeros."""
+        if not self.has_factors:
+            return {}
+        of_shape = factors_of(shape).items()
+        return {name: factors[name].clone() if factors else torch.zeros(size) for name, size in of_shape}
 
     def counters_of(self, step: int, counters: Mapping[str, float], group: Group) -> dict[str, Any]:
         """Return the counters of a parameter as its optimizer keeps them, after `step` updates."""
@@ -249,8 +278,9 @@ def _not_supported(option: str, expected: str, group: Group, found: str) -> Opti
 
 
 def _of_code(code: Code, kind: str, optimizer: torch.optim.Optimizer) -> Rule:
-    needs = tuple(n for n in optimizer.param_groups[0] if n in _ALL_OPTIONS)
-    return Rule(kind, (*code.moments,), needs, lambda group: OwnCode(code, options_of(group)), code=code)
+    needs, whole = tuple(n for n in optimizer.param_groups[0] if n in _ALL_OPTIONS), kind == ADAFACTOR
+    moments = () if whole else (*code.moments,)
+    return Rule(kind, moments, needs, lambda group: OwnCode(code, options_of(group)), whole=whole, code=code)
 
 
 def _begins_with(name: str, group: Group) -> float:
@@ -266,8 +296,9 @@ _BEGINS_WITH: Final[Mapping[str, float | str]] = {
     "eta": "lr",
     "step_size": "lr",
 }
-#: Whose own code is elementwise, as tests show.
-_ELEMENTWISE: Final = (
+#: Whose own code is elementwise, as tests show; but Adafactor's, which gets whole parameters.
+_BY_OWN_CODE: Final = (
+    torch.optim.Adafactor,
     torch.optim.RMSprop,
     torch.optim.Adadelta,
     torch.optim.Adamax,
@@ -304,13 +335,14 @@ _ALL: Final = frozenset(
     (
         *(name for rule in (*_RULES.values(), _MUON, _LION) for name in rule.moments),
         *("square_avg", "grad_avg", "acc_delta", "exp_inf", "prev", *_BEGINS_WITH, "ax"),
+        *("row_var", "col_var", "variance"),
     )
 )
 #: Options of some of torch's optimizers that tell them apart, unlike those that newer versions of torch add.
 _ALL_OPTIONS: Final = tuple(
     dict.fromkeys(
         name
-        for kind in (*_RULES, *_ELEMENTWISE)
+        for kind in (*_RULES, *_BY_OWN_CODE)
         for name in inspect.signature(kind).parameters
         if name not in ("params", "foreach", "fused", "maximize", "capturable", "differentiable")
         and name != "decoupled_weight_decay"
@@ -342,7 +374,7 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
     named = f"{kind.__module__}.{kind.__qualname__}"
     own = rule is None and isinstance(optimizer, torch.optim.Optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer) or (
-        own and kind not in _ELEMENTWISE and not elementwise
+        own and kind not in _BY_OWN_CODE and not elementwise
     ):
         raise OptimizerTypeError(
             "this optimizer cannot be offloaded",
@@ -356,9 +388,9 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
                 if group.get(option):
                     raise _not_supported(option, f"{option}=False", group, f"param group {index}")
         code = Code(optimizer)
-        if kind not in _ELEMENTWISE:
+        if kind not in _BY_OWN_CODE:
             code.probe(optimizer)
-        rule = _of_code(code, named if kind not in _ELEMENTWISE else kind.__name__, optimizer)
+        rule = _of_code(code, named if kind not in _BY_OWN_CODE else kind.__name__, optimizer)
     groups = optimizer.param_groups
     if getattr(optimizer, "decoupled_wd", False):  # of lion_pytorch, in no group
         raise OptimizerTypeError(
@@ -381,7 +413,7 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
         rule.check(group, f"param group {index}")
         for number, param in enumerate(group["params"]):
             place = f"parameter {number} of param group {index}"
-            if rule.of(group).whole and param.ndim != 2:
+            if rule.of(group).whole and rule.code is None and param.ndim != 2:
                 raise OptimizerTypeError(
                     "Muon updates matrices",
                     expected="parameters of two dimensions in groups with use_muon=True",
@@ -389,21 +421,23 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
                     cure="put it into a group with use_muon=False of infinity.optim.Muon, for AdamW",
                 )
             if param.requires_grad and (state := optimizer.state.get(param)) is not None:
-                rule.of(group).check_state(state, place, group)
+                rule.of(group).check_state(state, place, group, param.shape)
     return rule
 
 
-def matrices_of(optimizer: torch.optim.Optimizer | None, rule: Rule | None) -> frozenset[int]:
-    """Return which param groups have matrices that are updated as a whole."""
+def matrices_of(optimizer: torch.optim.Optimizer | None, rule: Rule | None) -> dict[int, str]:
+    """Return the param groups whose parameters are updated as a whole, and by what."""
     if optimizer is None or rule is None:
-        return frozenset()
-    return frozenset(i for i, group in enumerate(optimizer.param_groups) if rule.of(group).whole)
+        return {}
+    rules = enumerate(rule.of(group) for group in optimizer.param_groups)
+    return {index: of_group.kind for index, of_group in rules if of_group.whole}
 
 
 def foreign(state: Group, rule: Rule) -> list[str]:
     """Return what saved state of a parameter has that only other rules keep."""
     if rule.code is not None:
         ours = {*rule.moments, *rule.code.counters, "step", "master", "front"}
+        ours |= {"row_var", "col_var", "variance"} if rule.has_factors else set()
         return sorted(name for name, value in state.items() if name not in ours and value is not None)
     alike = (r for r in (*_RULES.values(), _LION) if (r.kind, r.whole) == (rule.kind, rule.whole))
     ours = {*rule.moments, *(name for r in alike for name in r.moments)}

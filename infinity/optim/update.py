@@ -101,6 +101,11 @@ class ChunkUpdate(NamedTuple):
         """Whether all of the chunk is updated then."""
         return self.visit is None or self.visit.is_last
 
+    @property
+    def changes_state(self) -> bool:
+        """Whether the chunk's state is another one then."""
+        return self.is_last or not any(isinstance(of.options, OwnCode) for of in self.params.values())
+
 
 class Batch(NamedTuple):
     """Chunks that are to be updated, `after` an event of the device.
@@ -492,7 +497,8 @@ def _run(
                 io.write(state=False, copy=True, after=update.after)
                 finished(update.chunk, io)
             # Who waits for the copy does not wait for the CRCs of the state.
-            io.write(state=True, copy=False)
+            if update.changes_state:
+                io.write(state=True, copy=False)
             if update.is_last:
                 unwritten.discard(update.chunk.id)
             left.popleft()
@@ -558,7 +564,8 @@ def chunk_updates(
             of = [(owner, i, updates[unit.index, i]) for owner, i in owned if (unit.index, i) in updates]
             if not of:
                 continue
-            round_ = Round(unit.index, tuple(Matrix(owner, i, _options(u)) for owner, i, u in of))
+            of_all = (Matrix(owner, i, _options(u), u.counters) for owner, i, u in of)
+            round_ = Round(unit.index, tuple(of_all))
             pieces = [piece for _, i, _ in of for piece in of_matrices.get(i, ())]
             visits: Iterable[Visit] = visits_of(tiers, [p.chunk for p in pieces]) if pieces else ()
             if not pieces:  # [Note: whole at its owner]
@@ -572,8 +579,8 @@ def chunk_updates(
     return work
 
 
-def _options(update: ParamUpdate) -> Muon:
-    assert isinstance(update.options, Muon), "chunks of a matrix have nothing else"
+def _options(update: ParamUpdate) -> Muon | OwnCode:
+    assert isinstance(update.options, Muon | OwnCode), "chunks of a matrix have nothing else"
     return update.options
 
 
@@ -735,7 +742,7 @@ def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO
             done.wait()
     if not visit.is_last:
         return
-    matrices.orthogonalize(round_)
+    matrices.work(round_)
     piece = matrices.take(io)
 
     def change(master: torch.Tensor) -> None:

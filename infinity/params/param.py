@@ -365,6 +365,7 @@ class ShardedParam:
         #: Updates so far, as torch counts them for bias correction; SGD's with a momentum.
         self.step = 0
         self.counters: Mapping[str, float] = {}  # what an optimizer's own code keeps beside them
+        self.factors: Mapping[str, torch.Tensor] = {}  # of Adafactor, on all ranks, fp32, from a step on
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
 
     @property

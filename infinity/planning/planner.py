@@ -16,6 +16,7 @@ from infinity.core.sizes import Tier, format_size
 
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
+from .matrices import factors_nbytes
 from .partition import ParamSpec, UnitLayout, partition
 from .parts import ADAM, alignment_of, kept_of, moments_of, plan_chunks
 from .placement import assign
@@ -126,8 +127,8 @@ class Plan:
     least: Budget  # the smallest with which it can begin, as settings name them: of all ranks of a machine
     room: Budget  # what the machine leaves the engine for each, beside all else, in the same way
     standing: tuple[Standing, ...]  # on drives
-    matrix: str = ""  # whose orthogonalization takes the most device memory
-    matrix_flops: int = 0  # of all orthogonalizations of a step, on the rank that has the most
+    matrix: str = ""  # a whole parameter, whose update takes the most device memory
+    matrix_flops: int = 0  # of all updates of whole parameters, on the rank that has the most
 
     @property
     def fits(self) -> bool:
@@ -313,6 +314,7 @@ def checkpoint_nbytes(model: Model, config: Config) -> int:
     for param in (p for _, params in model.units for p in params):
         if param.trainable:
             saved += 4 * param.numel + sum(m.nbytes(param.numel) for m in kept_of(param, moments))
+            saved += factors_nbytes(param)
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
 
@@ -330,7 +332,7 @@ def step_bounds(plan: Plan, bandwidths: Bandwidths, *, tokens: int, recompute: b
 
     A step takes at best the largest of them. Compute is 6 FLOP per parameter and token, 8 with
     recomputation (Kaplan et al., 2001.08361, without attention), of those that a token passes, and the
-    orthogonalizations of Muon; host memory is what the update moves of each parameter that the CPU updates:
+    updates of whole parameters; host memory is what the update moves of each parameter that the CPU updates:
     state and gradient.
     """
     flop = (8 if recompute else 6) * plan.active * tokens + plan.matrix_flops

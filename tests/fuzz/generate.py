@@ -79,7 +79,8 @@ def generate(seed: int) -> Json:
     some = rules.sample(patterns, rules.choice((1, 2))) if rules.random() < 0.5 else []
     config["state_fp32"] = some if config["state_dtype"] != "fp32" else []
     if config["state_dtype"] == "fp32" and Random(f"own {seed}").random() < 0.15:
-        config["optimizer"] = "RMSprop"  # by its own code
+        whole = config["update"] != "delayed" and Random(f"whole {seed}").random() < 0.4
+        config["optimizer"] = "Adafactor" if whole else "RMSprop"  # by its own code
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 

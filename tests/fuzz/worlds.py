@@ -56,6 +56,7 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "Adagrad": torch.optim.Adagrad,
         "Lion": Lion,
         "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+        "Adafactor": partial(torch.optim.Adafactor, foreach=False),
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
 
@@ -228,7 +229,7 @@ class PlainWorld(World):
                     continue
                 self.updates[p] = self.updates.get(p, 0) + 1
                 if p not in self.moments:
-                    self.moments[p] = self._new_moments(names[p], p.numel())
+                    self.moments[p] = self._new_moments(names[p], p)
                 factor = self.factors.get(p, 1.0) * clip / self.scale_now
                 gradient = raw.float().contiguous().view(-1)
                 if self.rule.code is not None:
@@ -255,8 +256,9 @@ class PlainWorld(World):
         from ..whole import update_by_own_code
 
         state: Json = {"step": torch.tensor(float(self.updates[p] - 1))}
-        state |= zip(self.rule.moments, self.moments[p], strict=True)
-        update_by_own_code(self.optimizer, group, state, self.masters[p].view(-1), grad)
+        state |= zip(self._kinds(p), self.moments[p], strict=True)
+        shape = p.shape if self.rule.has_factors else (-1,)
+        update_by_own_code(self.optimizer, group, state, self.masters[p].view(shape), grad.view(shape))
 
     def _updated(self, p: Any, delayed: bool) -> None:
         self.past[p] = p.detach().clone()
@@ -406,9 +408,10 @@ class PlainWorld(World):
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
         p = self.named()[name]
-        kinds, moments = self.rule.moments, self.moments.get(p)
+        kinds, moments = self._kinds(p), self.moments.get(p)
         if moments is None:
-            return {"master": self.masters[p], **dict.fromkeys(kinds)}
+            begun = self.rule.factors_of({}, p.shape)
+            return {"master": self.masters[p], **dict.fromkeys(kinds), **begun}
         if moments and moments[0].dtype is torch.uint8:
             pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
             wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
@@ -416,7 +419,13 @@ class PlainWorld(World):
             wide = [m.float() for m in moments]
         return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
 
-    def _new_moments(self, name: str, numel: int) -> list[torch.Tensor]:
+    def _kinds(self, p: Any) -> tuple[str, ...]:
+        return (*self.rule.moments, *self.rule.factors_of({}, p.shape))
+
+    def _new_moments(self, name: str, p: Any) -> list[torch.Tensor]:
+        if self.rule.has_factors:
+            return [*self.rule.factors_of({}, p.shape).values()]
+        numel = p.numel()
         exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
         form = "fp32" if exact else self.config["state_dtype"]
         count = len(self.rule.moments)
@@ -606,7 +615,10 @@ class OffloadedWorld(World):
             self._states = self.optimizer.state_dict()["state"]
         params = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
         state = self._states.get(params.index(id(self.named()[name])), {})
-        return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
+        rule = self.optimizer.rule
+        begun = rule.factors_of({}, self.named()[name].shape)
+        kept = {k: state.get(k) for k in ("master", *rule.moments)}
+        return kept | {k: state.get(k, zeros) for k, zeros in begun.items()}
 
     def close(self) -> None:
         import infinity
