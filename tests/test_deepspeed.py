@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ import torch
 
 import infinity
 from infinity import Config
+from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.optim import deepspeed_scheduler
 
@@ -568,6 +572,52 @@ def test_a_file_may_have_comments_and_no_key_twice(tmp_path: Path) -> None:
         Config.from_deepspeed(tmp_path / "none.json")
 
 
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = run(["plan", "--preset", "10m", "--json", "--device", "cpu", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, yaml = tmp_path / "ds_config.json", tmp_path / "run.yaml"
+    settings: Settings = {
+        **{**DTYPES, "gradient_clipping": 1.0, "train_batch_size": 32, "gradient_accumulation_steps": 2},
+        "zero_optimization": {
+            **{**THREE, "offload_param": CPU},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
+        "optimizer": {"type": "Lion"},
+    }
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    code, result = plan(capsys, "--deepspeed", str(file), "--ranks", "2")
+    assert code == 0
+    assert (result["zero_stage"], result["dtype"]) == (3, "bf16")
+    assert "parameters" in result["host"]
+    elements = result["parameters"] / 2
+    assert result["nvme"]["optimizer state"] == pytest.approx(elements * 8, rel=0.05)  # Lion's, with masters
+    assert result["per_step"]["tokens"] == 32 * 256
+    assert result["notes"] == Config.from_deepspeed(settings, SimpleNamespace(bf16=True, fp16=False))[1]
+    yaml.write_text("engine: {parameters: device}\ntrain: {batch: 1}", encoding="utf-8")
+    more = ("--config", str(yaml), "--optimizer-state", "host", "--dtype", "fp16")
+    code, result = plan(capsys, "--deepspeed", str(file), *more)
+    assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
+    assert "parameters" in result["device"]
+    assert not result["nvme"]
+    settings["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    code, result = plan(capsys, "--deepspeed", str(file))
+    assert code == 2
+    assert "zero_optimization.zenflow" in result["error"]["found"]
+
+
+def test_plan_shows_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({**BF16, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}), "utf-8")
+    assert run(["plan", "--preset", "10m", "--device", "cpu", "--deepspeed", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "2 sequences of 256 tokens at once" in out
+    assert "- bf16.check_grad_overflow = true: DeepSpeed skips" in out
+
+
 # ---- schedulers ----
 
 #: Rates of the first group, step by step, of DeepSpeed 0.19.8.
@@ -789,3 +839,55 @@ def test_steps_fill_in_what_trainer_would() -> None:
         count=3,
     )
     assert rates(settings, ARGUMENTS, count=30)[11] == 2e-5  # a tenth of max_steps rises
+
+
+# ---- the example ----
+
+ROOT = Path(__file__).parents[1]
+#: The loss of each step with DeepSpeed 0.19.8: the script before, as the page has it.
+BEFORE = [
+    1.0942,
+    0.9976,
+    0.9964,
+    0.9040,
+    1.0692,
+    0.9018,
+    0.9661,
+    0.9480,
+    0.8561,
+    0.8204,
+    0.8178,
+    0.8056,
+    0.7918,
+    0.7340,
+    0.7687,
+    0.7583,
+    0.8034,
+    0.7256,
+    0.7570,
+    0.7028,
+]
+
+
+@pytest.mark.processes
+def test_the_example_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
+    script = ROOT / "examples/deepspeed/train.py"
+    page = (ROOT / "docs/deepspeed.md").read_text(encoding="utf-8")
+    diff = page.split("```diff\n")[1].split("```")[0].splitlines()
+    code = script.read_text(encoding="utf-8")
+    assert [line[1:] for line in diff if not line.startswith("-")] == code.splitlines()
+    compile("\n".join(line[1:] for line in diff if not line.startswith("+")), "before", "exec")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.+)$", done.stdout, flags=re.M)]
+    assert losses == pytest.approx(BEFORE, abs=1e-3)
+    assert 'optimizer.type = "AdamW": torch.optim.AdamW(parameters, lr=0.003,' in done.stdout
+    assert (tmp_path / "checkpoints/step-20").is_dir()

@@ -183,6 +183,7 @@ class Translation(NamedTuple):
     Attributes:
         settings: of `Config`.
         notes: what has no setting, and what takes its place.
+        total: sequences of all ranks in a step; None: unknown.
         batch: sequences of a rank in one forward; None: unknown.
         accumulation: backwards in a step; None: unknown.
         optimizer: its name as in `infinity train --optimizer`; None: the file has none.
@@ -190,6 +191,7 @@ class Translation(NamedTuple):
 
     settings: dict[str, Any]
     notes: list[str]
+    total: int | None
     batch: int | None
     accumulation: int | None
     optimizer: str | None
@@ -351,7 +353,7 @@ class _Reader:
         self._dtype()
         self._placement()
         self._clipping()
-        batch, accumulation = self._batches()
+        batches = self._batches()
         optimizer = self._optimizer()
         self._scheduler()
         self._activations()
@@ -368,7 +370,7 @@ class _Reader:
             self.notes.append(
                 f"{', '.join(self.left)}: left out. They are turned off, or the engine needs no such setting."
             )
-        return Translation(self.settings, self.notes, batch, accumulation, optimizer)
+        return Translation(self.settings, self.notes, *batches, optimizer)
 
     def _dtype(self) -> None:
         fp16 = self._file.block("fp16")
@@ -543,7 +545,7 @@ class _Reader:
                 why = "there are no arguments to fill it in; the default of TrainingArguments is 1"
             self.note("gradient_clipping", _AUTO if auto else None, f"Config(max_grad_norm=1.0), as {why}")
 
-    def _batches(self) -> tuple[int | None, int | None]:
+    def _batches(self) -> tuple[int | None, int | None, int | None]:
         names = {
             "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
             "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -562,8 +564,7 @@ class _Reader:
             told["train_batch_size"] = total
         if told:
             self.notes.append(f"{', '.join(f'{k} = {v}' for k, v in told.items())}: {_BATCHES}.")
-        batch, accumulation = found
-        return batch, accumulation
+        return (total, *found)
 
     def _optimizer(self) -> str | None:
         if "optimizer" not in self._file.values:
@@ -599,7 +600,7 @@ class _Reader:
         params.end(options)
         words = ", ".join(f"{option}={self._option(option, value)}" for option, value in given.items())
         text = f"{name}(parameters, {words})"
-        if self.arguments is not None:
+        if self.argument("learning_rate") is not None:
             text += (
                 ". With DeepSpeed all parameters are in one group, so biases and norms decay, too; the "
                 "optimizer of Trainer leaves these out"
