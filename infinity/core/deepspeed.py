@@ -151,19 +151,19 @@ _FILLED: Final = {
 _MASTERS: Final = (
     "DeepSpeed rounds the initial parameters to {dtype} before it copies them to the masters. Here the "
     "masters have the values of the model at `wrap`. To begin with DeepSpeed's masters, convert the model to "
-    "{dtype} before `wrap`. The outputs of the model are fp32 here; Config(output_dtype=None) leaves them in "
-    "{dtype}"
+    "{dtype} before `wrap`"
 )
 _SCALING: Final = (
     "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
     "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
-    "`scheduler.step()` only if `optimizer.steps` rose in `optimizer.step()`"
+    "`scheduler.step()` only if `optimizer.steps` rose in `optimizer.step()`. The outputs of the model are "
+    "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
 )
 _NOT_FINITE: Final = (
     "DeepSpeed skips a step whose gradients are not all finite. Here such a step is made, as in plain "
     "PyTorch. To skip it, clip with `norm = optimizer.clip_grad_norm_(...)` in place of "
-    "Config(max_grad_norm=...), and call `optimizer.step()` only if the norm is finite"
+    "Config(max_grad_norm=...), and call `optimizer.step()` and `scheduler.step()` only if the norm is finite"
 )
 _IN_CPU: Final = (
     "DeepSpeed keeps so many elements of the parameters in host memory; here all are on NVMe. To split "
@@ -394,6 +394,7 @@ class _Reader:
         if dtype == "fp16":
             self._fp16(fp16)
         if dtype == "bf16":
+            self.settings["output_dtype"] = None  # as DeepSpeed's engine returns them
             self._bf16(bf16)
         if dtype != "fp32":
             self.note(
@@ -498,11 +499,14 @@ class _Reader:
         on_nvme = [block for block, tier in tiers.items() if tier == "nvme"]
         if not on_nvme:
             return
-        paths = [block.values.get("nvme_path") for block in on_nvme]
-        for block, path in zip(on_nvme, paths, strict=True):
-            if not isinstance(path, (str, os.PathLike)) or not str(path) or path == _AUTO:
+        paths: list[str] = []
+        for block in on_nvme:
+            path = block.values.get("nvme_path")
+            if isinstance(path, (str, os.PathLike)) and str(path) not in ("", _AUTO):
+                paths.append(os.fspath(path))
+            else:
                 self.refuse(block.key("nvme_path"), path, "name a directory on an NVMe drive")
-        self.settings["nvme"] = list(dict.fromkeys(os.fspath(path) for path in paths if path))
+        self.settings["nvme"] = list(dict.fromkeys(paths))
         if len(self.settings["nvme"]) > 1:
             self.note("nvme_path", paths, "both directories are used for everything that is on NVMe")
         if tiers[state] == "nvme":

@@ -35,6 +35,15 @@ _PARAMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "lr_range_test_staircase": False,
     },
 }
+#: Parameters that may be a list, with a value for each param group.
+_PER_GROUP: Final = (
+    *("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"),
+    "lr_range_test_min_lr",
+)
+#: Numbers of steps that may not be 0.
+_COUNTS: Final = ("warmup_num_steps", "total_num_steps", "cycle_first_step_size", "lr_range_test_step_size")
+#: Parameters that may be negative.
+_SIGNED: Final = ("decay_mom_rate", "lr_range_test_step_rate")
 
 
 def deepspeed_scheduler(
@@ -69,20 +78,30 @@ def deepspeed_scheduler(
             found="no scheduler" if block is None else repr(kind),
             cure="create a scheduler of torch.optim.lr_scheduler",
         )
-    params = _params(kind, dict(block.get("params") or {}), arguments, steps)
+    given = block.get("params") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "scheduler.params cannot be used",
+            expected="an object: {...}",
+            found=repr(given),
+            cure="correct scheduler.params",
+        )
+    params = _params(kind, given, arguments, steps)
     rates = [_rate(kind, params, optimizer, index) for index in range(len(optimizer.param_groups))]
     for group in optimizer.param_groups:
         group["initial_lr"] = 1.0  # LambdaLR multiplies it by the rate, which is exact for 1
     return LambdaLR(optimizer, rates)
 
 
-def _params(kind: str, given: dict[str, Any], arguments: Any, steps: int | None) -> dict[str, Any]:
+def _params(kind: str, given: Mapping[str, Any], arguments: Any, steps: int | None) -> dict[str, Any]:
     """Return all parameters of a scheduler, checked."""
     known = _PARAMS[kind]
     if unknown := [name for name in given if name not in known]:
         _wrong(unknown[0], given[unknown[0]], f"parameters of {kind}: {', '.join(known)}", "remove it")
     total = given.get("total_num_steps")
     total = _filled(arguments, "max_steps", steps) if total in (None, "auto") else total
+    if total is not None:
+        _check("total_num_steps", total, None)
     filled = {
         "total_num_steps": total,
         "warmup_min_lr": 0.0,
@@ -114,25 +133,23 @@ def _warmup_steps(arguments: Any, steps: int | None) -> Any:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
-    many = value if isinstance(value, (list, tuple)) and not name.endswith("size") else [value]
+    least = 1 if name in _COUNTS else -math.inf if name in _SIGNED else 0
+    right, expected = False, "a finite number" if least == -math.inf else f"a number of at least {least}"
     if name == "warmup_type":
         right, expected = value in ("log", "linear"), '"log" or "linear"'
     elif isinstance(default, bool):
         right, expected = isinstance(value, bool), "true or false"
-    elif value == default and isinstance(value, str):
-        return
+    elif isinstance(default, str) and value == default:
+        right = True
     else:
-        right = all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in many)
-        expected = "a number of at least 0"
-        if name in (
-            "warmup_num_steps",
-            "lr_range_test_step_size",
-            "cycle_first_step_size",
-            "total_num_steps",
-        ):
-            right, expected = right and value >= 1, "a number of at least 1"
+        many = value if name in _PER_GROUP and isinstance(value, (list, tuple)) else (value,)
+        right = all(_is_number(each) and each >= least for each in many)
     if not right:
         _wrong(name, value, expected, f"correct scheduler.params.{name}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _wrong(name: str, value: object, expected: str, cure: str) -> None:
