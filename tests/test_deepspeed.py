@@ -471,6 +471,10 @@ def test_defaults_of_deepspeed_are_not_ours() -> None:
     assert config.optimizer_state == "device"  # and `Config()` has it on the host
     config, notes = Config.from_deepspeed({"bf16": {"enabled": True, "check_grad_overflow": False}})
     assert not any("finite" in note for note in notes)
+    accumulating = {**BF16, "gradient_accumulation_steps": 2}
+    key, in_fp32 = "data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp32"}}
+    assert "here they are added in fp32" in note_of(Config.from_deepspeed(accumulating)[1], key)
+    assert not any(n.startswith(key) for n in Config.from_deepspeed({**accumulating, **in_fp32})[1])
 
 
 @pytest.mark.parametrize(
@@ -551,6 +555,11 @@ def test_places_and_directories(tmp_path: Path) -> None:
     assert not any("max_in_cpu" in note for note in Config.from_deepspeed({"zero_optimization": zero})[1])
     del state["nvme_path"]
     assert "nvme_path: name a directory" in refused({"zero_optimization": zero})
+    state["nvme_path"] = drive
+    _, notes = Config.from_deepspeed(
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {**state, "ratio": 1}}}
+    )
+    assert "DeepSpeed keeps it in host memory" in note_of(notes, "zero_optimization.offload_optimizer.device")
     second: Settings = {"stage": 2, "offload_param": {"device": "cpu"}}
     config, notes = Config.from_deepspeed({"zero_optimization": second})
     assert config.parameters == "device"
@@ -569,8 +578,9 @@ def test_a_file_may_have_comments_and_no_key_twice(tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match="cannot read"):
             Config.from_deepspeed(os.fspath(file))
-    with pytest.raises(ConfigError, match="No such file"):
-        Config.from_deepspeed(tmp_path / "none.json")
+    for wrong in (tmp_path / "none.json", None, 3):
+        with pytest.raises(ConfigError, match="cannot read"):
+            Config.from_deepspeed(wrong)  # type: ignore[arg-type]
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:

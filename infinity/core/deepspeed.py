@@ -13,14 +13,23 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from .errors import ConfigError
 
 #: Schedulers of DeepSpeed, which `infinity.optim.deepspeed_scheduler` makes.
 SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+#: Those of torch that it takes as well.
+_OF_TORCH: Final = (
+    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CyclicLR"),
+    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "OneCycleLR"),
+)
 _AUTO: Final = "auto"
 _TIERS: Final = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+#: By key: whether a value turns it on, and what to change then.
+_Refused: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
 def _words(text: str) -> dict[str, str]:
@@ -61,8 +70,8 @@ def _there(value: Any) -> bool:
     return bool(value.get("enabled", bool(value)) if isinstance(value, Mapping) else value)
 
 
-#: Keys of the file that change the result or the parallelism: whether a value turns them on, and the cure.
-_REFUSED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+#: Keys of the file that change the result or the parallelism.
+_REFUSED: Final[_Refused] = {
     "torch_autocast": (_enabled, 'use "bf16": {"enabled": true}; the engine casts parameters and inputs'),
     "tensor_parallel": (
         lambda v: isinstance(v, Mapping) and v.get("autotp_size", 0) not in (0, 1, _AUTO),
@@ -109,7 +118,7 @@ _ZERO_NOTED: Final[Mapping[str, str]] = {
     "zero_quantized_gradients": "gradients are reduced exactly, and with more bytes",
     "leaf_module": "the engine finds the units; `Config(units=[...])` names classes where it should not",
 }
-_ZERO_REFUSED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+_ZERO_REFUSED: Final[_Refused] = {
     "zenflow": (bool, 'leave it out; `Config(update="delayed")` is another way to hide the update'),
     "zero_quantized_nontrainable_weights": (
         bool,
@@ -206,7 +215,6 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
-    name = os.fspath(source)
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
@@ -216,13 +224,13 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
         return dict(pairs)
 
     try:
-        with open(os.path.expanduser(name), encoding="utf-8") as file:
+        with open(os.path.expanduser(source), encoding="utf-8") as file:
             found = json.loads(_without_comments(file.read()), object_pairs_hook=once)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read {name!r}",
+            f"cannot read {str(source)!r}",
             expected="the JSON object of DeepSpeed's settings",
             found=str(error) or type(error).__name__,
             cure="name the file that `deepspeed.initialize(config=...)` or `deepspeed_config_file` names",
@@ -299,11 +307,7 @@ class _Block:
         """Take keys that need no setting, and that nobody would miss."""
         self._reader.left += [self.key(name) for name in names if self.values.pop(name, None) is not None]
 
-    def rest(
-        self,
-        noted: Mapping[str, str],
-        refused: Mapping[str, tuple[Callable[[Any], bool], str]],
-    ) -> None:
+    def rest(self, noted: Mapping[str, str], refused: _Refused) -> None:
         """Take keys by two tables."""
         for name in [each for each in self.values if each in noted or each in refused]:
             value = self.values.pop(name)
@@ -397,11 +401,7 @@ class _Reader:
             self.settings["output_dtype"] = None  # as DeepSpeed's engine returns them
             self._bf16(bf16)
         if dtype != "fp32":
-            self.note(
-                f"{kinds[dtype].path}.enabled",
-                True,
-                _MASTERS.format(dtype=dtype),
-            )
+            self.note(kinds[dtype].key("enabled"), True, _MASTERS.format(dtype=dtype))
         fp16.leave(_FP16)
         bf16.leave((*_BF16, *_FP16))  # files have keys of fp16 there, too, which have no effect
         for block in kinds.values():
@@ -421,11 +421,7 @@ class _Reader:
         self.settings["loss_scale_window"] = block.number("loss_scale_window", 1000, 1, whole=True)
         hysteresis = block.number("hysteresis", 2, whole=True)
         least = block.number("min_loss_scale", 1)
-        self.note(
-            "fp16.loss_scale",
-            0,
-            _SCALING.format(first=max(hysteresis, 1), least=least),
-        )
+        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least))
 
     def _bf16(self, block: _Block) -> None:
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
@@ -437,11 +433,7 @@ class _Reader:
                     'Config(optimizer_state_dtype="bf16") take fewer bytes',
                 )
         if block.flag("check_grad_overflow", default=True):
-            self.note(
-                block.key("check_grad_overflow"),
-                True,
-                _NOT_FINITE,
-            )
+            self.note(block.key("check_grad_overflow"), True, _NOT_FINITE)
 
     def _placement(self) -> None:
         zero = self._file.values.pop("zero_optimization", None)
@@ -510,19 +502,12 @@ class _Reader:
         if len(self.settings["nvme"]) > 1:
             self.note("nvme_path", paths, "both directories are used for everything that is on NVMe")
         if tiers[state] == "nvme":
-            text = (
-                "gradients are in host memory; DeepSpeed has them on NVMe, as Config(gradients='nvme') does"
-            )
-            if stage < 3:
-                text = f"the state is on NVMe; in stage {stage} DeepSpeed keeps it in host memory"
-            if self.settings["gradients"] != "device":
-                self.note(state.key("device"), "nvme", text)
+            text = f"the state is on NVMe; in stage {stage} DeepSpeed keeps it in host memory"
+            if stage == 3:
+                text = "gradients are in host memory; Config(gradients='nvme') has them on NVMe, as DeepSpeed"
+            self.note(state.key("device"), "nvme", text)
         if tiers[parameters] == "nvme" and most:
-            self.note(
-                parameters.key("max_in_cpu"),
-                int(most),
-                _IN_CPU.format(most=most),
-            )
+            self.note(parameters.key("max_in_cpu"), int(most), _IN_CPU.format(most=most))
 
     def _clipping(self) -> None:
         """Since 0.19.3 DeepSpeed clips at 1 where the key is missing. Trainer clips by itself."""
@@ -568,6 +553,13 @@ class _Reader:
             told["train_batch_size"] = total
         if told:
             self.notes.append(f"{', '.join(f'{k} = {v}' for k, v in told.items())}: {_BATCHES}.")
+        dtype, kinds = self.settings["dtype"], self._file.values.get("data_types")
+        added = kinds.get("grad_accum_dtype") if isinstance(kinds, Mapping) else None
+        if (found[1] or 1) > 1 and dtype != "fp32" and added != "fp32":
+            text = (
+                f"DeepSpeed adds the gradients of several backwards in {dtype}; here they are added in fp32"
+            )
+            self.note("data_types.grad_accum_dtype", added, text)
         return (total, *found)
 
     def _optimizer(self) -> str | None:
@@ -630,10 +622,10 @@ class _Reader:
         block.end(("type", "params"))
         if kind in SCHEDULERS:
             text = "infinity.optim.deepspeed_scheduler(settings, optimizer) has the same rates, step for step"
-        elif isinstance(kind, str) and kind.endswith("LR"):
+        elif kind in _OF_TORCH:
             text = f"torch.optim.lr_scheduler.{kind}(optimizer, **params)"
         else:
-            self.refuse("scheduler.type", kind, f"write one of {', '.join(SCHEDULERS)}")
+            self.refuse("scheduler.type", kind, f"write one of {', '.join((*SCHEDULERS, *_OF_TORCH))}")
             return
         self.note("scheduler.type", kind, text)
 
