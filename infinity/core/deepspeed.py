@@ -170,9 +170,10 @@ _SCALING: Final = (
     "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
 )
 _NOT_FINITE: Final = (
-    "DeepSpeed skips a step whose gradients are not all finite. Here such a step is made, as in plain "
-    "PyTorch. To skip it, clip with `norm = optimizer.clip_grad_norm_(...)` in place of "
-    "Config(max_grad_norm=...), and call `optimizer.step()` and `scheduler.step()` only if the norm is finite"
+    "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3. Here such a "
+    "step is made, as in plain PyTorch. To skip it, clip with `norm = optimizer.clip_grad_norm_(...)` in "
+    "place of Config(max_grad_norm=...), and call `optimizer.step()` and `scheduler.step()` only if the norm "
+    "is finite"
 )
 _IN_CPU: Final = (
     "DeepSpeed keeps so many elements of the parameters in host memory; here all are on NVMe. To split "
