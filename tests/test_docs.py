@@ -75,7 +75,7 @@ def with_python() -> list[Any]:
     marks = {
         "libraries.md": [pytest.mark.ecosystem, _without("trl")],
         "inference.md": [pytest.mark.later, _without("transformers")],
-        **{name: [pytest.mark.later] for name in ("loops.md", "placement.md", "saving.md")},
+        **{name: [pytest.mark.later] for name in ("deepspeed.md", "loops.md", "placement.md", "saving.md")},
     }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
 

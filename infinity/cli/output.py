@@ -225,20 +225,26 @@ def _saved_run(train: Mapping[str, Any]) -> tuple[Found, Values]:
     return found, kept
 
 
-def read_run(config_file: str | None, given: Mapping[str, Any], ranks: int = 1) -> RunSettings:
+def read_run(
+    config_file: str | None,
+    given: Mapping[str, Any],
+    ranks: int = 1,
+    beneath: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunSettings:
     """Return the run that a file and options describe. One that goes on is as it was saved, but for what they
     name.
 
     Args:
         given: the parameters of a command that `run_options` decorated.
         ranks: that train together: a step of a run that goes on has as many sequences as before.
+        beneath: settings that the file and options win over.
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown or wrong, or a run that goes on is told to
             become another.
         DirectoryError, CorruptionError: there is no checkpoint to go on from, or it cannot be read.
     """
-    values = read_values(config_file, given)
+    values = read_values(config_file, given, beneath)
     if not values["train"].get("resume"):
         return run_of(values)
     found, kept = _saved_run(values["train"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
 import click
 from rich.console import Console
 
+from infinity.core.deepspeed import Translation, translate
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
@@ -21,7 +23,7 @@ from .console import finish, table_of
 from .machine import load_machine
 from .options import FIGURE, is_figure, json_option
 from .output import read_run
-from .settings import RunCommand, run_options
+from .settings import PRESET_DTYPE, RunCommand, run_options
 
 #: TB that a drive is rated for where nobody says.
 ENDURANCE: Final = 600.0
@@ -97,6 +99,18 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     }
 
 
+def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
+    """Return what a settings file of DeepSpeed says of a run, by section. As DeepSpeed does, it gets a number
+    of the batches that is missing from the others."""
+    batch, accumulation = found.batch, found.accumulation
+    if found.total is not None and batch is None:
+        batch = max(1, found.total // ranks // (accumulation or 1))
+    elif found.total is not None and batch is not None and accumulation is None:
+        accumulation = max(1, found.total // batch // ranks)
+    train = {"batch": batch, "accumulation": accumulation, "optimizer": found.optimizer}
+    return {"engine": found.settings, "train": {k: v for k, v in train.items() if v is not None}}
+
+
 def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     if value is not None and not is_figure(value):
         option = parameter.opts[0]
@@ -120,6 +134,12 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
     metavar="FILE",
     help="Plan for the machine that this YAML file describes (see docs/machine.yaml), not for this one.",
 )
+@click.option(
+    "--deepspeed",
+    "deepspeed_file",
+    metavar="FILE",
+    help="A settings file of DeepSpeed; --config and options win over it, and replace its auto.",
+)
 @click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
 @click.option(
@@ -136,6 +156,7 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 def plan_command(
     config_file: str | None,
     machine_file: str | None,
+    deepspeed_file: str | None,
     ranks: int,
     ranks_per_node: int | None,
     fit: bool,
@@ -166,7 +187,11 @@ def plan_command(
     said = Bandwidths(**{each.name: given.pop(each.name) for each in dataclasses.fields(Bandwidths)})
     at = RankPlace(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
-    run = read_run(config_file, given, ranks)
+    theirs = None
+    if deepspeed_file is not None:
+        dtype = given.get("dtype") or PRESET_DTYPE
+        theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
+    run = read_run(config_file, given, ranks, theirs and _beneath(theirs, ranks))
     case = Case(run, machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:
@@ -174,6 +199,8 @@ def plan_command(
     plan = case.plan()
     worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
     result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
+    if theirs is not None:
+        result["notes"] = theirs.notes
     if found is not None:
         result["command"] = command(case.run)
     return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
@@ -278,5 +305,7 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         )
     if result["fits"]:
         console.print("It fits.", style="green")
+    for note in result.get("notes", ()):
+        console.print(f"- {note}", markup=False, soft_wrap=True)
     if "command" in result:
         console.print(result["command"], markup=False, soft_wrap=True)

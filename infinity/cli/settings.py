@@ -495,18 +495,21 @@ class RunCommand(click.Command):
 Values: TypeAlias = dict[str, dict[str, Any]]
 
 
-def read_values(config_file: str | None, given: Mapping[str, Any]) -> Values:
+def read_values(
+    config_file: str | None, given: Mapping[str, Any], beneath: Mapping[str, Mapping[str, Any]] | None = None
+) -> Values:
     """Return the settings that a file and options name, by section.
 
     Args:
         given: the parameters of a command that `run_options` decorated.
+        beneath: settings that the file and options win over.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or wrong.
     """
-    values: Values = {section: {} for section in _SECTIONS}
-    if config_file is not None:
-        values.update(_load(config_file))
+    values: Values = {section: dict((beneath or {}).get(section, {})) for section in _SECTIONS}
+    for section, settings in ({} if config_file is None else _load(config_file)).items():
+        values[section].update(settings)
     for option in OPTIONS:
         settings, value = values[option.section], given.get(option.variable)
         if value not in (None, ()):
