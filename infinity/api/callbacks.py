@@ -66,7 +66,7 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             engine = engine_of(given["optimizer"])
             stage = engine.config.zero_stage
-            if engine.comm.world > 1 and stage:
+            if engine.comm.world > 1 and stage and not engine.saves_on_all_ranks:
                 raise ConfigError(
                     "transformers.Trainer cannot save a model that ranks share out: it asks one rank alone",
                     expected="with several ranks, zero_stage=0, where each has the whole model",
