@@ -234,9 +234,10 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        directory, name = self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"
+        self._written = [*(n for n in self._written if n != name), name]
         super()._save_checkpoint(model, trial)
-        directory = self._get_output_dir(trial)
-        newest = os.path.join(directory, self._name())
+        newest = os.path.join(directory, name)
         for name in os.listdir(newest):  # of each rank its own; what there is of others is synced twice
             sync(os.path.join(newest, name))
         sync(newest)
@@ -244,7 +245,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         self._rotate(directory, {newest} if best is None else {newest, best})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._written = [*(n for n in self._written if n != self._name()), self._name()]
         infinity.save(
             self.optimizer,
             os.path.join(output_dir, _HOME),
@@ -273,9 +273,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     def _load(self, checkpoint: str, state: dict[str, Any] | None) -> dict[str, Any]:
         with _same_random_numbers(self.args.device):  # Trainer restores them when it has skipped its batches
             return infinity.load(self.optimizer, os.path.join(checkpoint, _HOME), state=state)
-
-    def _name(self) -> str:
-        return f"checkpoint-{self.state.global_step}"
 
     def _rotate(self, directory: str, kept: set[str]) -> None:
         """Remove the oldest checkpoints of this run, but not those that are `kept`. All ranks have synced
