@@ -2,13 +2,16 @@
 DistributedDataParallel.
 
     rank_libraries.main()      sys.argv: which, a folder, "engine" or "torch"
-    rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default
+    rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default; or, with a
+                               third argument, by `save_model`
     rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
+    rank_libraries.offloads()  sys.argv: a folder, "torch" or the stage; Trainer, or that of `offloaded`
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,10 +94,77 @@ def saving() -> None:
         optimizers=(optimizer, schedule(optimizer)),
     )
     try:
+        if sys.argv[3:]:  # what else asks the first rank alone
+            run.save_model(str(folder / "out"))
         run.train()
     except DivergenceError as error:
         print(error)  # noqa: T201
         raise
+
+
+def offloads() -> None:
+    """Train and resume in the middle of an epoch, with the best model at the end; leave the state in the
+    folder, and print the losses and norms, the best checkpoint, and the checkpoints."""
+    torch.set_num_threads(1)
+    folder, by = Path(sys.argv[1]), sys.argv[2]
+    transformers = need("transformers")
+    from infinity.integrations.transformers import offloaded
+
+    out = folder / by / "out"
+    cls, given = transformers.Trainer, {}
+    if by != "torch":
+        (folder / "arenas").mkdir(exist_ok=True)
+        cls = offloaded(cls)
+        given["infinity"] = infinity.Config(
+            **{"nvme": str(folder / "arenas"), "host_memory": "64MiB", "device_memory": "8MiB", "threads": 1},
+            **{"parameters": "nvme" if by == "3" else "device", "optimizer_state": "nvme"},
+            zero_stage=int(by),
+        )
+    seen = Seen()
+    for resume in (None, str(out / "checkpoint-3")):
+        model = llama()
+        run = cls(
+            model,
+            transformers.TrainingArguments(
+                **arguments(out, max_steps=6, save_strategy="steps", save_steps=1, save_total_limit=2),
+                **{"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True},
+                **{"metric_for_best_model": "eval_loss", "gradient_accumulation_steps": 2},
+                greater_is_better=resume is None,  # first the first one is the best, then the last one
+            ),
+            train_dataset=examples(),
+            eval_dataset=examples()[:5],
+            callbacks=[watch(seen), *([infinity.trainer_callback()] if given else [])],
+            **given,
+        )
+        if resume is None:  # what the second run resumes from is not rotated away
+            run.add_callback(_Keep(out / "checkpoint-3", transformers))
+        run.train(resume_from_checkpoint=resume)
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        seen.losses.append(run.evaluate()["eval_loss"])
+        torch.distributed.barrier()
+        found = sorted(p.name for p in out.glob("checkpoint-*"))
+        print(json.dumps([found, Path(run.state.best_model_checkpoint).name]))  # noqa: T201
+        run.save_model(str(out / "final"))
+        if given:
+            infinity.close(run.model)
+        torch.distributed.barrier()
+        if resume is None and torch.distributed.get_rank() == 0:
+            (out / "kept").rename(out / "checkpoint-3")
+        torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, folder / f"{by}.pt")
+    print(json.dumps([seen.losses, seen.norms]))  # noqa: T201
+
+
+def _Keep(path: Path, transformers: Any) -> Any:
+    """A callback that copies a checkpoint once it is there."""
+
+    class Keep(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero and state.global_step == 3:
+                shutil.copytree(path, path.parent / "kept")
+
+    return Keep()
 
 
 def main() -> None:

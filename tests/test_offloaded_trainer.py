@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ClosedError, ConfigError
+from infinity.core.errors import ClosedError, ConfigError, DirectoryError
 
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
@@ -145,6 +145,32 @@ def test_it_resumes_from_a_checkpoint_of_trainer(
     found = Trained(trainer, tmp_path / "out", config, resume=True, model=with_dropout(5), **SAVING)
     assert found.seen.losses == pytest.approx(wanted.seen.losses[6:], rel=1e-5)
     torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_save_that_fails_removes_nothing(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Any] = []
+
+    def save(optimizer: Any, path: Any, save: Any = infinity.save, **given: Any) -> Any:
+        saved.append(path)
+        if len(saved) == 3:
+            raise DirectoryError("no room")
+        return save(optimizer, path, **given)
+
+    monkeypatch.setattr(infinity, "save", save)
+    run = offloaded(transformers.Trainer)(
+        llama(),
+        transformers.TrainingArguments(**arguments(tmp_path, **SAVING, save_total_limit=1)),
+        train_dataset=examples(),
+        infinity=config,
+    )
+    with pytest.raises(DirectoryError, match="no room"):
+        run.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    run.train(resume_from_checkpoint=True)  # from the fourth step: the sixth one has no index
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
+    infinity.close(run.model)
 
 
 def test_weights_alone_are_a_checkpoint_too(
