@@ -361,7 +361,7 @@ def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, t
         ({"fp16_full_eval": True}, {}, "fp16_full_eval=False"),
         ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),
         ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "ds.json"),
-        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
     ],
 )
 def test_refusals(
@@ -374,11 +374,19 @@ def test_refusals(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    trainer = offloaded(transformers.Trainer)
     args = transformers.TrainingArguments(**arguments(tmp_path / "out") | settings)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        offloaded(transformers.Trainer)(llama(), args, infinity=config.replace(dtype="fp32"))
+        trainer(llama(), args, infinity=config.replace(dtype="fp32"))
+    if environment:
+
+        class Another(transformers.Trainer):  # type: ignore[misc]
+            pass
+
+        with pytest.raises(ConfigError, match=said):
+            offloaded(Another)
 
 
 def test_refusals_of_what_is_no_trainer(

@@ -117,6 +117,7 @@ def offloaded(trainer: _Class) -> _Class:
             found=repr(trainer),
             cure="offloaded(transformers.Trainer)",
         )
+    _check_launcher()  # here already: TrainingArguments would ask for the other engine's package
     if issubclass(trainer, _Offloaded):
         return trainer
     return type(f"Offloaded{trainer.__name__}", (_Offloaded, trainer), {"__doc__": trainer.__doc__})  # type: ignore[return-value]
@@ -161,7 +162,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     def create_accelerator_and_postprocess(self) -> None:
         """Translate the training arguments, before anything is made of them. The user's object stays."""
         args = self.args = copy.copy(self.args)
-        _check_others(args)
+        _check_launcher()
+        _check_arguments(args)
         self._config = _translated(self._config, args)
         self._limit, args.save_total_limit = args.save_total_limit, None
         args.bf16 = args.fp16 = args.bf16_full_eval = args.fp16_full_eval = False
@@ -337,20 +339,28 @@ def _is_whole(checkpoint: str) -> bool:
     return not _is_ours(checkpoint) or bool(list_checkpoints(os.path.join(checkpoint, _HOME)))
 
 
-def _check_others(args: Any) -> None:
-    """Raise `ConfigError` if somebody else would shard the model too."""
-    asked = [f"TrainingArguments({n}=…)" for n in ("deepspeed", "fsdp") if getattr(args, n, None)]
-    for name, (what, file) in _LAUNCHED.items():
-        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t"):
-            asked.append(" ".join(filter(None, [f"{name} for {what}", os.environ.get(file, "")])))
-    if asked:
-        raise ConfigError(
-            "an offloaded trainer cannot run under another engine",
-            expected="no DeepSpeed, FSDP or Megatron-LM: infinity shards the parameters and their state",
-            found="; ".join(asked),
-            cure="leave deepspeed= and fsdp= out; start the ranks by torchrun, or by `accelerate launch "
-            "--multi_gpu` with a configuration file without these engines",
-        )
+def _check_launcher() -> None:
+    """Raise `ConfigError` if `accelerate launch` has started this process for another engine."""
+    asked = [(name, *what) for name, what in _LAUNCHED.items() if os.environ.get(name, "").lower() == "true"]
+    for name, what, file in asked:
+        raise _other_engine(f"{name}=true, for {what} {os.environ.get(file, '')}".rstrip())
+
+
+def _other_engine(found: str) -> ConfigError:
+    return ConfigError(
+        "an offloaded trainer cannot run under another engine",
+        expected="no DeepSpeed, FSDP or Megatron-LM: infinity shards the parameters and their state",
+        found=found,
+        cure="leave deepspeed= and fsdp= out; start the ranks by torchrun, or by `accelerate launch` with "
+        "options or a configuration file that name none of these engines",
+    )
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise `ConfigError` for training arguments that an offloaded trainer does not support."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise _other_engine(f"TrainingArguments({name}={getattr(args, name)!r})")
     if args.auto_find_batch_size:
         raise ConfigError(
             "an offloaded trainer cannot look for a batch size",
