@@ -5,6 +5,7 @@ DistributedDataParallel.
     rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default; or, with a
                                third argument, by `save_model`
     rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
+    rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
     rank_libraries.offloads()  sys.argv: a folder, "torch" or the stage; Trainer, or that of `offloaded`
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.core.errors import DivergenceError, PrecisionError
+from infinity.core.errors import ConfigError, DivergenceError, PrecisionError
 
 from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
 
@@ -154,6 +155,22 @@ def offloads() -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(state, folder / f"{by}.pt")
     print(json.dumps([seen.losses, seen.norms]))  # noqa: T201
+
+
+def unaware() -> None:
+    """Build a trainer that does not know of the ranks; print the error."""
+    transformers = need("transformers")
+    from infinity.integrations.transformers import offloaded
+
+    settings = arguments(Path(sys.argv[1])) | {"use_cpu": False}
+    config = infinity.Config(device="cpu", host_memory="64MiB", zero_stage=1)
+    run = offloaded(transformers.Trainer)(
+        llama(), transformers.TrainingArguments(**settings), train_dataset=examples(), infinity=config
+    )
+    try:
+        run.train()
+    except ConfigError as error:
+        print(error)  # noqa: T201
 
 
 def _Keep(path: Path, transformers: Any) -> Any:

@@ -131,6 +131,15 @@ def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.ecosystem
+def test_a_trainer_that_knows_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    """As on CPUs without `use_cpu`: each rank would train with all data."""
+    script = "from tests.rank_libraries import unaware\nunaware()"
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    results = run_ranks(2, script, str(tmp_path), seconds=60, environment=environment, imports=IMPORTS)
+    assert all("use_cpu=True" in said for said in all_well(results))
+
+
+@pytest.mark.ecosystem
 @pytest.mark.parametrize(("stage", "how"), [(1, []), (3, []), (3, ["save_model"])])
 def test_trainers_own_checkpoints_are_refused_at_once(stage: int, how: list[str], tmp_path: Path) -> None:
     """It asks the first rank alone for a state dict, for which that would wait until the deadline."""

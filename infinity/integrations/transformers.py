@@ -186,12 +186,23 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             with _same_random_numbers(self.args.device):
                 self.model, self.optimizer = infinity.wrap(self.model, self.optimizer, self._config)
             self._engine = engine_of(self.optimizer)
+            self._check_ranks(self._engine)
             self._engine.saves_on_all_ranks = True
             # accelerate's own optimizer around it would begin with a whole copy of its state
             self.optimizer._is_accelerate_prepared = True
             if self._config.dtype == "fp16":
                 self.accelerator.scaler = _Scaler(self.optimizer)
         return self.optimizer
+
+    def _check_ranks(self, engine: Engine) -> None:
+        if engine.comm.world != self.args.world_size:
+            engine.close()
+            raise ConfigError(
+                "Trainer does not know of all ranks: each would train with the data of others",
+                expected=f"a world size of {engine.comm.world}, as of torch.distributed",
+                found=f"TrainingArguments.world_size is {self.args.world_size}",
+                cure="use_cpu=True in the training arguments, where the ranks have no GPU",
+            )
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         if self._engine is None:
