@@ -106,9 +106,11 @@ def offloaded(trainer: _Class) -> _Class:
 
     Raises:
         DataError: transformers is not installed, or the installation is broken.
-        ConfigError: `trainer` is no trainer of transformers, or this version of transformers is not known.
-            From the constructor: `infinity` is not a `Config`, or contradicts the training arguments; or the
-            arguments or the launcher ask for DeepSpeed, FSDP or ``auto_find_batch_size``.
+        ConfigError: `trainer` is no trainer of transformers; or ``accelerate launch`` has started the process
+            for DeepSpeed, FSDP or Megatron-LM. From the import of this module: this version of transformers
+            is not known. From the constructor: `infinity` is not a `Config`, or contradicts the training
+            arguments; or these ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From ``train``: Trainer
+            does not know of all ranks.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, _Trainer)):
         raise ConfigError(
