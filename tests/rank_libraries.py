@@ -5,6 +5,7 @@ DistributedDataParallel.
     rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default; or, with a
                                third argument, by `save_model`
     rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
+    rank_libraries.generates() sys.argv: a folder; a Seq2SeqTrainer that generates texts
     rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
     rank_libraries.offloads()  sys.argv: a folder, "torch" or the stage; Trainer, or that of `offloaded`
 """
@@ -155,6 +156,24 @@ def offloads() -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(state, folder / f"{by}.pt")
     print(json.dumps([seen.losses, seen.norms]))  # noqa: T201
+
+
+def generates() -> None:
+    """Evaluate by texts of different lengths on each rank, with room for a part of the model."""
+    from infinity.integrations.transformers import offloaded
+
+    from .test_offloaded_trainer import seq2seq
+
+    folder = Path(sys.argv[1])
+    (folder / "arenas").mkdir(exist_ok=True)
+    config = infinity.Config(
+        **{"nvme": str(folder / "arenas"), "parameters": "nvme", "optimizer_state": "nvme"},
+        **{"host_memory": "64MiB", "device_memory": "130KiB", "threads": 1, "rank_timeout": 30},
+    )
+    run = seq2seq(folder, offloaded, Seen(), infinity=config)
+    run.args.generation_max_length = 4 + 6 * torch.distributed.get_rank()
+    run.train()
+    infinity.close(run.model)
 
 
 def unaware() -> None:

@@ -310,6 +310,7 @@ def seq2seq(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
             **arguments(folder, max_steps=STEPS, eval_strategy="steps", eval_steps=4),
             predict_with_generate=True,
         ),
+        compute_metrics=lambda found: {"generated": float(found.predictions.sum())},
         train_dataset=examples(),
         eval_dataset=examples()[:4],
         callbacks=[watch(seen)],

@@ -131,6 +131,12 @@ def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.ecosystem
+def test_an_offloaded_trainer_generates_texts_of_any_length(tmp_path: Path) -> None:
+    script = "from tests.rank_libraries import generates\ngenerates()"
+    all_well(run_ranks(2, script, str(tmp_path), seconds=60, imports=IMPORTS))
+
+
+@pytest.mark.ecosystem
 def test_a_trainer_that_knows_of_no_ranks_is_refused(tmp_path: Path) -> None:
     """As on CPUs without `use_cpu`: each rank would train with all data."""
     script = "from tests.rank_libraries import unaware\nunaware()"

@@ -192,6 +192,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             self._engine.saves_on_all_ranks = True
             # accelerate's own optimizer around it would begin with a whole copy of its state
             self.optimizer._is_accelerate_prepared = True
+            if self.args.world_size > 1 and hasattr(self.model, "generate"):
+                self.model.generate = functools.partial(_generate, self.model.generate)
             if self._config.dtype == "fp16":
                 self.accelerator.scaler = _Scaler(self.optimizer)
         return self.optimizer
@@ -315,6 +317,11 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         engine, saves = self._engine, self.args.should_save
         assert engine is not None
         engine.deferral.run(lambda: together(engine.comm, what, call if saves else lambda: None))
+
+
+def _generate(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A rank whose texts have ended takes part in the forwards of the others."""
+    return generate(*given, **{**named, "synced_gpus": True})
 
 
 def _warn(_: Any, path: str, error: Any) -> None:
