@@ -197,8 +197,12 @@ def test_mixed_precision_is_the_compute_dtype(
     assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=5e-2)
 
 
-def test_bf16_is_what_wrap_does(transformers: Any, offloaded: Any, config: Any, tmp_path: Path) -> None:
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, bf16=True)
+def test_bf16_is_what_wrap_does(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as launched:
+        launched.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by `accelerate launch`
+        found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config)
 
     class Wrapped(transformers.Trainer):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
@@ -259,10 +263,12 @@ def test_a_model_can_be_evaluated_and_built_anew(
 def sft(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
     trl, datasets = need("trl"), need("datasets")
     settings = arguments(folder, max_steps=STEPS, save_strategy="steps", save_steps=4)
+    settings |= {**EVALUATING, "eval_steps": 4}
     return trainer(trl.SFTTrainer)(
         llama(),
         trl.SFTConfig(**settings, bf16=False),
         train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
+        eval_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(4)]}),
         processing_class=tokenizer(),
         peft_config=lora(),
         callbacks=[watch(seen)],

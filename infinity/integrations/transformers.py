@@ -156,7 +156,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         self._config = infinity
         self._engine: Engine | None = None
         self._limit: int | None = None  # of checkpoints; Trainer's own rotation sees none
-        self._written: list[str] = []  # names of this run's checkpoints
+        self._directory = ""  # of the newest checkpoint
+        self._written: list[str] = []  # names of this run's checkpoints there
         super().__init__(*given, **settings)
 
     # -- settings ---------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
         done = super().train(resume_from_checkpoint, *given, **named)
         if self._limit == 1 and self.state.best_model_checkpoint is not None:
-            self._rotate(self._get_output_dir(None), {self.state.best_model_checkpoint})
+            self._rotate({self.state.best_model_checkpoint})
         return done
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -252,14 +253,15 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         directory, name = self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"
-        self._written = [*(n for n in self._written if n != name), name]
+        before = self._written if directory == self._directory else []  # a trial has its own
+        self._directory, self._written = directory, [*(n for n in before if n != name), name]
         super()._save_checkpoint(model, trial)
         newest = os.path.join(directory, name)
         for name in os.listdir(newest):  # of each rank its own; what there is of others is synced twice
             sync(os.path.join(newest, name))
         sync(newest)
         best = self.state.best_model_checkpoint
-        self._rotate(directory, {newest} if best is None else {newest, best})
+        self._rotate({newest} if best is None else {newest, best})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         infinity.save(
@@ -278,8 +280,9 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         written = self._load(checkpoint, {"scheduler": self.lr_scheduler})["written"]
-        if os.path.realpath(os.path.dirname(checkpoint)) == os.path.realpath(self._get_output_dir(None)):
-            self._written = written
+        directory = self._get_output_dir(None)
+        if os.path.realpath(os.path.dirname(checkpoint)) == os.path.realpath(directory):
+            self._directory, self._written = directory, written
 
     def _load_best_model(self) -> None:
         if _is_ours(self.state.best_model_checkpoint):
@@ -291,19 +294,19 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         with _same_random_numbers(self.args.device):  # Trainer restores them when it has skipped its batches
             return infinity.load(self.optimizer, os.path.join(checkpoint, _HOME), state=state)
 
-    def _rotate(self, directory: str, kept: set[str]) -> None:
+    def _rotate(self, kept: set[str]) -> None:
         """Remove the oldest checkpoints of this run, but not those that are `kept`. All ranks have synced
         what they have written by the time the first one removes anything."""
         self._together("a checkpoint", lambda: None)
         limit = max(self._limit or 0, len(kept))
         if not self._limit or self._limit < 0:
             return
-        paths = [os.path.join(directory, name) for name in self._written]
+        paths = [os.path.join(self._directory, name) for name in self._written]
         paths = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
         stay = {os.path.realpath(path) for path in kept}
         removable = [path for path in paths if os.path.realpath(path) not in stay]
         old = removable[: max(0, len(paths) - limit)]
-        self._written = [name for name in self._written if os.path.join(directory, name) not in old]
+        self._written = [n for n in self._written if os.path.join(self._directory, n) not in old]
 
         def remove() -> None:
             for path in old:
