@@ -6,6 +6,7 @@ DistributedDataParallel.
                                third argument, by `save_model`
     rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
     rank_libraries.generates() sys.argv: a folder; a Seq2SeqTrainer that generates texts
+    rank_libraries.stopped()   sys.argv: a folder; or this and "resume"; a signal comes to one rank
     rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
     rank_libraries.offloads()  sys.argv: a folder, "torch" or the stage; Trainer, or that of `offloaded`
 """
@@ -13,7 +14,9 @@ DistributedDataParallel.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,6 +176,32 @@ def generates() -> None:
     run = seq2seq(folder, offloaded, Seen(), infinity=config)
     run.args.generation_max_length = 4 + 6 * torch.distributed.get_rank()
     run.train()
+    infinity.close(run.model)
+
+
+def stopped() -> None:
+    """Train with a signal to the second rank, after which all save and end; or go on to the end."""
+    transformers = need("transformers")
+    from infinity.integrations.transformers import offloaded
+
+    folder, resume = Path(sys.argv[1]), sys.argv[2:] == ["resume"]
+
+    class Signal(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and torch.distributed.get_rank() == 1 and not resume:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    config = infinity.Config(nvme=str(folder), optimizer_state="nvme", host_memory="64MiB", threads=1)
+    seen = Seen()
+    run = offloaded(transformers.Trainer)(
+        llama(),
+        transformers.TrainingArguments(**arguments(folder / "out", max_steps=5, save_strategy="steps")),
+        train_dataset=examples(),
+        callbacks=[watch(seen), infinity.trainer_callback(), Signal()],
+        infinity=config,
+    )
+    run.train(resume_from_checkpoint=resume)
+    print(json.dumps(seen.losses))  # noqa: T201
     infinity.close(run.model)
 
 

@@ -137,6 +137,17 @@ def test_an_offloaded_trainer_generates_texts_of_any_length(tmp_path: Path) -> N
 
 
 @pytest.mark.ecosystem
+def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
+    script = "from tests.rank_libraries import stopped\nstopped()"
+    results = run_ranks(2, script, str(tmp_path), seconds=60, imports=IMPORTS)
+    assert [code for code, *_ in results] == [75, 75]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
+    first, second = all_well(run_ranks(2, script, str(tmp_path), "resume", seconds=60, imports=IMPORTS))
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+    assert len(json.loads(first.splitlines()[-1])) == 2
+
+
+@pytest.mark.ecosystem
 def test_a_trainer_that_knows_of_no_ranks_is_refused(tmp_path: Path) -> None:
     """As on CPUs without `use_cpu`: each rank would train with all data."""
     script = "from tests.rank_libraries import unaware\nunaware()"
