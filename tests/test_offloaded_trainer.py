@@ -404,8 +404,9 @@ def test_refusals_of_what_is_no_trainer(
     trainer = offloaded(transformers.Trainer)
     assert offloaded(trainer) is trainer is offloaded(transformers.Trainer)
     args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=r"infinity\.Config"):
-        trainer(llama(), args, infinity={"dtype": "bf16"})
+    for wrong in ({}, {"infinity": {"dtype": "bf16"}}):
+        with pytest.raises(ConfigError, match=r"infinity\.Config"):
+            trainer(llama(), args, **wrong)
     with pytest.raises(ConfigError, match="device='cpu'"):
         trainer(llama(), args, infinity=config.replace(device="cuda"))
 

@@ -145,7 +145,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     model: Any
     optimizer: Any
 
-    def __init__(self, *given: Any, infinity: Config, **settings: Any) -> None:
+    def __init__(self, *given: Any, infinity: Config | None = None, **settings: Any) -> None:
         if not isinstance(infinity, Config):
             raise ConfigError(
                 "an offloaded trainer takes a Config",
