@@ -132,6 +132,9 @@ def test_it_resumes_in_the_middle_of_an_epoch(
     (out / "checkpoint-1").mkdir()  # of somebody else
     rest = Trained(trainer, out, config, resume=True, model=with_dropout(5), **settings)
     assert rest.checkpoints == ["checkpoint-1", "checkpoint-6", f"checkpoint-{STEPS}"]
+    infinity.export(out / f"checkpoint-{STEPS}" / "infinity", tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    torch.testing.assert_close(dict(exported), rest.seen.state, rtol=0, atol=0)
     assert (rest.seen.losses, rest.seen.norms) == (whole.seen.losses[4:], whole.seen.norms[4:])
     assert all(map(torch.equal, rest.seen.state.values(), whole.seen.state.values()))
 
