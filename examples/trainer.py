@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 examples/trainer.py …
 """
 
 import argparse
-import os
 
 import torch
 import transformers
@@ -58,7 +57,6 @@ trainer = offloaded(transformers.Trainer)(
     callbacks=[infinity.trainer_callback()],  # a SIGTERM saves
     infinity=config,
 )
-begun = os.path.isdir(given.output) and any(n.startswith("checkpoint-") for n in os.listdir(given.output))
-trainer.train(resume_from_checkpoint=begun)
+trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())
 trainer.save_model(f"{given.output}/model")
 infinity.close(trainer.model)

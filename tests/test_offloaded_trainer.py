@@ -171,6 +171,7 @@ def test_a_save_that_fails_removes_nothing(
     with pytest.raises(DirectoryError, match="no room"):
         run.train()
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert run.newest_checkpoint() == str(tmp_path / "checkpoint-4")
     run.train(resume_from_checkpoint=True)  # from the fourth step: the sixth one has no index
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
     infinity.close(run.model)
@@ -362,6 +363,28 @@ def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, t
 
 
 # -- what is refused -----------------------------------------------------------------------------
+
+
+def test_an_incomplete_first_checkpoint_is_none(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    args = transformers.TrainingArguments(**arguments(tmp_path))
+    run = offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=config)
+    (tmp_path / "checkpoint-5" / "infinity").mkdir(parents=True)
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    assert run.newest_checkpoint() is None
+    with pytest.raises(DirectoryError, match="newest_checkpoint"):
+        run.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_arguments_for_another_engine_are_refused(
+    name: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    args = transformers.TrainingArguments(**arguments(tmp_path))
+    setattr(args, name, "ds.json")  # the constructor would ask for that engine's package
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        offloaded(transformers.Trainer)(llama(), args, infinity=config)
 
 
 @pytest.mark.parametrize(

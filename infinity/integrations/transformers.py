@@ -26,7 +26,7 @@ from infinity.api.engine import Engine, engine_of
 from infinity.api.random_state import random_state, set_random_state
 from infinity.api.together import together
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.optional import optional
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.checkpoints import list_checkpoints
@@ -46,9 +46,7 @@ _HOOKS: Final = {
 _HOME: Final = "infinity"  # the directory of the engine's checkpoint in Trainer's checkpoint-<n>
 _STATE: Final = "trainer_state.json"  # what Trainer writes last into a checkpoint
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)")
-_WEIGHTS: Final = re.compile(
-    r"(adapter_)?(model|diffusion_pytorch_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
-)
+_WEIGHTS: Final = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 #: What launchers tell their processes by the environment: who else would shard or cast the model.
 _LAUNCHED: Final = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "ACCELERATE_DEEPSPEED_CONFIG_FILE"),
@@ -97,8 +95,8 @@ def offloaded(trainer: _Class) -> _Class:
     - ``bf16=True`` and ``fp16=True`` become the compute dtype of the `Config`. fp16 has a loss scale.
     - A checkpoint of Trainer, ``checkpoint-<n>``, has the run's state in ``infinity/``, from `infinity.save`
       on all ranks, and the model as `infinity.export` writes it, for ``from_pretrained``.
-      ``train(resume_from_checkpoint=True)`` takes the newest whole checkpoint. Checkpoints of Trainer itself
-      can be resumed as well.
+      ``train(resume_from_checkpoint=True)`` takes the newest complete one, ``trainer.newest_checkpoint()``,
+      which is None where there is none. Checkpoints of Trainer itself can be resumed as well.
     - ``load_best_model_at_end`` loads the whole state of the best checkpoint.
     - ``save_total_limit`` removes an older checkpoint once the newer one is durable on all ranks, and only
       those that this run has written. The best one stays.
@@ -111,6 +109,7 @@ def offloaded(trainer: _Class) -> _Class:
             is not known. From the constructor: `infinity` is not a `Config`, or contradicts the training
             arguments; or these ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From ``train``: Trainer
             does not know of all ranks.
+        DirectoryError: from ``train(resume_from_checkpoint=True)``: there is no complete checkpoint.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, _Trainer)):
         raise ConfigError(
@@ -218,11 +217,24 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def train(self, resume_from_checkpoint: Any = None, *given: Any, **named: Any) -> Any:
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
+            resume_from_checkpoint = self.newest_checkpoint()
+            if resume_from_checkpoint is None:
+                raise DirectoryError(
+                    f"no complete checkpoint in {self.args.output_dir}",
+                    path=self.args.output_dir,
+                    expected=f"a directory checkpoint-<n> with {_STATE}, which Trainer writes last",
+                    found="none; a save that was killed leaves an incomplete one",
+                    cure="train(resume_from_checkpoint=trainer.newest_checkpoint()), which begins anew where "
+                    "there is none",
+                )
         done = super().train(resume_from_checkpoint, *given, **named)
         if self._limit == 1 and self.state.best_model_checkpoint is not None:
             self._rotate({self.state.best_model_checkpoint})
         return done
+
+    def newest_checkpoint(self) -> str | None:
+        """Return the newest complete checkpoint in ``output_dir``; None if there is none."""
+        return _newest_whole(self.args.output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._engine is None:
