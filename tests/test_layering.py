@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "planning", "hardware", "storage", "params", "grads", "optim", "autograd", "api", "cli")
+FOLDERS = (
+    "core",
+    "planning",
+    "hardware",
+    "storage",
+    "params",
+    "grads",
+    "optim",
+    "autograd",
+    "api",
+    "integrations",
+    "cli",
+)
 # What an assert may call: it has no effect, so `python -O` changes nothing.
 _PURE = """
     all any abs bool callable dict float frozenset getattr hasattr hash id int isinstance issubclass len

@@ -107,11 +107,63 @@ def test_mixed_precision_of_libraries_is_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.ecosystem
-@pytest.mark.parametrize("stage", [1, 3])
-def test_trainers_own_checkpoints_are_refused_at_once(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [["3"], pytest.param(["0", "1"], marks=pytest.mark.slow)])
+def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) -> None:
+    said = {}
+    for by in ("torch", *stages):
+        script = "from tests.rank_libraries import offloads\noffloads()"
+        first, second = all_well(run_ranks(2, script, str(tmp_path), by, seconds=120, imports=IMPORTS))
+        lines = [[json.loads(line) for line in out.splitlines() if line[0] == "["] for out in (first, second)]
+        said[by] = lines[0]
+        assert lines[0] == lines[1]
+    assert len(said["torch"]) == 3
+    wanted = torch.load(tmp_path / "torch.pt", weights_only=True)
+    for stage in stages:
+        assert said[stage][:2] == said["torch"][:2]
+        assert len(said["torch"][2][0]) >= 9
+        for of_engine, of_torch in zip(said[stage][2], said["torch"][2], strict=True):
+            assert of_engine == pytest.approx(of_torch, rel=1e-5)
+        state = torch.load(tmp_path / f"{stage}.pt", weights_only=True)
+        torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
+        final = load_file(tmp_path / stage / "out" / "final" / "model.safetensors")
+        torch.testing.assert_close(final, state, rtol=0, atol=0)
+    assert not list(tmp_path.rglob("*.arena"))
+
+
+@pytest.mark.ecosystem
+def test_an_offloaded_trainer_generates_texts_of_any_length(tmp_path: Path) -> None:
+    script = "from tests.rank_libraries import generates\ngenerates()"
+    all_well(run_ranks(2, script, str(tmp_path), seconds=60, imports=IMPORTS))
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_to_one_rank_saves_on_all(ranks: int, tmp_path: Path) -> None:
+    """The run goes on, on as many ranks or on fewer."""
+    script = "from tests.rank_libraries import stopped\nstopped()"
+    results = run_ranks(2, script, str(tmp_path), seconds=60, imports=IMPORTS)
+    assert [code for code, *_ in results] == [75, 75]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
+    said = all_well(run_ranks(ranks, script, str(tmp_path), "resume", seconds=60, imports=IMPORTS))
+    assert len({out.splitlines()[-1] for out in said}) == 1
+    assert len(json.loads(said[0].splitlines()[-1])) == 2
+
+
+@pytest.mark.ecosystem
+def test_a_trainer_that_knows_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    """As on CPUs without `use_cpu`: each rank would train with all data."""
+    script = "from tests.rank_libraries import unaware\nunaware()"
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    results = run_ranks(2, script, str(tmp_path), seconds=60, environment=environment, imports=IMPORTS)
+    assert all("use_cpu=True" in said for said in all_well(results))
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize(("stage", "how"), [(1, []), (3, []), (3, ["save_model"])])
+def test_trainers_own_checkpoints_are_refused_at_once(stage: int, how: list[str], tmp_path: Path) -> None:
     """It asks the first rank alone for a state dict, for which that would wait until the deadline."""
     script = "from tests.rank_libraries import saving\nsaving()"
-    results = run_ranks(2, script, str(tmp_path), str(stage), seconds=120, imports=IMPORTS)
+    results = run_ranks(2, script, str(tmp_path), str(stage), *how, seconds=120, imports=IMPORTS)
     assert [code for code, *_ in results] == [1, 1]
     assert "DivergenceError" in results[0][2]
     assert 'TrainingArguments(save_strategy="no")' in results[0][1]

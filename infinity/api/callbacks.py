@@ -45,7 +45,8 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
     SIGUSR1, and every `save_minutes` minutes, Trainer saves and goes on. It saves as usual, into its
     ``output_dir``. A second SIGTERM, a second later or more, ends it now, with exit code 143. With several
     ranks, a signal to one rank counts for all. Trainer saves on one rank alone, which needs
-    ``Config(zero_stage=0)``.
+    ``Config(zero_stage=0)``, or an offloaded trainer (`infinity.integrations.transformers`), which saves on
+    all.
 
     After the last step a signal ends nothing: ``train`` returns, and the program can save the model.
     (Trainer makes one step more than ``max_steps`` when it resumes from its last step.)
@@ -56,7 +57,8 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
 
     Raises:
         DataError: transformers is not installed, or the installation is broken.
-        ConfigError: in ``train``, before the first step: with several ranks, `Config.zero_stage` is not 0.
+        ConfigError: in ``train``, before the first step: with several ranks, `Config.zero_stage` is not 0,
+            and the trainer is not an offloaded one.
     """
     [base] = optional("transformers", "hf", "TrainerCallback")
 
@@ -66,14 +68,15 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             engine = engine_of(given["optimizer"])
             stage = engine.config.zero_stage
-            if engine.comm.world > 1 and stage:
+            if engine.comm.world > 1 and stage and not engine.saves_on_all_ranks:
                 raise ConfigError(
                     "transformers.Trainer cannot save a model that ranks share out: it asks one rank alone",
                     expected="with several ranks, zero_stage=0, where each has the whole model",
                     found=f"zero_stage={stage}, {engine.comm.world} ranks, and a callback that has it save",
-                    cure="Config(zero_stage=0); or, in place of `trainer_callback`, a TrainerCallback whose "
-                    "on_step_end calls infinity.save(optimizer, directory) on all ranks (docs/ranks.md has "
-                    "it in full); or a loop of your own in `infinity.Run`",
+                    cure="`offloaded` of infinity.integrations.transformers; or Config(zero_stage=0); or, in "
+                    "place of `trainer_callback`, a TrainerCallback whose on_step_end calls "
+                    "infinity.save(optimizer, directory) on all ranks (docs/ranks.md has it in full); "
+                    "or a loop of your own in `infinity.Run`",
                 )
             self.wanted = _taken(Wanted(engine, save_minutes))
 

@@ -114,6 +114,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.behind = Behind(self, parts) if config.update == "backward" else None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
+        self.step_was_skipped = False  # the last one; accelerate's name, by which schedulers wait
         self._steps = 0
         self._unfinished: list[Any] = []  # what the closure returned to a step that was made, and raised
         self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
@@ -237,7 +238,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.check_delayed()
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
-        if self._fp16 and not math.isfinite(norm):
+        self.step_was_skipped = self._fp16 and not math.isfinite(norm)
+        if self.step_was_skipped:
             self._gradients.rescale(max(self.loss_scale / 2, 2.0**-14))
             self._good_steps = 0
             self.skipped_steps += 1

@@ -1,0 +1,1 @@
+"""Libraries whose loops and files the engine fits into. Each module needs its library."""

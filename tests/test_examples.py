@@ -1,0 +1,98 @@
+"""The scripts of examples/, as they stand, on a tiny model: started twice, they go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infinity.storage.checkpoints import find
+
+from .ranks import all_well, run_ranks
+from .test_ecosystem import llama, need, tokenizer, words
+
+pytestmark = pytest.mark.ecosystem
+EXAMPLES = Path(__file__).parents[1] / "examples"
+IMPORTS = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for part in (llama(), tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "text").write_text("\n".join(words(i, 12) for i in range(40)), encoding="utf-8")
+    return tmp_path
+
+
+def run(name: str, folder: Path, *options: str, ranks: int = 1) -> str:
+    """Run an example on CPUs; return what its first rank has printed."""
+    for library in ("accelerate", "peft"):
+        need(library)
+    given = ["--model", str(folder / "model"), "--nvme", str(folder / "nvme")]
+    if name != "pipeline":
+        given += ["--text", str(folder / "text"), "--output", str(folder / "out")]
+    script = f"import runpy, torch\ntorch.set_num_threads(1)\nrunpy.run_path({str(EXAMPLES / name)!r}+'.py')"
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "CI": "1"}
+    results = run_ranks(
+        ranks, script, *given, *options, seconds=120, environment=environment, imports=IMPORTS
+    )
+    said = all_well(results)[0]
+    assert not list(folder.rglob("*.arena"))
+    return said
+
+
+def test_every_example_is_short_and_tested() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    tested = {"accelerate_loop", "loop", "pipeline", "ranks", "sft_lora", "trainer"}
+    assert {path.stem for path in files} == tested
+    assert max(path.read_text(encoding="utf-8").count("\n") for path in files) <= 80
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("loop", 1), ("ranks", 2)])
+def test_loops(name: str, ranks: int, folder: Path) -> None:
+    small = ["--length", "16"]
+    first = run(name, folder, "--steps", "2", *small, ranks=ranks)
+    rest = run(name, folder, "--steps", "4", *small, ranks=ranks)
+    assert [line.split(":")[0] for line in first.splitlines()] == ["step 0", "step 1"]
+    assert [line.split(":")[0] for line in rest.splitlines()] == ["step 2", "step 3"]
+    assert find(str(folder / "out" / "checkpoints")).content["counts"]["steps"] == 4
+    assert_trained(folder, "model-4")
+    if name == "loop":
+        made = run("pipeline", folder, "w1 w2", "w3", "--tokens", "3")
+        assert [line[:2] for line in made.splitlines()] == ["w1", "w3"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer(ranks: int, folder: Path) -> None:
+    run("trainer", folder, "--steps", "20", ranks=ranks)
+    said = run("trainer", folder, "--steps", "40", ranks=ranks)
+    assert "'epoch'" in said
+    names = {path.name for path in (folder / "out").glob("checkpoint-*")}
+    assert names == {"checkpoint-20", "checkpoint-40"}
+    assert_trained(folder, "model")
+
+
+def test_sft_with_lora(folder: Path) -> None:
+    need("trl")
+    run("sft_lora", folder, "--steps", "2")
+    assert (folder / "out" / "checkpoint-2" / "infinity").is_dir()
+    adapters = load_file(folder / "out" / "adapters" / "adapter_model.safetensors")
+    assert any(value.any() for name, value in adapters.items() if "lora_B" in name)
+    assert_trained(folder, "merged")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate(ranks: int, folder: Path) -> None:
+    assert run("accelerate_loop", folder, ranks=ranks).startswith("epoch 0: loss ")
+    assert find(str(folder / "out" / "checkpoints")).content["counts"]["steps"] == 10 // ranks
+    assert_trained(folder, "model")
+
+
+def assert_trained(folder: Path, name: str) -> None:
+    """A model that `from_pretrained` reads, with other values than before."""
+    saved = need("transformers").AutoModelForCausalLM.from_pretrained(folder / "out" / name)
+    before = dict(llama().named_parameters())
+    assert any(not torch.equal(p.float(), before[n].to(p.dtype).float()) for n, p in saved.named_parameters())

@@ -1,0 +1,455 @@
+"""`offloaded(Trainer)` does what Trainer does: the same losses, weights, checkpoints and best model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.api.engine import engine_of
+from infinity.core.errors import ClosedError, ConfigError, DirectoryError
+
+from .offloaded import config_for
+from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
+
+pytestmark = pytest.mark.ecosystem
+STEPS = 7
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.fixture
+def transformers() -> Any:
+    need("accelerate")
+    return need("transformers")
+
+
+@pytest.fixture
+def offloaded(transformers: Any) -> Any:
+    from infinity.integrations.transformers import offloaded
+
+    return offloaded
+
+
+def with_dropout(seed: int = 0) -> Any:
+    model = llama(seed)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return model
+
+
+class Trained:
+    """A run of a trainer, closed: what it came to, and the trainer."""
+
+    def __init__(
+        self,
+        cls: Any,
+        folder: Path,
+        config: infinity.Config | None = None,
+        *,
+        resume: Any = None,
+        model: Any = None,
+        **settings: Any,
+    ) -> None:
+        transformers = need("transformers")
+        self.seen = Seen()
+        self.args = transformers.TrainingArguments(**arguments(folder, max_steps=STEPS, **settings))
+        given = {} if config is None else {"infinity": config}
+        self.trainer = cls(
+            with_dropout() if model is None else model,
+            self.args,
+            train_dataset=examples(),
+            eval_dataset=examples()[:4],
+            callbacks=[watch(self.seen)],
+            **given,
+        )
+        self.trainer.train(resume_from_checkpoint=resume)
+        self.seen.keep(self.trainer.model.state_dict())
+        self.evaluated = self.trainer.evaluate()["eval_loss"]
+        self.best = self.trainer.state.best_model_checkpoint
+        if config is not None:
+            self.trainer.save_model(str(folder / "final"))
+            infinity.close(self.trainer.model)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(p.name for p in Path(self.args.output_dir).glob("checkpoint-*"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> infinity.Config:
+    return config_for(tmp_path, dtype=None, device=None)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+#: The first checkpoint counts as the best.
+EVALUATING = {
+    **{"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True},
+    **{"metric_for_best_model": "eval_loss", "greater_is_better": True},
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_decay": 0.1, "activation_checkpointing": True},
+        {"gradient_accumulation_steps": 3, **SAVING, "save_total_limit": 2},
+        {**SAVING, **EVALUATING, "save_total_limit": 1},
+    ],
+    ids=["plain", "accumulation", "best"],
+)
+def test_it_does_what_trainer_does(
+    settings: Any, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    wanted = Trained(transformers.Trainer, tmp_path / "torch", **settings)
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **settings)
+    assert len(wanted.seen.losses) == STEPS
+    assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-5)
+    assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=1e-4)
+    torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=1e-4, atol=1e-5)
+    assert found.evaluated == pytest.approx(wanted.evaluated, rel=1e-5)
+    assert found.checkpoints == wanted.checkpoints
+    if "load_best_model_at_end" in settings:
+        assert Path(found.best).name == Path(wanted.best).name == "checkpoint-2"
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "engine" / "final")
+    torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
+    assert not list(tmp_path.rglob("*.arena"))
+
+
+def test_it_resumes_in_the_middle_of_an_epoch(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    trainer, out = offloaded(transformers.Trainer), tmp_path / "out"
+    settings = {**SAVING, "gradient_accumulation_steps": 2, "save_total_limit": 2}
+    whole = Trained(trainer, tmp_path / "whole", config, **SAVING, gradient_accumulation_steps=2)
+    shutil.copytree(tmp_path / "whole", out)
+    (out / "checkpoint-6" / "trainer_state.json").write_text("{")  # a save that was killed
+    (out / f"checkpoint-{STEPS}" / "trainer_state.json").unlink()
+    (out / "checkpoint-1").mkdir()  # of somebody else
+    rest = Trained(trainer, out, config, resume=True, model=with_dropout(5), **settings)
+    assert rest.checkpoints == ["checkpoint-1", "checkpoint-6", f"checkpoint-{STEPS}"]
+    infinity.export(out / f"checkpoint-{STEPS}" / "infinity", tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    torch.testing.assert_close(dict(exported), rest.seen.state, rtol=0, atol=0)
+    assert (rest.seen.losses, rest.seen.norms) == (whole.seen.losses[4:], whole.seen.norms[4:])
+    assert all(map(torch.equal, rest.seen.state.values(), whole.seen.state.values()))
+
+
+def test_it_resumes_from_a_checkpoint_of_trainer(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    wanted = Trained(transformers.Trainer, tmp_path / "out", **SAVING)
+    shutil.rmtree(tmp_path / "out" / f"checkpoint-{STEPS}")
+    trainer = offloaded(transformers.Trainer)
+    found = Trained(trainer, tmp_path / "out", config, resume=True, model=with_dropout(5), **SAVING)
+    assert found.seen.losses == pytest.approx(wanted.seen.losses[6:], rel=1e-5)
+    torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_save_that_fails_removes_nothing(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Any] = []
+
+    def save(optimizer: Any, path: Any, save: Any = infinity.save, **given: Any) -> Any:
+        saved.append(path)
+        if len(saved) == 3:
+            raise DirectoryError("no room")
+        return save(optimizer, path, **given)
+
+    monkeypatch.setattr(infinity, "save", save)
+    run = offloaded(transformers.Trainer)(
+        llama(),
+        transformers.TrainingArguments(**arguments(tmp_path, **SAVING, save_total_limit=1)),
+        train_dataset=examples(),
+        infinity=config,
+    )
+    with pytest.raises(DirectoryError, match="no room"):
+        run.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert run.newest_checkpoint() == str(tmp_path / "checkpoint-4")
+    run.train(resume_from_checkpoint=True)  # from the fourth step: the sixth one has no index
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
+    infinity.close(run.model)
+
+
+def test_weights_alone_are_a_checkpoint_too(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    settings = {**SAVING, **EVALUATING, "save_only_model": True, "save_total_limit": 2}
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "out", config, **settings)
+    assert found.checkpoints == ["checkpoint-2", f"checkpoint-{STEPS}"]
+    assert not (tmp_path / "out" / "checkpoint-2" / "infinity").exists()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2")
+    torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision_is_the_compute_dtype(
+    dtype: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    wanted = Trained(transformers.Trainer, tmp_path / "torch")
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **{dtype: True})
+    assert getattr(found.args, dtype) is True  # the user's object
+    assert found.trainer.accelerator.mixed_precision == "no"
+    assert {str(v.dtype) for v in found.seen.state.values()} == {f"torch.{DTYPES[dtype]}"}
+    assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-2)
+    assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=5e-2)
+
+
+def test_bf16_is_what_wrap_does(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as launched:
+        launched.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by `accelerate launch`
+        found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config)
+
+    class Wrapped(transformers.Trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            super().create_optimizer()
+            wrapped = config.replace(dtype="bf16", device="cpu")
+            self.model, self.optimizer = infinity.wrap(self.model, self.optimizer, wrapped)
+            return self.optimizer
+
+    wanted = Trained(Wrapped, tmp_path / "torch")
+    infinity.close(wanted.trainer.model)
+    assert (found.seen.losses, found.seen.norms) == (wanted.seen.losses, wanted.seen.norms)
+    assert all(map(torch.equal, found.seen.state.values(), wanted.seen.state.values()))
+
+
+def test_a_step_that_overflows_leaves_the_learning_rate(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    class Bad(offloaded(transformers.Trainer)):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*given, **named)
+            overflows = self.state.global_step == 2 and self.model.training
+            return loss + 1e30 * (loss - loss.detach()) if overflows else loss
+
+    found = Trained(Bad, tmp_path / "out", config, fp16=True, **SAVING)
+    rates = [log["learning_rate"] for log in found.trainer.state.log_history if "learning_rate" in log]
+    assert rates[2] == rates[3]
+    assert len(set(rates)) == STEPS - 1
+    rest = Trained(Bad, tmp_path / "out", config, fp16=True, resume=str(tmp_path / "out" / "checkpoint-4"))
+    assert rest.seen.losses == found.seen.losses[4:]
+    assert rest.trainer.optimizer.skipped_steps == 1
+
+
+def test_a_model_can_be_evaluated_and_built_anew(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    trainer = offloaded(transformers.Trainer)(
+        model_init=lambda: llama(),
+        args=transformers.TrainingArguments(**arguments(tmp_path / "out") | {"max_steps": 2}),
+        train_dataset=examples(),
+        eval_dataset=examples()[:4],
+        infinity=config,
+    )
+    before = trainer.evaluate()["eval_loss"]
+    first = engine_of(trainer.model)
+    losses = [trainer.train().training_loss for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert trainer.evaluate()["eval_loss"] < before
+    second = engine_of(trainer.model)
+    assert first is not second
+    with pytest.raises(ClosedError):
+        first.phases.check()
+    infinity.close(trainer.model)
+
+
+# -- the trainers that derive from it ------------------------------------------------------------
+
+
+def sft(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
+    trl, datasets = need("trl"), need("datasets")
+    settings = arguments(folder, max_steps=STEPS, save_strategy="steps", save_steps=4)
+    settings |= {**EVALUATING, "eval_steps": 4}
+    return trainer(trl.SFTTrainer)(
+        llama(),
+        trl.SFTConfig(**settings, bf16=False),
+        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
+        eval_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(4)]}),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+        callbacks=[watch(seen)],
+        **given,
+    )
+
+
+def dpo(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
+    trl = need("trl")
+    return trainer(trl.DPOTrainer)(
+        llama(),
+        args=trl.DPOConfig(**arguments(folder, max_steps=STEPS), bf16=False),
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+        callbacks=[watch(seen)],
+        **given,
+    )
+
+
+def grpo(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
+    trl, datasets = need("trl"), need("datasets")
+    settings = arguments(folder, max_steps=3) | {"per_device_train_batch_size": 4}
+    return trainer(trl.GRPOTrainer)(
+        llama(),
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        args=trl.GRPOConfig(**settings, bf16=False, num_generations=4, max_completion_length=6, beta=0.1),
+        train_dataset=datasets.Dataset.from_dict({"prompt": [words(i, 4) for i in range(8)]}),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+        callbacks=[watch(seen)],
+        **given,
+    )
+
+
+def seq2seq(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
+    transformers = need("transformers")
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    return trainer(transformers.Seq2SeqTrainer)(
+        transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, decoder_start_token_id=93, pad_token_id=93)
+        ),
+        transformers.Seq2SeqTrainingArguments(
+            **arguments(folder, max_steps=STEPS, eval_strategy="steps", eval_steps=4),
+            predict_with_generate=True,
+        ),
+        compute_metrics=lambda found: {"generated": float(found.predictions.sum())},
+        train_dataset=examples(),
+        eval_dataset=examples()[:4],
+        callbacks=[watch(seen)],
+        **given,
+    )
+
+
+def lora() -> Any:
+    return need("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("build", [sft, dpo, grpo, seq2seq], ids=lambda build: build.__name__)
+def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, tmp_path: Path) -> None:
+    runs = []
+    for name, trainer, given in (
+        ("torch", lambda cls: cls, {}),
+        ("engine", offloaded, {"infinity": config}),
+    ):
+        seen = Seen()
+        run = build(tmp_path / name, trainer, seen, **given)
+        run.train()
+        seen.keep(run.model.state_dict())
+        runs.append(seen)
+        if build is sft:
+            again = Seen()
+            run = build(tmp_path / name, trainer, again, **given)
+            run.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-4"))
+            assert again.losses == pytest.approx(seen.losses[4:], rel=1e-6)
+            adapters = need("safetensors.torch").load_file(
+                tmp_path / name / "checkpoint-4" / "adapter_model.safetensors"
+            )
+            assert len(adapters) == 8
+        if given:
+            infinity.close(run.model)
+    wanted, found = runs
+    assert len(wanted.losses) >= 3
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5, abs=1e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
+    torch.testing.assert_close(found.state, wanted.state, rtol=1e-4, atol=1e-5)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def test_an_incomplete_first_checkpoint_is_none(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    args = transformers.TrainingArguments(**arguments(tmp_path))
+    run = offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=config)
+    (tmp_path / "checkpoint-5" / "infinity").mkdir(parents=True)
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    assert run.newest_checkpoint() is None
+    with pytest.raises(DirectoryError, match="newest_checkpoint"):
+        run.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_arguments_for_another_engine_are_refused(
+    name: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    args = transformers.TrainingArguments(**arguments(tmp_path))
+    setattr(args, name, "ds.json")  # the constructor would ask for that engine's package
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        offloaded(transformers.Trainer)(llama(), args, infinity=config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "said"),
+    [
+        ({"bf16": True}, {}, "bf16=False"),
+        ({"fp16_full_eval": True}, {}, "fp16_full_eval=False"),
+        ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "ds.json"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
+    ],
+)
+def test_refusals(
+    settings: Any,
+    environment: Any,
+    said: str,
+    transformers: Any,
+    offloaded: Any,
+    config: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = offloaded(transformers.Trainer)
+    args = transformers.TrainingArguments(**arguments(tmp_path / "out") | settings)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        trainer(llama(), args, infinity=config.replace(dtype="fp32"))
+    if environment:
+
+        class Another(transformers.Trainer):  # type: ignore[misc]
+            pass
+
+        with pytest.raises(ConfigError, match=said):
+            offloaded(Another)
+
+
+def test_refusals_of_what_is_no_trainer(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="derives from it"):
+        offloaded(torch.nn.Linear)
+    trainer = offloaded(transformers.Trainer)
+    assert offloaded(trainer) is trainer is offloaded(transformers.Trainer)
+    args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
+    for wrong in ({}, {"infinity": {"dtype": "bf16"}}):
+        with pytest.raises(ConfigError, match=r"infinity\.Config"):
+            trainer(llama(), args, **wrong)
+    with pytest.raises(ConfigError, match="device='cpu'"):
+        trainer(llama(), args, infinity=config.replace(device="cuda"))
+
+
+def test_a_trainer_with_other_methods_is_refused(transformers: Any) -> None:
+    from infinity.integrations.transformers import check_hooks
+
+    check_hooks(transformers.Trainer)
+
+    class Other(transformers.Trainer):  # type: ignore[misc]
+        _load_best_model = None
+
+        def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+            pass
+
+    Other._load_best_model = None
+    with pytest.raises(ConfigError) as caught:
+        check_hooks(Other)
+    assert "_save_checkpoint(model, trial, metrics)" in str(caught.value.found)
+    assert "no _load_best_model" in str(caught.value.found)
