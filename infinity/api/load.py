@@ -350,7 +350,11 @@ class _Loading:
             )
         self._same_kind = True
         params = self._engine.params
-        here = [{self._names.get(params[p]) for p in g["params"] if p in params} - {None} for g in groups]
+        # A frozen parameter has no options: it does not matter in which group it is.
+        trained = [
+            [params[p] for p in g["params"] if p in params and params[p].spec.trainable] for g in groups
+        ]
+        here = [{self._names.get(sharded) for sharded in group} - {None} for group in trained]
         both = set().union(*here) if here else set()
         there = [set(g["params"]) & both for g in saved]
         if here != there:
@@ -502,6 +506,7 @@ class _Loading:
     def go_on(self) -> None:
         """Let the run go on: all of it is what was saved."""
         comm = self._engine.comm
-        set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
+        if self._random[0] is not None:  # imported from a program that saves none
+            set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
         self._engine.phases.mended()
         self._engine.optimizer.zero_grad()
