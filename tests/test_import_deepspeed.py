@@ -5,8 +5,10 @@ deepspeed_states.py has written them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ import torch
 import infinity
 from infinity.api.import_deepspeed import import_deepspeed
 from infinity.cli.main import run
-from infinity.core.errors import CorruptionError, DataError, DirectoryError, StateDictError
+from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError, StateDictError
 from infinity.storage.checkpoints import find
 
 from .deepspeed_states import ARCHIVE, CASES, MORE, STEPS, build, groups_of, loss_of
@@ -66,11 +68,11 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     )
     with torch.serialization.safe_globals([(type("Stub", (_Stub,), {}), name) for name in names]):
         content = torch.load(path, weights_only=True)
-    state = content.get("optimizer_state_dict", {})
-    if isinstance(stage := state.get("zero_stage"), _Stub):
-        state["zero_stage"] = stage.args[0]
-    for lost in ("loss_scaler", "param_slice_mappings"):
-        state.pop(lost, None)
+    for state in (content, content.get("optimizer_state_dict", {})):
+        if isinstance(stage := state.get("zero_stage"), _Stub):
+            state["zero_stage"] = stage.args[0]
+        for lost in ("loss_scaler", "param_slice_mappings"):
+            state.pop(lost, None)
     change(content)
     torch.save(content, path)
 
@@ -344,6 +346,68 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
         import_deepspeed(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with pytest.raises(DataError, match="not one checkpoint of DeepSpeed"):
         import_deepspeed(str(tmp_path), str(tmp_path / "out"))
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in containers."""
+    if place:
+        yield place
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from _places(inner, (*place, key))
+
+
+ODD = (
+    None,
+    0,
+    5,
+    -1,
+    1 << 70,
+    0.5,
+    float("nan"),
+    "x",
+    b"x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    (1,),
+    True,
+    torch.ones(2),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("stage1-fp32", 0),
+        ("stage3-fp32", 0),
+        *(
+            pytest.param(name, 1, marks=pytest.mark.full)
+            for name in ("universal-stage3", "stage2-bf16", "bf16-optimizer", "client")
+        ),
+    ],
+)
+def test_odd_values_are_errors_that_say_so(name: str, seed: int, copied: Any, tmp_path: Path) -> None:
+    """Whatever a file has in place of one of its values."""
+    generator = random.Random(seed)
+    saved, tag = copied(name)
+    files = sorted(path for path in tag.rglob("*.pt") if path.parent == tag or path.parent.name == "zero")
+    for _ in range(25):
+        path = generator.choice(files)
+        whole = path.read_bytes()
+
+        def change(content: Any) -> None:
+            *outer, last = generator.choice(list(_places(content)))
+            for key in outer:
+                content = content[key]
+            content[last] = generator.choice(ODD)
+
+        edit(path, change)
+        with contextlib.suppress(InfinityError):
+            import_deepspeed(str(saved), str(tmp_path / "out"))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        path.write_bytes(whole)
 
 
 def _damages(path: Path) -> Iterator[bytes]:

@@ -29,6 +29,7 @@ from .user_state import encode
 #: The moments of AdamW and Adam.
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _PIECE: Final = 1 << 20  # elements that are in memory at once
+_MOST: Final = 1 << 53  # beyond it, a float is no count
 _DEPTH: Final = 50  # containers in containers, in further state
 _T = TypeVar("_T")
 
@@ -85,13 +86,15 @@ class Foreign:
     check: Callable[[], None]
 
 
-def refused(
-    what: str, *, expected: object, found: object, cure: str, cause: Exception | None = None
-) -> DataError:
-    """Return the error for a checkpoint that cannot be imported."""
-    error = DataError(what, expected=expected, found=found, cure=cure)
-    error.__cause__ = cause
-    return error
+def not_of(program: str, path: str, error: Exception) -> DataError:
+    """Return the error for a checkpoint that has other kinds of values than its program writes."""
+    return DataError(
+        f"{path} has values that no version of {program} writes",
+        expected="numbers, texts, containers and tensors in their places",
+        found=f"{type(error).__name__}: {error}"[:200],
+        cure="copy the checkpoint again from its source; if it is an old one, load it by a newer version and "
+        "save it again",
+    )
 
 
 def entry(value: Any, key: Any, kind: type[_T] | tuple[type[_T], ...], path: str) -> _T:
@@ -103,7 +106,7 @@ def entry(value: Any, key: Any, kind: type[_T] | tuple[type[_T], ...], path: str
     there = value.get(key) if isinstance(value, dict) else None
     if not isinstance(there, kind) or (isinstance(there, bool) and kind is int):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise refused(
+        raise DataError(
             f"{path} is not a file of the checkpoint that it should be a part of",
             expected=f"{key!r}, of {' or '.join(k.__name__ for k in kinds)}",
             found=type(there).__name__ if isinstance(value, dict) else f"no dict with {key!r}",
@@ -120,13 +123,69 @@ def shape_in(value: Any, name: str, path: str) -> tuple[int, ...]:
     """
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (-1,)
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes) or len(sizes) > 32:
-        raise refused(
+        raise DataError(
             f"{path} has no shape of {name!r}",
             expected="a tuple of sizes",
             found=type(value).__name__,
             cure="copy the checkpoint again from its source",
         )
     return sizes
+
+
+def number_in(value: Any) -> float | None:
+    """Return a number, or that of a tensor with one; None: it is neither, or not finite."""
+    if isinstance(value, SavedTensor) and value.numel == 1:
+        value = value.whole().item()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _MOST else None
+
+
+def count_in(value: Any, default: int) -> int:
+    """Return a count, or `default` where there is none."""
+    number = number_in(value)
+    return default if number is None or number < 0 else int(number)
+
+
+def options_of_adam(group: Any, path: str, decoupled: bool | None = None) -> dict[str, Any]:
+    """Return the options of a param group of AdamW or Adam, for ours. `decoupled`: whether it is AdamW, where
+    the group does not say it; by default it is.
+
+    Raises:
+        DataError: it is of another optimizer, or has an option that is not supported.
+    """
+    options: dict[str, Any] = {
+        name: number_in(entry_of(group, name)) for name in ("lr", "eps", "weight_decay")
+    }
+    betas = entry_of(group, "betas")
+    options["betas"] = tuple(map(number_in, betas)) if isinstance(betas, (list, tuple)) else ()
+    of_adam = entry_of(group, "amsgrad") is not None or entry_of(group, "bias_correction") is not None
+    if not of_adam or None in (*options.values(), *options["betas"]) or len(options["betas"]) != 2:
+        found = ", ".join(map(str, group))[:200] if isinstance(group, dict) else type(group).__name__
+        raise other_optimizer(path, f"a param group with {found}")
+    for option, neutral in (("amsgrad", False), ("bias_correction", True)):
+        if bool(group.get(option, neutral)) is not neutral:
+            raise other_optimizer(path, f"{option}={not neutral}")
+    options |= {"amsgrad": False, "maximize": bool(group.get("maximize"))}
+    mode = group.get("decoupled_weight_decay", True) if decoupled is None else decoupled
+    options["decoupled_weight_decay"] = bool(mode)
+    if (begun := number_in(group.get("initial_lr"))) is not None:
+        options["initial_lr"] = begun
+    return options
+
+
+def entry_of(value: Any, key: Any) -> Any:
+    """Return what a dict has as `key`; None, where it has none, or is no dict."""
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def other_optimizer(path: str, found: str) -> DataError:
+    """Return the error for a checkpoint of another optimizer."""
+    return DataError(
+        f"{path} is of a run with an optimizer that cannot be imported",
+        expected="AdamW or Adam",
+        found=found,
+        cure="load the weights into the model before `wrap`, and begin with new moments",
+    )
 
 
 def plain(value: Any, left_out: list[str], where: str, depth: int = 0) -> Any:
@@ -282,6 +341,13 @@ class _Writing:
                 at += piece.numel()
                 self._done += piece.numel() * files[stem].entries[name].dtype.itemsize
                 self._told(self._done, self._total)
+            if at != files[stem].entries[name].numel:
+                raise DataError(
+                    f"{self._foreign.path} has {name!r} with another number of elements than its shape",
+                    expected=f"{files[stem].entries[name].numel} elements, in {stem}",
+                    found=f"{at}",
+                    cure="save the checkpoint again; or copy it again from its source",
+                )
 
     def _check(self, name: str, piece: torch.Tensor, rounded: _Follower | None) -> None:
         if self._foreign.parameters[name].trainable and piece.numel():
@@ -291,7 +357,7 @@ class _Writing:
         there = rounded.next(piece.numel())
         here = piece.to(there.dtype)
         if not bool(((here == there) | (here.isnan() & there.isnan())).all()):
-            raise refused(
+            raise DataError(
                 f"{name!r} in {self._foreign.path} has another value in the optimizer than in the model",
                 expected="masters that are the weights of the model when they are rounded",
                 found="different values",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
-from infinity.core.errors import DirectoryError
+from infinity.core.errors import DataError, DirectoryError
 from infinity.storage.pickled import Record, SavedTensor, TorchFile
 
 from .checkpoint import Progress
@@ -31,9 +31,14 @@ from .foreign import (
     ForeignParameter,
     Values,
     check_new,
+    count_in,
     entry,
+    entry_of,
+    not_of,
+    number_in,
+    options_of_adam,
+    other_optimizer,
     plain,
-    refused,
     shape_in,
     texts_beside,
     write,
@@ -81,7 +86,10 @@ def import_deepspeed(directory: str, path: str, progress: Progress | None = None
     check_new(path)
     with contextlib.ExitStack() as stack:
         files = _Files(directory, stack)
-        foreign = _foreign(files)
+        try:
+            foreign = _foreign(files)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise not_of("DeepSpeed", files.path, error) from error
         texts = texts_beside(files.path, os.path.dirname(os.path.abspath(files.path)))
         return write(foreign, path, texts, progress), foreign
 
@@ -115,7 +123,7 @@ class _Files:
         self.optimizers = {int(m[2]): os.path.join(self.path, name) for name, m in optimizers.items()}
         if not models or len(self.models) != len(models) or len(self.optimizers) != len(optimizers):
             found = ", ".join(names[:8]) or "nothing"
-            raise refused(
+            raise DataError(
                 f"{self.path} is not one checkpoint of DeepSpeed",
                 expected="one *_model_states.pt, or one of each rank, and one *_optim_states.pt of each rank",
                 found=f"{len(models)} and {len(optimizers)} of them: {found}",
@@ -160,7 +168,7 @@ def _tag_of(directory: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             tag = file.read(4096).strip()
         if not tag or os.path.basename(tag) != tag or tag == "..":
-            raise refused(
+            raise DataError(
                 f"{path} names no directory",
                 expected="the name of a directory beside it",
                 found=repr(tag[:100]),
@@ -171,7 +179,7 @@ def _tag_of(directory: str) -> str:
 
 
 def _of_parallelism(path: str, kind: str, found: str) -> Exception:
-    return refused(
+    return DataError(
         f"{path} is of a run with {kind}",
         expected="a checkpoint of a data parallel run",
         found=found,
@@ -217,7 +225,7 @@ def _foreign(files: _Files) -> Foreign:
     for index, names in enumerate(shapes):
         counted = sources.steps[index]
         if counted is None:
-            counted = _number(groups[of_shapes[index]].get("step"), updates)
+            counted = count_in(groups[of_shapes[index]].get("step"), updates)
         for name, shape in names.items():
             kinds = sources.moments(index, name)
             parameters[name] = ForeignParameter(shape, step=counted if kinds else 0, moments=kinds)
@@ -267,7 +275,7 @@ def _shapes_of(files: _Files) -> list[dict[str, tuple[int, ...]]]:
     path = files.model_path
     there = files.model.get("param_shapes") if isinstance(files.model, dict) else None
     if isinstance(files.model, dict) and there is None:
-        raise refused(
+        raise DataError(
             f"{path} is of a run without ZeRO, or without an optimizer",
             expected="a run with ZeRO at stage 1, 2 or 3",
             found="no param_shapes",
@@ -280,7 +288,7 @@ def _shapes_of(files: _Files) -> list[dict[str, tuple[int, ...]]]:
         made = {}
         for name, shape in (group if isinstance(group, dict) else {None: None}).items():
             if not isinstance(name, str) or name in names:
-                raise refused(
+                raise DataError(
                     f"{path} has param_shapes that are not of one model",
                     expected="each parameter once, by its name",
                     found=repr(name)[:100],
@@ -296,9 +304,9 @@ def _check_parallel(files: _Files) -> None:
     model = files.model
     dims = model.get("checkpoint_parallel_dimensions")
     sizes = {
-        "tensor parallelism": (model.get("mp_world_size"), _get(dims, "tp_degree")),
-        "pipeline parallelism": (_get(dims, "pp_degree"),),
-        "expert parallelism": (len(model.get("ds_autoep_layers") or ()), _get(model, "num_experts")),
+        "tensor parallelism": (model.get("mp_world_size"), entry_of(dims, "tp_degree")),
+        "pipeline parallelism": (entry_of(dims, "pp_degree"),),
+        "expert parallelism": (len(model.get("ds_autoep_layers") or ()), entry_of(model, "num_experts")),
     }
     for kind, found in sizes.items():
         for size in found:
@@ -307,23 +315,10 @@ def _check_parallel(files: _Files) -> None:
                 raise _of_parallelism(files.path, kind, f"{max(many)}")
 
 
-def _get(value: Any, key: Any) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
-
-
-def _number(value: Any, default: int) -> int:
-    """Return a count that is a number or a tensor of one, or `default` where there is none."""
-    if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.whole().item()
-    if isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value < 1 << 53:
-        return int(value)
-    return default
-
-
 def _stage_of(state: Any) -> int:
     """Return ZeRO's stage; BF16_Optimizer, which is stage 1, does not say it."""
-    stage = _get(state, "zero_stage")
-    return _number(stage.args[0] if isinstance(stage, Record) and stage.args else stage, 1)
+    stage = entry_of(state, "zero_stage")
+    return count_in(stage.args[0] if isinstance(stage, Record) and stage.args else stage, 1)
 
 
 def _states_of(files: _Files) -> list[Any]:
@@ -333,7 +328,7 @@ def _states_of(files: _Files) -> list[Any]:
         for _, path in sorted(files.optimizers.items())
     ]
     if not states:
-        raise refused(
+        raise DataError(
             f"{files.path} has no state of an optimizer",
             expected="*_optim_states.pt of each rank",
             found="none",
@@ -344,7 +339,7 @@ def _states_of(files: _Files) -> list[Any]:
     if len(set(counts)) > 1:
         raise _of_parallelism(files.path, "expert parallelism", f"param groups of {counts} ranks")
     if counts[:1] != [len(states)] or sorted(files.optimizers) != [*range(len(states))]:
-        raise refused(
+        raise DataError(
             f"{files.path} does not have the files of all ranks",
             expected=f"*_optim_states.pt of {str(counts[:1])[1:-1]} ranks",
             found=f"{len(states)}, of the ranks {', '.join(map(str, sorted(files.optimizers)))}"[:300],
@@ -352,7 +347,7 @@ def _states_of(files: _Files) -> list[Any]:
         )
     for rank, state in enumerate(states):
         partitions = state.get("ds_zero_partition_groups") or ()
-        if any(_get(part, "partition_count") not in (None, len(states)) for part in partitions):
+        if any(entry_of(part, "partition_count") not in (None, len(states)) for part in partitions):
             raise _of_parallelism(files.path, "expert parallelism", f"partitions of rank {rank}")
     return states
 
@@ -361,7 +356,7 @@ def _base_of(state: Any, stage: int, path: str) -> dict[str, Any]:
     """Return what the optimizer itself saved."""
     key = "optimizer_state_dict" if stage == _STAGE_3 else "base_optimizer_state"
     if isinstance(state.get(key), list):
-        raise refused(
+        raise DataError(
             f"{path} was saved with elastic_checkpoint",
             expected='"zero_optimization": {"elastic_checkpoint": false}, which is the default',
             found="elastic_checkpoint",
@@ -379,8 +374,8 @@ def _settings_of(files: _Files) -> Any:
 def _check_order(files: _Files, settings: Any) -> None:
     """Refuse universal checkpoints whose parameters are exchanged: the converter goes by
     ``param_slice_mappings``, and with round_robin_gradients these are not in the order of the tensors."""
-    if files.universal and _get(_get(settings, "zero_optimization"), "round_robin_gradients"):
-        raise refused(
+    if files.universal and entry_of(entry_of(settings, "zero_optimization"), "round_robin_gradients"):
+        raise DataError(
             f"{files.path} is a universal checkpoint of a run with round_robin_gradients",
             expected="the checkpoint that it was made from",
             found="values that DeepSpeed's ds_to_universal takes for those of other parameters",
@@ -393,34 +388,20 @@ def _groups_of(
 ) -> tuple[list[tuple[dict[str, Any], list[str]]], list[int]]:
     """Return the options of each param group, without names yet, and the group of each of the `count` groups
     of `param_shapes`."""
-    optimizer = _get(settings, "optimizer")
-    kind = _get(optimizer, "type")
+    optimizer = entry_of(settings, "optimizer")
+    kind = entry_of(optimizer, "type")
     if kind is not None and (not isinstance(kind, str) or kind.lower() not in ("adam", "adamw")):
-        raise _of_optimizer(path, str(kind)[:50])
-    told = _get(_get(optimizer, "params"), "adam_w_mode")
+        raise other_optimizer(path, str(kind)[:50])
+    told = entry_of(entry_of(optimizer, "params"), "adam_w_mode")
     # DeepSpeed's "Adam" is AdamW unless it is told not to be, and its "AdamW" always is.
     decoupled = None if kind is None else kind.lower() == "adamw" or told is not False
     made: list[tuple[dict[str, Any], list[str]]] = []
     places: dict[int, int] = {}
     for index, group in enumerate(groups):
-        options = {key: _option(_get(group, key)) for key in ("lr", "eps", "weight_decay")}
-        betas = [_option(beta) for beta in _get(group, "betas") or ()]
-        known = isinstance(group, dict) and ("amsgrad" in group or "bias_correction" in group)
-        if not known or None in options.values() or len(betas) != 2 or None in betas:
-            found = ", ".join(map(str, group))[:200] if isinstance(group, dict) else type(group).__name__
-            raise _of_optimizer(path, f"a param group with {found}")
-        for option, neutral in (("amsgrad", False), ("bias_correction", True)):
-            if bool(group.get(option, neutral)) is not neutral:
-                raise _of_optimizer(path, f"{option}={group[option]!r}")
-        mode = group.get("decoupled_weight_decay", True) if decoupled is None else decoupled
-        made.append(({**options, "betas": tuple(betas), "amsgrad": False}, []))
-        of_group = made[-1][0]
-        of_group |= {"maximize": bool(group.get("maximize")), "decoupled_weight_decay": bool(mode)}
-        if (begun := _option(group.get("initial_lr"))) is not None:
-            of_group["initial_lr"] = begun
+        made.append((options_of_adam(group, path, decoupled), []))
         places |= {number: index for number in group.get("params") or () if type(number) is int}
     if sorted(places) != [*range(count)]:
-        raise refused(
+        raise DataError(
             f"{path} has param groups that do not fit its param_shapes",
             expected=f"param groups with {count} flat tensors",
             found=f"{len(places)}, in {len(groups)} groups",
@@ -429,30 +410,14 @@ def _groups_of(
     return made, [places[index] for index in range(count)]
 
 
-def _option(value: Any) -> float | None:
-    if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.whole().item()
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if number else None
-
-
-def _of_optimizer(path: str, found: str) -> Exception:
-    return refused(
-        f"{path} is of a run with an optimizer that cannot be imported",
-        expected="AdamW or Adam, of DeepSpeed or of torch",
-        found=found,
-        cure="load the weights into the model before `wrap`, and begin with new moments",
-    )
-
-
 def _loss_scale_of(state: Any) -> dict[str, float]:
     """Return the loss scale of a run in fp16, and the steps since it changed."""
-    scaler = _get(state, "loss_scaler")
-    scale = _option(scaler.attribute("cur_scale")) if isinstance(scaler, Record) else None
+    scaler = entry_of(state, "loss_scaler")
+    scale = number_in(scaler.attribute("cur_scale")) if isinstance(scaler, Record) else None
     if not scale or scale == 1.0 or math.frexp(scale)[0] != 0.5:
         return {}
     now, last, window = (
-        _option(scaler.attribute(key)) for key in ("cur_iter", "last_overflow_iter", "scale_window")
+        number_in(scaler.attribute(key)) for key in ("cur_iter", "last_overflow_iter", "scale_window")
     )
     good = 0.0
     if now is not None and last is not None and window is not None and window >= 1:
@@ -466,7 +431,7 @@ def _scheduler_of(model: Any, groups: int, updates: int, left_out: list[str]) ->
     saved = plain(model.get("lr_scheduler"), left_out, "lr_scheduler")
     if isinstance(saved, dict) and "last_epoch" in saved:
         return saved
-    done = _number(_get(saved, "last_batch_iteration"), updates - 1) + 1
+    done = count_in(entry_of(saved, "last_batch_iteration"), updates - 1) + 1
     return {"last_epoch": done, "_step_count": done + 1, "lr_lambdas": [None] * groups}
 
 
@@ -488,7 +453,7 @@ def _frozen_of(files: _Files, stage: int, trained: Any) -> dict[str, list[Extent
     if not shapes:
         return {}
     if sorted(files.models) != [*range(len(files.models))]:
-        raise refused(
+        raise DataError(
             f"{files.path} does not have the files of all ranks",
             expected="*_model_states.pt of each rank: there are frozen parameters in them",
             found=f"those of the ranks {', '.join(map(str, sorted(files.models)))}"[:300],
@@ -535,9 +500,9 @@ def _partitions(
         saved = [entry(b, "state", dict, files.path).get(index, {}) for b in base]
         there = {name for state in saved for name in state if isinstance(name, str)}
         if others := there - {*MOMENTS, "step"}:
-            raise _of_optimizer(files.path, f"{', '.join(sorted(others))[:100]} of a param group")
+            raise other_optimizer(files.path, f"{', '.join(sorted(others))[:100]} of a param group")
         kinds.append(MOMENTS if there >= {*MOMENTS} else ())
-        steps.append(_number(saved[0]["step"], 0) if "step" in there else None)
+        steps.append(count_in(saved[0]["step"], 0) if "step" in there else None)
         flats = {"parameters": [_flat(of_rank, index, files.path) for of_rank in masters]}
         flats |= {kind: [_flat(state, kind, files.path) for state in saved] for kind in kinds[-1]}
         if stage == _STAGE_3:
@@ -586,7 +551,7 @@ def _cut_group(
     """Find the parameters of a param group of stage 1 or 2, which is cut as a whole."""
     between = states[0].get("param_alignment_paddings")
     gaps = entry(dict(enumerate(between)), index, list, path) if isinstance(between, list) else []
-    gaps = [_number(gap, 0) for gap in gaps] or [0] * len(names)
+    gaps = [count_in(gap, 0) for gap in gaps] or [0] * len(names)
     behind = [_padding(state, index, path) for state in states]
     sizes = [math.prod(shape) for shape in names.values()]
     used = sum(sizes) + sum(gaps)
@@ -621,7 +586,7 @@ def _cut(flats: Sequence[SavedTensor], size: int, offset: int, numel: int) -> li
 
 
 def _other_layout(path: str, whose: str, expected: str, found: str) -> Exception:
-    return refused(
+    return DataError(
         f"{path} has another layout than its param_shapes say",
         expected=f"{expected} in {whose}",
         found=found,
@@ -638,7 +603,7 @@ def _universal(files: _Files, saved: Any, shapes: Sequence[Mapping[str, tuple[in
     there = {name: shape for group in shapes for name, shape in group.items()}
     root = os.path.join(files.path, _UNIVERSAL)
     if absent := sorted(there.keys() - set(_listing(root))):
-        raise refused(
+        raise DataError(
             f"{root} does not have all parameters",
             expected="a directory for each trained parameter, with fp32.pt",
             found=f"none for {', '.join(absent[:8])}",
@@ -666,12 +631,12 @@ def _universal(files: _Files, saved: Any, shapes: Sequence[Mapping[str, tuple[in
             for file in opened:
                 file.check()
 
-    state = _get(_get(saved, "optimizer_state_dict"), "state")
+    state = entry_of(entry_of(saved, "optimizer_state_dict"), "state")
     steps = []
     for index, group in enumerate(shapes):  # at stage 3 in the optimizer's state, else beside the moments
-        step = _get(_get(state, index), "step")
+        step = entry_of(entry_of(state, index), "step")
         found = [_step_in(os.path.join(root, name)) for name in list(group)[:1]]
-        steps.append(_number(step, 0) if step is not None else next(iter(found), None))
+        steps.append(count_in(step, 0) if step is not None else next(iter(found), None))
     return _Sources(steps, moments, values)
 
 
@@ -680,4 +645,4 @@ def _step_in(directory: str) -> int | None:
     if not os.path.exists(path):
         return None
     with TorchFile(path) as file:
-        return _number(file.value, 0)
+        return count_in(file.value, 0)
