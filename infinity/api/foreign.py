@@ -372,6 +372,13 @@ def _pieces(extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
             yield tensor.part(first + begin, min(_PIECE, numel - begin))
 
 
+def alike(one: Sequence[Extent], other: Sequence[Extent]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the elements of two tensors of one size, in pieces of both."""
+    follower = _Follower(other)
+    for piece in _pieces(one):
+        yield piece, follower.next(piece.numel())
+
+
 class _Follower:
     """Reads extents on, so many elements as are asked for."""
 

@@ -501,7 +501,7 @@ def _partitions(
         there = {name for state in saved for name in state if isinstance(name, str)}
         if others := there - {*MOMENTS, "step"}:
             raise other_optimizer(files.path, f"{', '.join(sorted(others))[:100]} of a param group")
-        kinds.append(MOMENTS if there >= {*MOMENTS} else ())
+        kinds.append(MOMENTS if there & {*MOMENTS} else ())
         steps.append(count_in(saved[0]["step"], 0) if "step" in there else None)
         flats = {"parameters": [_flat(of_rank, index, files.path) for of_rank in masters]}
         flats |= {kind: [_flat(state, kind, files.path) for state in saved] for kind in kinds[-1]}

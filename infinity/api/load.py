@@ -226,6 +226,15 @@ class _Loading:
         path = self._found.file(stem)
         return {} if path is None else read_all(path, self._ring, self._found.content["crcs"][stem])
 
+    def _read_some(self, stem: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if names and (file := self._open(stem)) is not None:
+            with file:
+                for name in names:
+                    found[name] = torch.empty(file.entries[name].shape, dtype=file.entries[name].dtype)
+                    file.read(name, 0, found[name])
+        return found
+
     def _open(self, stem: str) -> TensorFile | None:
         return open_saved(self._found, stem, self._ring)
 
@@ -291,6 +300,10 @@ class _Loading:
         if engine.comm.rank and engine.comm.world == len(others) + 1:
             self._buffers |= others[engine.comm.rank - 1]
         here = buffers_of(engine)
+        # Some programs do not tell buffers from parameters: [Note: DCP's files].
+        kept = [n for n in here if n in index["parameters"] and n not in self._buffers]
+        self._buffers |= self._read_some("parameters", kept)
+        unexpected = [name for name in unexpected if name not in kept]
         missing += [n for n in here if n not in self._buffers]
         unexpected += [n for n in self._buffers if n not in here]
         lacking = [

@@ -1,4 +1,5 @@
-"""`infinity import-deepspeed`: a checkpoint of DeepSpeed as one that `infinity.load` goes on from."""
+"""`infinity import-deepspeed` and `import-dcp`: checkpoints of other programs, for `infinity.load` to go on
+from."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import click
 
 from infinity.api.checkpoint import Progress
 from infinity.api.foreign import Foreign
+from infinity.api.import_dcp import import_dcp
 from infinity.api.import_deepspeed import import_deepspeed
 from infinity.core.sizes import format_size
 
@@ -18,6 +20,11 @@ from .console import finish, seldom, status_line
 def import_deepspeed_command(directory: str, out: str, as_json: bool) -> None:
     """Import as the parameters of the command say."""
     _import(import_deepspeed, directory, out, as_json)
+
+
+def import_dcp_command(directory: str, out: str, as_json: bool) -> None:
+    """Import as the parameters of the command say."""
+    _import(import_dcp, directory, out, as_json)
 
 
 def _import(
@@ -60,4 +67,5 @@ def _show(result: Any) -> None:
     for place in result["left_out"]:
         click.echo(f"left out: {place}, an object of a class")
     click.echo(f"load it: state = infinity.load(optimizer, {result['path']!r})")
-    click.echo(f"state has: {', '.join(result['state'])}")
+    if result["state"]:
+        click.echo(f"state has: {', '.join(map(str, result['state']))}")

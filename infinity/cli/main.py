@@ -35,6 +35,7 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
     "verify": ("infinity.cli.commands", "Check that all placements and updates give the same bits."),
     "export": ("infinity.cli.commands", "Write the model of a checkpoint for other programs."),
     "import-deepspeed": ("infinity.cli.commands", "Turn a checkpoint of DeepSpeed into one of infinity."),
+    "import-dcp": ("infinity.cli.commands", "Turn a checkpoint of FSDP2 into one of infinity."),
     "doctor": ("infinity.cli.doctor", "Look over this machine, and say what to change."),
     "clean": ("infinity.cli.clean", "Remove what killed runs have left in a directory."),
 }

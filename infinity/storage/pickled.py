@@ -14,6 +14,7 @@ entry. A file that was written without checksums has zeros there, and is not che
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -455,6 +456,19 @@ class _Bytes(io.RawIOBase):
             if not count:
                 raise _damaged(self.path, _Wrong("a file that keeps its size", "one that became shorter"))
             out, at = out[count:], at + count
+
+
+def read_pickle(path: str, known: Known | None = None) -> Any:
+    """Return the value of a file that is a pickle: see `values_of`.
+
+    Raises:
+        DirectoryError: it cannot be read.
+        CorruptionError: it is not a pickle.
+    """
+    with contextlib.closing(_Bytes(path, 0, None)) as source:
+        if source.size > _PICKLE_LIMIT:
+            raise _damaged(path, _Wrong(f"at most {format_size(_PICKLE_LIMIT)}", format_size(source.size)))
+        return values_of(source.read(), path, known)
 
 
 class _Storage:
