@@ -25,6 +25,7 @@ from infinity.cli.main import run
 from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError, StateDictError
 from infinity.storage.checkpoints import find
 
+from .command_line import python
 from .deepspeed_states import ARCHIVE, CASES, MORE, STEPS, build, groups_of, loss_of
 from .offloaded import ON_HOST, config_for
 
@@ -211,6 +212,41 @@ def test_no_code_of_a_file_runs(copied: Any, tmp_path: Path) -> None:
     assert state["deepspeed"]["harm"] == [None]
     assert state["deepspeed"]["kept"] == 1
     infinity.close(adam)
+
+
+#: Writes a checkpoint of ZeRO 1 with one large parameter, imports it, and prints the memory that took.
+LARGE = """
+import json, os, sys
+import torch
+from infinity.api.import_deepspeed import import_deepspeed
+from infinity.cli.measure import Peak
+
+folder, rows = sys.argv[1], int(sys.argv[2])
+values = torch.rand(rows, 1024)
+group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [0]}
+state = {"step": 3, "exp_avg": values.view(-1), "exp_avg_sq": values.view(-1)}
+model = {"param_shapes": [{"large": values.shape}], "module": {"large": values.bfloat16()}}
+steps = {"global_steps": 3, "skipped_steps": 0, "shared_params": {}, "buffer_names": []}
+optimizer = {
+    "single_partition_of_fp32_groups": [values.view(-1)], "partition_count": 1, "group_paddings": [0],
+    "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
+}
+os.makedirs(folder + "/saved")
+torch.save(model | steps, folder + "/saved/mp_rank_00_model_states.pt")
+torch.save({"optimizer_state_dict": optimizer}, folder + "/saved/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+del values, state, model, optimizer
+with Peak(interval=0.002) as peak:
+    import_deepspeed(folder + "/saved", folder + "/out")
+print(json.dumps(peak.nbytes))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    done = python("-c", LARGE, str(tmp_path), "24576")  # 96 MiB each of masters and moments
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) < 60 << 20
 
 
 def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

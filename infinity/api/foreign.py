@@ -213,6 +213,25 @@ def plain(value: Any, left_out: list[str], where: str, depth: int = 0) -> Any:
     return value
 
 
+def listing(path: str, program: str) -> list[str]:
+    """Return the names in a directory.
+
+    Raises:
+        DirectoryError: it cannot be looked into.
+    """
+    try:
+        return sorted(os.listdir(path))
+    except OSError as error:
+        raise DirectoryError(
+            f"cannot look into {path}",
+            errno=error.errno,
+            path=path,
+            expected=f"a checkpoint of {program}",
+            found=error.strerror,
+            cure="name the directory into which it was saved",
+        ) from error
+
+
 def texts_beside(*directories: str) -> dict[str, str]:
     """Return the configuration of a model of transformers that is in one of these directories, as a
     checkpoint has it."""
@@ -248,7 +267,7 @@ def check_new(path: str) -> None:
             path=path,
             expected="a new directory, or an empty one: infinity never replaces files that exist",
             found=", ".join(there[:8]) + " …" * (len(there) > 8),
-            cure="name another directory",
+            cure="name another directory; or remove this one, if an import that was killed has left it",
         )
 
 

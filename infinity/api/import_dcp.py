@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from infinity.core.errors import DataError, DirectoryError
+from infinity.core.errors import DataError
 from infinity.storage.pickled import Record, SavedTensor, TorchFile, dtype_of, read_pickle
 
 from .checkpoint import Progress
@@ -39,6 +39,7 @@ from .foreign import (
     check_new,
     count_in,
     entry,
+    listing,
     not_of,
     options_of_adam,
     other_optimizer,
@@ -48,6 +49,7 @@ from .foreign import (
     write,
 )
 
+_PROGRAM: Final = "torch.distributed.checkpoint"
 _METADATA: Final = ".metadata"
 #: The directories of accelerate: of the model, and of the optimizer.
 _MODEL, _OPTIMIZER = re.compile(r"pytorch_model_fsdp_\d+"), re.compile(r"optimizer_\d+")
@@ -77,7 +79,7 @@ def import_dcp(directory: str, path: str, progress: Progress | None = None) -> t
         saved = _Saved(directory)
         foreign = _foreign(saved)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise not_of("torch.distributed.checkpoint", directory, error) from error
+        raise not_of(_PROGRAM, directory, error) from error
     return write(
         foreign, path, texts_beside(directory, os.path.dirname(os.path.abspath(directory))), progress
     ), foreign
@@ -126,7 +128,7 @@ class _Saved:
                 found=getattr(content, "name", type(content).__name__),
                 cure="name the directory that was passed to it",
             )
-        there = set(os.listdir(folder))
+        there = set(listing(folder, _PROGRAM))
         places: dict[str, dict[tuple[int, ...], _Chunk]] = {}
         for index, info in entry(content.state, "storage_data", dict, path).items():
             name, offset = entry(index.state, "fqn", str, path), index.attribute("offset")
@@ -160,22 +162,12 @@ class _Saved:
 
 def _folders_of(directory: str) -> list[str]:
     """Return the directories with metadata: this one, or those of accelerate in it."""
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        raise DirectoryError(
-            f"cannot look into {directory}",
-            errno=error.errno,
-            path=directory,
-            expected="a checkpoint of torch.distributed.checkpoint",
-            found=error.strerror,
-            cure="name the directory that was passed to torch.distributed.checkpoint.save",
-        ) from error
+    names = listing(directory, _PROGRAM)
     if _METADATA in names:
         if not _MODEL.fullmatch(os.path.basename(os.path.abspath(directory))):
             return [directory]
         directory = os.path.dirname(os.path.abspath(directory))  # the optimizer is beside it
-        names = sorted(os.listdir(directory))
+        names = listing(directory, _PROGRAM)
     folders = [
         os.path.join(directory, name)
         for name in names

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
-from infinity.core.errors import DataError, DirectoryError
+from infinity.core.errors import DataError
+from infinity.storage.folder import failed
 from infinity.storage.pickled import Record, SavedTensor, TorchFile
 
 from .checkpoint import Progress
@@ -34,6 +35,7 @@ from .foreign import (
     count_in,
     entry,
     entry_of,
+    listing,
     not_of,
     number_in,
     options_of_adam,
@@ -107,7 +109,7 @@ class _Files:
         self._stack = stack
         self._opened: dict[str, TorchFile] = {}
         self.path = _tag_of(directory)
-        names = _listing(self.path)
+        names = listing(self.path, "DeepSpeed")
         self.universal = _UNIVERSAL in names
         for name in names:
             for pattern, kind in _PARALLEL:
@@ -145,28 +147,17 @@ class _Files:
             file.check()
 
 
-def _listing(path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError as error:
-        raise DirectoryError(
-            f"cannot look into {path}",
-            errno=error.errno,
-            path=path,
-            expected="a checkpoint of DeepSpeed",
-            found=error.strerror,
-            cure="name the directory that was passed to save_checkpoint",
-        ) from error
-
-
 def _tag_of(directory: str) -> str:
     """Return the directory with the files: `directory`, or the one below it that its `latest` names."""
     for name in ("latest", "latest_universal"):
         path = os.path.join(directory, name)
         if not os.path.isfile(path):
             continue
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tag = file.read(4096).strip()
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                tag = file.read(4096).strip()
+        except OSError as error:
+            raise failed("read", path, error) from error
         if not tag or os.path.basename(tag) != tag or tag == "..":
             raise DataError(
                 f"{path} names no directory",
@@ -602,7 +593,7 @@ def _universal(files: _Files, saved: Any, shapes: Sequence[Mapping[str, tuple[in
     """Return where the values of a universal checkpoint are: each in a file of its own."""
     there = {name: shape for group in shapes for name, shape in group.items()}
     root = os.path.join(files.path, _UNIVERSAL)
-    if absent := sorted(there.keys() - set(_listing(root))):
+    if absent := sorted(there.keys() - set(listing(root, "DeepSpeed"))):
         raise DataError(
             f"{root} does not have all parameters",
             expected="a directory for each trained parameter, with fp32.pt",
