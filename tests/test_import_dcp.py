@@ -268,7 +268,7 @@ def test_odd_metadata_is_an_error_that_says_so(seed: int, copied: Path, tmp_path
         else:
             setattr(info, {"path": "relative_path"}.get(kind, kind), odd)
 
-    for _ in range(40):
+    for _ in range(20):
         edit(copied, change)
         with contextlib.suppress(InfinityError):
             import_dcp(str(copied), str(tmp_path / "out"))

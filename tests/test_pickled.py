@@ -236,6 +236,8 @@ HARMFUL = {
     "a call of a number": b"K\x01)R.",
     "a call of a text": b"X\x04\x00\x00\x00exit)R.",
     "a call of a record": b"cos\nsystem\n)R)R.",
+    "a number as bytes": b"c_codecs\nencode\nK\x01K\x01\x86R.",
+    "a size of a number": b"ctorch\nSize\nK\x01\x85R.",
     "a reference": b"K\x01Q.",
     "an extension": b"\x82\x01.",
     "numbers as text": b"I1\n.",

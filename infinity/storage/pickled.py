@@ -76,6 +76,8 @@ class _Wrong(ValueError):
     """A program that no writer of pickles makes: what was expected, and what was found."""
 
 
+#: What code raises that meets other values than a writer writes.
+_OF_DAMAGE: Final = (TypeError, ValueError, AttributeError, LookupError, OverflowError, RuntimeError)
 _MARK: Final = object()
 
 
@@ -338,8 +340,8 @@ def values_of(
     """Return the value of a pickle: [Note: no code from pickles]. `path`, of its file, is for messages.
 
     Args:
-        known: the functions to call for further names. They must not trust their arguments. What they raise
-            as TypeError or ValueError counts as damage.
+        known: the functions to call for further names. They must not trust their arguments. Usual errors of
+            Python in them, such as TypeError, count as damage.
         persistent: the same for what the pickle only refers to; None: it may refer to nothing.
 
     Raises:
@@ -351,7 +353,7 @@ def values_of(
 
     try:
         return _Machine(data, {**_ALWAYS, **(known or {})}, persistent or refers).run()
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except _OF_DAMAGE as error:
         raise _damaged(path, error) from error
 
 
@@ -612,16 +614,7 @@ class TorchFile:
                 "torch._tensor._rebuild_from_type_v2": self._of_type,
             }
             self.value = values_of(self._text("data.pkl"), path, {**tensors, **(known or {})}, self._storage)
-        except (
-            zipfile.BadZipFile,
-            struct.error,
-            ValueError,
-            TypeError,
-            OverflowError,
-            NotImplementedError,
-            EOFError,
-            IndexError,
-        ) as error:
+        except (*_OF_DAMAGE, zipfile.BadZipFile, struct.error, EOFError) as error:
             self.close()
             raise _damaged(path, error) from error
         except BaseException:
